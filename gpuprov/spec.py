@@ -1,0 +1,246 @@
+"""HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts.py).
+
+The dataclass below is the one place where an option is written down: its inventory variable is the field's name with
+`gpuprov_` before it, its marshmallow field checks what comes in, its `help` becomes the configuration reference.
+Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from marshmallow import RAISE, Schema, ValidationError, post_load, validate
+from marshmallow import fields as schema_fields
+
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+
+PREFIX = "gpuprov_"
+
+_VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}$", error="is not a driver version such as 550.163.01")
+_SHA256 = validate.Regexp(r"[0-9a-f]{64}$", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
+_URL_OR_PATH = validate.Regexp(
+    r"(https?|file)://[^\s'\"`$;|&<>\\]+$|/[^\s'\"`$;|&<>\\]*$",
+    error="is neither a URL (http, https, file) nor an absolute path",
+)
+_HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+$", error="is not an http or https URL")
+_NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}$", error="is not a name of small letters, digits, '.', '_' and '-'")
+_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+.:_-]*(=[A-Za-z0-9.+:~_-]+)?$", error="is not a package name")
+_FINGERPRINT = validate.Regexp(
+    r"[0-9A-F]{40}$|[0-9A-F]{64}$", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
+)
+_WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*$", error="is not a list of plain words")
+
+
+class _RepositorySchema(Schema):
+    """One more package repository of the site's own."""
+
+    class Meta:
+        unknown = RAISE
+
+    name = schema_fields.String(required=True, validate=_NAME)
+    uri = schema_fields.String(required=True, validate=_HTTP_URL)
+    suite = schema_fields.String(load_default="./", validate=_WORDS)
+    components = schema_fields.String(load_default="", validate=_WORDS)
+    key_url = schema_fields.String(required=True, validate=_HTTP_URL)
+    key_fingerprint = schema_fields.String(required=True, validate=_FINGERPRINT)
+
+    @post_load
+    def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
+        return SiteRepository(**data)
+
+
+@dataclass(frozen=True)
+class SiteRepository:
+    """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
+
+    name: str
+    uri: str
+    key_url: str
+    key_fingerprint: str
+    suite: str = "./"
+    components: str = ""
+
+
+def _option(check: schema_fields.Field, default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"check": check, "help": text, "choices": choices})
+
+
+def _text(default: str, text: str, *checks: validate.Validator) -> Any:
+    # The empty string always means "not given".
+    allowed = [_OrEmpty(check) for check in checks]
+    return _option(schema_fields.String(validate=allowed), default, text)
+
+
+def _choice(default: str, text: str, *choices: str) -> Any:
+    check = validate.OneOf(choices, error="is not one of {choices}")
+    return _option(schema_fields.String(validate=check), default, text, choices=choices)
+
+
+def _flag(default: bool, text: str) -> Any:
+    return _option(_StrictBoolean(), default, text)
+
+
+class _StrictBoolean(schema_fields.Boolean):
+    """A boolean as YAML and Ansible's `-e` write it, and nothing else: no 1, no "on the"."""
+
+    truthy = {True, "true", "True", "yes", "Yes"}  # noqa: RUF012 (marshmallow's own interface)
+    falsy = {False, "false", "False", "no", "No"}  # noqa: RUF012
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> bool:
+        if not isinstance(value, (bool, str)):
+            raise self.make_error("invalid", input=value)
+        return bool(super()._deserialize(value, attr, data, **kwargs))
+
+
+class _OrEmpty(validate.Validator):
+    def __init__(self, check: validate.Validator) -> None:
+        self.check = check
+
+    def __call__(self, value: Any) -> Any:
+        return value if value == "" else self.check(value)
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What a host shall be."""
+
+    driver: str = _choice(
+        "runfile",
+        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `preinstalled` takes the driver that is there.",
+        "runfile", "preinstalled",
+    )  # fmt: skip
+    driver_version: str = _text(
+        "", "The driver's version, such as 550.163.01. Needed with `driver: runfile`.", _VERSION
+    )
+    driver_url: str = _text(
+        "",
+        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server.",
+        _URL_OR_PATH,
+    )
+    driver_sha256: str = _text("", "The SHA-256 of the .run file. Default: the `.sha256sum` file beside it.", _SHA256)
+    kernel_modules: str = _choice(
+        "auto",
+        "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
+        "libraries only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to "
+        "the machine outside, else `build`.",
+        "auto", "build", "none",
+    )  # fmt: skip
+    kernel_module_type: str = _choice(
+        "auto", "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` leaves it to the installer.",
+        "auto", "open", "proprietary",
+    )  # fmt: skip
+    docker: str = _choice(
+        "distribution",
+        "Where docker comes from if it is missing: the `distribution`'s package, or `preinstalled` (never install it).",
+        "distribution", "preinstalled",
+    )  # fmt: skip
+    toolkit: str = _choice(
+        "bundled",
+        "What puts GPUs into containers: gpuprov's `bundled` runtime, or `nvidia` for NVIDIA's container toolkit from its "
+        "signed repository.",
+        "bundled", "nvidia",
+    )  # fmt: skip
+    toolkit_version: str = _text("", "The version of NVIDIA's toolkit packages. Default: the newest.", _PACKAGE)
+    toolkit_repository: str = _text(
+        "https://nvidia.github.io/libnvidia-container",
+        "Where NVIDIA's toolkit repository, or its mirror, lies.",
+        _HTTP_URL,
+    )
+    toolkit_key_fingerprint: str = _text(
+        "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
+        "The fingerprint of the key that signs it. Source: see docs/repositories.md.",
+        _FINGERPRINT,
+    )
+    docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
+    repositories: tuple[SiteRepository, ...] = _option(
+        schema_fields.List(schema_fields.Nested(_RepositorySchema)),
+        (),
+        "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
+        "`key_fingerprint`.",
+    )
+    packages: tuple[str, ...] = _option(
+        schema_fields.List(schema_fields.String(validate=_PACKAGE)), (), "More packages to install."
+    )
+    verify_image: str = _text(
+        "",
+        "The image that verification runs nvidia-smi in. Default: a tiny one built from the host's own C library and shell.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*$", error="is not an image reference"),
+    )
+    torch_image: str = _text(
+        "",
+        "An image with PyTorch, in which verification runs `torch.cuda.is_available()`. Default: that check is left out.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*$", error="is not an image reference"),
+    )
+
+
+def option_names() -> tuple[str, ...]:
+    """Return the names of all options, without prefix, in their documented order."""
+    return tuple(f.name for f in fields(HostSpec))
+
+
+def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
+    """Return the spec that `values` (names without prefix) describe; the rest takes its default.
+
+    Raises GpuprovError with exit code 2 that lists every unknown name, with the nearest known one, and every wrong
+    value. `origin` says where the values come from, for the message.
+    """
+    schema = Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})(unknown=RAISE)
+    try:
+        loaded = schema.load({key: _plain(value) for key, value in values.items()})
+    except ValidationError as error:
+        problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.normalized_messages()))
+        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
+    return HostSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()})
+
+
+def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
+    """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
+    ours = {name[len(PREFIX) :]: value for name, value in variables.items() if name.startswith(PREFIX)}
+    return parse_spec(ours, origin)
+
+
+def spec_to_json(spec: HostSpec) -> dict[str, Any]:
+    """Return the spec as plain JSON values, such that parse_spec gives it back."""
+    return {key: _plain(value) for key, value in asdict(spec).items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in JSON's own types: Ansible hands out subclasses of str, tuples and the like."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def _flat(messages: Any, path: str = "") -> list[tuple[str, str]]:
+    """Return (path, reason) pairs from marshmallow's nested messages."""
+    if isinstance(messages, Mapping):
+        return [pair for key, inner in messages.items() for pair in _flat(inner, f"{path}.{key}" if path else str(key))]
+    return [(path, str(reason)) for reason in messages]
+
+
+def _problem(path: str, reason: str, values: Mapping[str, Any], origin: str) -> Problem:
+    name = path.split(".")[0]
+    where = f"in {origin}" if origin else ""
+    if reason == "Unknown field.":
+        known = option_names() if path == name else ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
+        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
+        hint = f"did you mean {PREFIX if path == name else ''}{near[0]}?" if near else ""
+        return Problem(f"there is no variable {PREFIX}{path}", where, hint or "`gpuprov options` lists all variables")
+    what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
+    return Problem(
+        what, f"{where + ': ' if where else ''}{values.get(name)!r}", "`gpuprov options` lists what each variable takes"
+    )
+
+
+_REASONS = {
+    "Not a valid string.": "must be text (put a version number in quotes)",
+    "Not a valid boolean.": "must be true or false",
+    "Not a valid list.": "must be a list",
+    "Invalid input type.": "must be a mapping",
+    "Missing data for required field.": "is missing",
+}

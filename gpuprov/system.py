@@ -1,0 +1,400 @@
+"""The one door to the operating system: nothing else on the host side runs commands or touches files.
+
+`System` is the real machine, or a part of it below a root prefix. Tests put a recorded machine in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import selectors
+import shutil
+import signal
+import stat as stat_module
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from gpuprov.errors import GpuprovError
+
+# Commands find their programs here, whatever the caller's PATH is: a host-side run is root's.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Unattended, in English, so that what programs print can be recognised.
+COMMAND_ENVIRONMENT = {
+    "PATH": SYSTEM_PATH,
+    "LC_ALL": "C.UTF-8",
+    "LANG": "C.UTF-8",
+    "HOME": "/root",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
+# A proxy is part of how a site reaches its mirrors: these pass through to commands.
+_PASSED_ENVIRONMENT = (
+    "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
+)  # fmt: skip
+_CHUNK = 1 << 16
+NOT_FOUND = 127
+TIMED_OUT = 124
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What a command did. `returncode` is 127 if there is no such program and 124 if it ran past its limit."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.returncode == 0
+
+    def evidence(self, lines: int = 12) -> str:
+        """Return the command, its exit code and the last lines it printed, for an error."""
+        said = (self.stderr.strip() or self.stdout.strip()).splitlines()[-lines:]
+        return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
+
+
+@dataclass(frozen=True)
+class FileStatus:
+    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other."""
+
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    target: str = ""
+    major: int = 0
+    minor: int = 0
+
+
+class System:
+    """A machine, or the part of it below `root`; paths are given as the machine itself sees them."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = Path(root)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def path(self, path: str) -> Path:
+        """Return where `path` lies for this process."""
+        return self.root / path.lstrip("/")
+
+    def read_bytes(self, path: str) -> bytes | None:
+        """Return a file's content, or None if there is none (missing, or not a file)."""
+        try:
+            return self.path(path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def read_text(self, path: str) -> str | None:
+        """Return a file's text (bytes that are no UTF-8 replaced), or None if there is none."""
+        content = self.read_bytes(path)
+        return None if content is None else content.decode("utf-8", "replace")
+
+    def status(self, path: str) -> FileStatus | None:
+        """Return what lies at `path`, or None."""
+        try:
+            found = os.lstat(self.path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        kind = _kind(found.st_mode)
+        return FileStatus(
+            kind=kind,
+            mode=stat_module.S_IMODE(found.st_mode),
+            uid=found.st_uid,
+            gid=found.st_gid,
+            size=found.st_size,
+            target=os.readlink(self.path(path)) if kind == "link" else "",
+            major=os.major(found.st_rdev),
+            minor=os.minor(found.st_rdev),
+        )
+
+    def exists(self, path: str) -> bool:
+        """Say whether anything lies at `path`, links followed."""
+        return self.path(path).exists()
+
+    def list_directory(self, path: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory; none if it is missing."""
+        try:
+            return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+    def real_path(self, path: str) -> str:
+        """Return `path` with every link followed, as the machine itself sees it."""
+        resolved = os.path.realpath(self.path(path))
+        base = os.path.realpath(self.root)
+        return resolved if base == "/" else "/" + os.path.relpath(resolved, base)
+
+    def free_bytes(self, path: str) -> int:
+        """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
+        place = self.path(path)
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def which(self, program: str) -> str | None:
+        """Return the absolute path of a program of the machine, or None."""
+        for folder in SYSTEM_PATH.split(":"):
+            candidate = f"{folder}/{program}"
+            if os.access(self.path(candidate), os.X_OK) and self.path(candidate).is_file():
+                return candidate
+        return None
+
+    def user_id(self) -> int:
+        """Return the effective user id of this process."""
+        return os.geteuid()
+
+    def kernel_release(self) -> str:
+        """Return `uname -r`."""
+        return os.uname().release
+
+    def architecture(self) -> str:
+        """Return `uname -m`."""
+        return os.uname().machine
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        """Run a command to its end and return what it did; a failure is a value, not an exception.
+
+        The command gets a clean environment, its own process group (a Ctrl-C at the terminal does not reach it: what
+        has begun is finished or undone, not torn) and a time limit in seconds. `on_line` sees each line as it comes.
+        """
+        argv = tuple(argv)
+        begun = time.monotonic()
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=command_environment(env), start_new_session=True, close_fds=False, cwd="/",
+            )  # fmt: skip
+        except FileNotFoundError:
+            return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
+        except PermissionError:
+            return Completed(argv, 126, "", f"{argv[0]}: permission denied")
+        with process:
+            out, err, in_time = _communicate(process, stdin, begun + timeout, on_line)
+            if not in_time:
+                _end_group(process)
+                err += f"\nstopped after {timeout:g} s, its time limit".encode()
+        code = process.returncode if in_time else TIMED_OUT
+        # A signal's number comes as -N; shells, and people, know it as 128+N.
+        code = 128 - code if code < 0 else code
+        return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), _since(begun))
+
+    def require(self, argv: Sequence[str], what: str, next_step: str = "", *, timeout: float = 60) -> Completed:
+        """Run a command that must succeed; raise GpuprovError saying `what` failed otherwise."""
+        done = self.run(argv, timeout=timeout)
+        if not done.ok:
+            raise GpuprovError(what, done.evidence(), next_step)
+        return done
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, path: str, content: bytes, *, mode: int = 0o644, owner: tuple[int, int] | None = None) -> None:
+        """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the folder.
+
+        A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without
+        it an existing file's owner stays. The SELinux context of an existing file is kept.
+        """
+        place = Path(os.path.realpath(self.path(path)))
+        before = place.lstat() if place.exists() else None
+        if owner is None and before is not None:
+            owner = (before.st_uid, before.st_gid)
+        handle, temporary = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".gpuprov", dir=place.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                if owner is not None:
+                    os.fchown(file.fileno(), *owner)
+                os.fchmod(file.fileno(), mode)
+                _copy_security_context(place, file.fileno())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, place)  # noqa: PTH105 (temporary is a plain string from mkstemp)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+        _sync_directory(place.parent)
+
+    def append(self, path: str, content: bytes) -> None:
+        """Append to a file and wait until the disk has it."""
+        place = self.path(path)
+        fresh = not place.exists()
+        with place.open("ab") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if fresh:
+            _sync_directory(place.parent)
+
+    def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
+        """Make a directory and its missing parents; return those made, outermost first."""
+        missing: list[Path] = []
+        place = self.path(path)
+        while not place.exists():
+            missing.append(place)
+            place = place.parent
+        made = []
+        for place in reversed(missing):
+            place.mkdir()
+            place.chmod(mode)
+            made.append("/" + str(place.relative_to(self.root)))
+        return tuple(made)
+
+    def make_link(self, path: str, target: str) -> None:
+        """Make a symbolic link, replacing whatever file or link is there, atomically."""
+        place = self.path(path)
+        temporary = place.with_name(f".{place.name}.gpuprov")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        temporary.symlink_to(target)
+        temporary.replace(place)
+
+    def make_node(self, path: str, major: int, minor: int, mode: int) -> None:
+        """Make a character device node."""
+        place = self.path(path)
+        os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
+        place.chmod(mode)
+
+    def change_mode(self, path: str, mode: int) -> None:
+        """Set permission bits."""
+        self.path(path).chmod(mode)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, link, node or empty directory; nothing happens if it is gone already."""
+        place = self.path(path)
+        with contextlib.suppress(FileNotFoundError):
+            if place.is_dir() and not place.is_symlink():
+                place.rmdir()
+            else:
+                place.unlink()
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory with all that is in it."""
+        shutil.rmtree(self.path(path), ignore_errors=True)
+
+    def temporary_directory(self, near: str = "/tmp") -> str:
+        """Make a private directory below `near` and return its path."""
+        made = Path(tempfile.mkdtemp(prefix="gpuprov-", dir=self.path(near)))
+        return "/" + str(made.relative_to(self.root))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def now(self) -> float:
+        """Return a clock in seconds that never goes back."""
+        return time.monotonic()
+
+
+def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment that commands get."""
+    passed = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+    return {**passed, **COMMAND_ENVIRONMENT, **(extra or {})}
+
+
+def sha256_of(content: bytes) -> str:
+    """Return the SHA-256 of some bytes, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat_module.S_ISREG, "file"), (stat_module.S_ISDIR, "directory"), (stat_module.S_ISLNK, "link"),
+        (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
+    )  # fmt: skip
+    return next((name for test, name in kinds if test(mode)), "other")
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None
+) -> tuple[bytes, bytes, bool]:
+    """Feed and read the process until it ends; the last value is False if it ran past the deadline.
+
+    The end is the process's, not its pipes': a daemon started by a package script may hold those open for ever.
+    """
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(stdin)
+        process.stdin.close()
+    chunks: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    pending = {number: bytearray() for number in chunks}
+    with selectors.DefaultSelector() as selector:
+        for number in chunks:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            ended = process.poll() is not None
+            if time.monotonic() > deadline and not ended:
+                return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
+            ready = selector.select(0 if ended else 0.2)
+            if ended and not ready:
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, _CHUNK)
+                if not data:
+                    selector.unregister(key.fd)
+                chunks[key.fd] += data
+                _tell_lines(pending[key.fd], data, on_line)
+    remaining = max(deadline - time.monotonic(), 0.1)
+    try:
+        process.wait(remaining)
+    except subprocess.TimeoutExpired:
+        return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
+    return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), True
+
+
+def _tell_lines(pending: bytearray, data: bytes, on_line: Callable[[str], None] | None) -> None:
+    if on_line is None:
+        return
+    pending += data
+    *lines, rest = pending.split(b"\n")
+    pending[:] = rest
+    for line in lines:
+        on_line(line.decode("utf-8", "replace").rstrip("\r"))
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the command and its children to end, then make them."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
+
+
+def _copy_security_context(source: Path, target: int) -> None:
+    """Give an open file the SELinux label of the one that it replaces; silently nothing without SELinux."""
+    with contextlib.suppress(OSError):
+        os.setxattr(target, "security.selinux", os.getxattr(source, "security.selinux"))
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _since(begun: float) -> float:
+    return round(time.monotonic() - begun, 3)
