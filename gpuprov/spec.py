@@ -19,19 +19,21 @@ from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"
 
-_VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}$", error="is not a driver version such as 550.163.01")
-_SHA256 = validate.Regexp(r"[0-9a-f]{64}$", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
+_VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}\Z", error="is not a driver version such as 550.163.01")
+_SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
 _URL_OR_PATH = validate.Regexp(
-    r"(https?|file)://[^\s'\"`$;|&<>\\]+$|/[^\s'\"`$;|&<>\\]*$",
+    r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
     error="is neither a URL (http, https, file) nor an absolute path",
 )
-_HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+$", error="is not an http or https URL")
-_NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}$", error="is not a name of small letters, digits, '.', '_' and '-'")
-_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+.:_-]*(=[A-Za-z0-9.+:~_-]+)?$", error="is not a package name")
-_FINGERPRINT = validate.Regexp(
-    r"[0-9A-F]{40}$|[0-9A-F]{64}$", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
+_HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
+_NAME = validate.Regexp(
+    r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
 )
-_WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*$", error="is not a list of plain words")
+_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+.:_-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
+_FINGERPRINT = validate.Regexp(
+    r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
+)
+_WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
 
 class _RepositorySchema(Schema):
@@ -92,7 +94,7 @@ class _StrictBoolean(schema_fields.Boolean):
     def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> bool:
         if not isinstance(value, (bool, str)):
             raise self.make_error("invalid", input=value)
-        return bool(super()._deserialize(value, attr, data, **kwargs))
+        return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
 
 
 class _OrEmpty(validate.Validator):
@@ -151,7 +153,7 @@ class HostSpec:
     )
     toolkit_key_fingerprint: str = _text(
         "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
-        "The fingerprint of the key that signs it. Source: see docs/repositories.md.",
+        "The fingerprint of the key that signs it. ",
         _FINGERPRINT,
     )
     docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
@@ -167,12 +169,12 @@ class HostSpec:
     verify_image: str = _text(
         "",
         "The image that verification runs nvidia-smi in. Default: a tiny one built from the host's own C library and shell.",
-        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*$", error="is not an image reference"),
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
     torch_image: str = _text(
         "",
         "An image with PyTorch, in which verification runs `torch.cuda.is_available()`. Default: that check is left out.",
-        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*$", error="is not an image reference"),
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
 
 
@@ -191,9 +193,12 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     try:
         loaded = schema.load({key: _plain(value) for key, value in values.items()})
     except ValidationError as error:
-        problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.normalized_messages()))
+        problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.messages))
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
-    return HostSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()})
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
+    }
+    return HostSpec(**settings)
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:

@@ -113,7 +113,7 @@ class System:
             uid=found.st_uid,
             gid=found.st_gid,
             size=found.st_size,
-            target=os.readlink(self.path(path)) if kind == "link" else "",
+            target=str(self.path(path).readlink()) if kind == "link" else "",
             major=os.major(found.st_rdev),
             minor=os.minor(found.st_rdev),
         )

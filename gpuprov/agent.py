@@ -1,0 +1,43 @@
+"""The agent: one request in, events out, on the host itself; the same functions serve the command line in process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpuprov.errors import ExitCode, GpuprovError
+
+COMMANDS = ("install", "verify", "facts", "rollback")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
+
+    `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
+    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
+    """
+
+    command: str
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    check: bool = False
+    diff: bool = False
+    wait_seconds: int = 120
+
+
+def request_to_line(request: Request) -> str:
+    """Return the request as one line of JSON."""
+    return json.dumps(asdict(request), separators=(",", ":"))
+
+
+def request_from_line(line: str) -> Request:
+    """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
+    try:
+        request = Request(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise GpuprovError("the agent got no valid request", str(error), exit_code=ExitCode.USAGE) from None
+    if request.command not in COMMANDS:
+        raise GpuprovError(f"the agent knows no command {request.command!r}", exit_code=ExitCode.USAGE)
+    return request
