@@ -168,12 +168,12 @@ class HostSpec:
     )
     verify_image: str = _text(
         "",
-        "The image that verification runs nvidia-smi in. Default: a tiny one built from the host's own C library and shell.",
+        "The image to run nvidia-smi in. Default: a tiny one made of the host's own C library and shell.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
     torch_image: str = _text(
         "",
-        "An image with PyTorch, in which verification runs `torch.cuda.is_available()`. Default: that check is left out.",
+        "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
 

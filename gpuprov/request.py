@@ -1,4 +1,4 @@
-"""The agent: one request in, events out, on the host itself; the same functions serve the command line in process."""
+"""What an agent is asked: one request, one line of JSON."""
 
 from __future__ import annotations
 
