@@ -1,0 +1,113 @@
+"""Carries a plan out, journalled; takes up what an interrupted run left; rolls a run back. Never decides what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Callable
+
+from gpuprov.changes import Change
+from gpuprov.errors import GpuprovError
+from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
+from gpuprov.journal import Entry, Journal, Run, new_journal, read_runs, resume_journal
+from gpuprov.system import System
+
+Kinds = Mapping[str, type[Change]]
+
+
+class Stopped(Exception):
+    """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
+
+
+def apply_changes(
+    changes: Sequence[Change],
+    system: System,
+    journal: Journal,
+    sink: Sink,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Make the changes in order and return how many were made.
+
+    A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
+    GpuprovError, or Stopped between two changes.
+    """
+    for index, change in enumerate(changes, 1):
+        if stop_requested():
+            raise Stopped(f"stopped as asked before change {index} of {len(changes)}: {change.summary()}")
+        sink(ChangeStarted(change.key, change.summary(), index, len(changes)))
+        begun = system.now()
+        _apply_one(change, system, journal, sink)
+        sink(ChangeDone(change.key, round(system.now() - begun, 3)))
+    return len(changes)
+
+
+def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> None:
+    def tell(message: str, done: int = 0, total: int = 0) -> None:
+        sink(ChangeProgress(change.key, message, done, total))
+
+    before = change.capture(system)
+    number = journal.begin(change.key, type(change).__name__, before)
+    try:
+        outcome = change.apply(system, tell)
+    except (GpuprovError, OSError) as error:
+        change.undo(system, before, None)
+        journal.undone(number)
+        if isinstance(error, GpuprovError):
+            raise
+        raise _from_os_error(change, error) from error
+    journal.done(number, outcome)
+
+
+def _from_os_error(change: Change, error: OSError) -> GpuprovError:
+    hints = {28: "make room: `df -h` shows which file system is full, then run the same command again"}
+    hints[30] = "the file system is mounted read-only: `findmnt` shows it; remount it read-write"
+    return GpuprovError(f"could not {change.summary()}", str(error), hints.get(error.errno or 0, ""))
+
+
+def open_journal(system: System, command: str, kinds: Kinds, sink: Sink) -> tuple[Journal, bool]:
+    """Return the journal to write and whether it takes up an interrupted run.
+
+    The change in which that run was cut off is undone first: half of it may be there, and facts gathered from half a
+    driver would be wrong.
+    """
+    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    if run is None:
+        return new_journal(system, command), False
+    journal = resume_journal(system, run)
+    cut_off = run.interrupted
+    if cut_off is not None:
+        sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
+        _undo_entry(system, journal, cut_off, kinds, only_if_needed=True)
+    return journal, True
+
+
+def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
+    """Undo what stands of a run, latest change first; return how many changes were undone.
+
+    Goes on from where an interrupted roll-back stopped, for each undone change is noted.
+    """
+    journal = resume_journal(system, run)
+    for index, entry in enumerate(run.undoable, 1):
+        sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, len(run.undoable)))
+        begun = system.now()
+        _undo_entry(system, journal, entry, kinds)
+        sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
+    journal.end("rolled-back")
+    return len(run.undoable)
+
+
+def last_undoable_run(system: System) -> Run | None:
+    """Return the latest run of which something stands, or None."""
+    return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
+
+
+def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, *, only_if_needed: bool = False) -> None:
+    kind = kinds.get(entry.kind)
+    if kind is None:
+        raise GpuprovError(
+            f"can't undo a change of kind {entry.kind!r}: this gpuprov does not know it",
+            f"journal {journal.path}, {entry.key}",
+            "use the gpuprov version that made it",
+        )
+    if kind.undo_when_interrupted or not only_if_needed:
+        kind.undo(system, entry.before, entry.outcome)
+    journal.undone(entry.number)
