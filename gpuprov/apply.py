@@ -14,7 +14,7 @@ from gpuprov.system import System
 Kinds = Mapping[str, type[Change]]
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
     """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of change: each change is data that can describe, apply and undo itself; never decides whether it is needed."""
+"""The vocabulary of change: data that describes, applies and undoes itself; never decides whether it is needed."""
 
 from __future__ import annotations
 
@@ -182,6 +182,8 @@ def capture_path(system: System, path: str) -> Json:
 def restore_path(system: System, image: Json) -> None:
     """Bring back what `capture_path` saw: content, mode and owner, and the absence of parents that were missing."""
     path, kind = image["path"], image["kind"]
+    if system.status(parent_of(path)) is not None:
+        system.remove_leftover(path)
     if kind == "file":
         system.make_directory(parent_of(path))
         content = base64.b64decode(image["content"])

@@ -218,7 +218,9 @@ class System:
         before = place.lstat() if place.exists() else None
         if owner is None and before is not None:
             owner = (before.st_uid, before.st_gid)
-        handle, temporary = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".gpuprov", dir=place.parent)
+        temporary = temporary_name(place)
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -228,10 +230,9 @@ class System:
                 _copy_security_context(place, file.fileno())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, place)  # noqa: PTH105 (temporary is a plain string from mkstemp)
+            temporary.replace(place)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)  # noqa: PTH108
+            temporary.unlink(missing_ok=True)
             raise
         _sync_directory(place.parent)
 
@@ -263,9 +264,8 @@ class System:
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link, replacing whatever file or link is there, atomically."""
         place = self.path(path)
-        temporary = place.with_name(f".{place.name}.gpuprov")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary = temporary_name(place)
+        temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(place)
 
@@ -287,6 +287,10 @@ class System:
                 place.rmdir()
             else:
                 place.unlink()
+
+    def remove_leftover(self, path: str) -> None:
+        """Remove the temporary file that a killed write of `path` may have left beside it."""
+        temporary_name(self.path(path)).unlink(missing_ok=True)
 
     def remove_tree(self, path: str) -> None:
         """Remove a directory with all that is in it."""
@@ -310,6 +314,14 @@ def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
     """Return the environment that commands get."""
     passed = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
     return {**passed, **COMMAND_ENVIRONMENT, **(extra or {})}
+
+
+def temporary_name(place: Path) -> Path:
+    """Return the name under which a file's new content is written before it is renamed.
+
+    Always the same, so that what a kill leaves behind is overwritten or found by the next run.
+    """
+    return place.with_name(f".{place.name}.gpuprov")
 
 
 def sha256_of(content: bytes) -> str:
