@@ -100,6 +100,25 @@ class System:
         content = self.read_bytes(path)
         return None if content is None else content.decode("utf-8", "replace")
 
+    def read_start(self, path: str, size: int) -> bytes | None:
+        """Return a file's first `size` bytes, or None if there is no file."""
+        try:
+            with self.path(path).open("rb") as file:
+                return file.read(size)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def sha256(self, path: str) -> str:
+        """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""
+        digest = hashlib.sha256()
+        try:
+            with self.path(path).open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ""
+        return digest.hexdigest()
+
     def status(self, path: str) -> FileStatus | None:
         """Return what lies at `path`, or None."""
         try:

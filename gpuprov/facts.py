@@ -1,0 +1,234 @@
+"""HostFacts: what a machine is, gathered once before a plan; parsers are pure, nothing here changes anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import distro
+
+from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.packages import PackageFacts, gather_packages
+from gpuprov.runtime_hook import deploy
+from gpuprov.system import System
+
+# PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
+# (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
+_NVIDIA_VENDOR = "0x10de"
+_DISPLAY_CLASS = "0x03"
+# UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
+_SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# Everything whose content plans look at lies here.
+_MANAGED_FILES = (
+    "/etc/apt/sources.list",
+    deploy.LAUNCHER_PATH,
+    "/etc/systemd/system/gpuprov-refresh.service",
+    "/var/lib/gpuprov/driver-incomplete",
+)
+_MANAGED_DIRECTORIES = (
+    "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
+    "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
+)  # fmt: skip
+_LARGEST_MANAGED_FILE = 4 << 20
+
+
+@dataclass(frozen=True)
+class OperatingSystem:
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME."""
+
+    id: str
+    version: str
+    codename: str
+    like: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The running kernel. `container`: the container manager this machine runs in (systemd-nspawn, lxc, …), or nothing.
+
+    `secure_boot`: enabled, disabled, or no-efi. `loaded_modules` is empty where the kernel has no /proc/modules.
+    """
+
+    release: str
+    command_line: str
+    takes_modules: bool
+    modules_disabled: bool
+    loaded_modules: tuple[str, ...]
+    secure_boot: str
+    container: str
+    wsl: bool
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """An NVIDIA display controller as the PCI bus shows it, driver or not: `0000:17:00.0`, `2330`."""
+
+    bus_id: str
+    device_id: str
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """A file that plans look at."""
+
+    content: bytes
+    mode: int
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a machine is."""
+
+    os: OperatingSystem
+    architecture: str
+    kernel: Kernel
+    gpus: tuple[PciGpu, ...]
+    driver: DriverFacts
+    driver_packaged: str
+    packages: PackageFacts
+    docker: DockerFacts
+    files: Mapping[str, FileFact]
+    python: str
+    bytecode_current: bool
+    user_id: int
+
+    @property
+    def driver_installed_version(self) -> str:
+        """The version of the driver's libraries on disk, or nothing."""
+        return self.driver.library_version
+
+    @property
+    def driver_loaded_version(self) -> str:
+        """The version of the driver in the running kernel, or nothing."""
+        return self.driver.kernel_version
+
+
+def gather(system: System) -> HostFacts:
+    """Return the facts of a machine. Reads only; a few commands, each with a time limit."""
+    packages = gather_packages(system)
+    driver = discover(system)
+    return HostFacts(
+        os=gather_os(system),
+        architecture=system.architecture(),
+        kernel=gather_kernel(system),
+        gpus=gather_gpus(system),
+        driver=driver,
+        driver_packaged=_driver_package(packages),
+        packages=packages,
+        docker=gather_docker(system),
+        files=gather_files(system),
+        python=".".join(str(part) for part in sys.version_info[:3]),
+        bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
+        user_id=system.user_id(),
+    )
+
+
+def gather_os(system: System) -> OperatingSystem:
+    """Return what os-release says."""
+    found = distro.LinuxDistribution(
+        include_lsb=False, include_uname=False, include_oslevel=False, root_dir=str(system.root)
+    ).os_release_info()
+    return OperatingSystem(
+        id=found.get("id", ""),
+        version=found.get("version_id", ""),
+        codename=found.get("version_codename", ""),
+        like=tuple(found.get("id_like", "").split()),
+        name=found.get("pretty_name", found.get("id", "unknown")),
+    )
+
+
+def gather_kernel(system: System) -> Kernel:
+    """Return what the running kernel is and whether it takes modules."""
+    modules = system.read_text("/proc/modules")
+    disabled = (system.read_text("/proc/sys/kernel/modules_disabled") or "0").strip() == "1"
+    version = (system.read_text("/proc/version") or "").lower()
+    return Kernel(
+        release=system.kernel_release(),
+        command_line=(system.read_text("/proc/cmdline") or "").strip(),
+        takes_modules=modules is not None and not disabled,
+        modules_disabled=disabled,
+        loaded_modules=parse_modules(modules or ""),
+        secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
+        container=_container(system),
+        wsl="microsoft" in version,
+    )
+
+
+def parse_modules(text: str) -> tuple[str, ...]:
+    """Return the module names in /proc/modules (proc(5)), sorted."""
+    return tuple(sorted(line.split()[0] for line in text.splitlines() if line.strip()))
+
+
+def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
+    """Return enabled, disabled or no-efi from the content of the efivars file."""
+    if not efi:
+        return "no-efi"
+    return "enabled" if variable is not None and variable[4:5] == b"\x01" else "disabled"
+
+
+def _container(system: System) -> str:
+    """Return the container manager: systemd writes it down as process 1; docker and podman leave marker files."""
+    named = (system.read_text("/run/systemd/container") or "").strip()
+    if named:
+        return named
+    markers = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
+    return next((manager for path, manager in markers if system.exists(path)), "")
+
+
+def gather_gpus(system: System) -> tuple[PciGpu, ...]:
+    """Return NVIDIA's display controllers on the PCI bus, in bus order."""
+    base = "/sys/bus/pci/devices"
+    found = []
+    for bus_id in system.list_directory(base):
+        vendor, kind, device = (
+            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
+        )
+        if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device))
+    return tuple(found)
+
+
+def _driver_package(packages: PackageFacts) -> str:
+    """Return the distribution's or NVIDIA's own driver package, if one is installed: a .run must not go over it."""
+    prefixes = ("libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml1", "cuda-drivers", "nvidia-open")
+    return next((name for name in sorted(packages.installed) if name.startswith(prefixes)), "")
+
+
+def gather_files(system: System) -> Mapping[str, FileFact]:
+    """Return the files that plans look at."""
+    listed = [f"{folder}/{name}" for folder in _MANAGED_DIRECTORIES for name in system.list_directory(folder)]
+    found = {}
+    for path in (*_MANAGED_FILES, *listed):
+        status = system.status(path)
+        if status is not None and status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
+            content = system.read_bytes(path)
+            if content is not None:
+                found[path] = FileFact(content, status.mode, status.uid, status.gid)
+    return found
+
+
+def facts_to_json(facts: HostFacts) -> dict[str, Any]:
+    """Return the facts as plain JSON values for people and programs: files by digest, installed packages left out."""
+    data: dict[str, Any] = _plain(facts)
+    data["files"] = sorted(facts.files)
+    data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value

@@ -1,0 +1,116 @@
+"""Facts and spec in, changes out: the steps in their order. Pure; every fault of a host that stops a run is found here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.distros import find_distribution, supported_names
+from gpuprov.engines import docker
+from gpuprov.errors import Problem
+from gpuprov.facts import HostFacts
+from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.spec import HostSpec
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the work: `plan` returns what this part must change, nothing if it is as it should be."""
+
+    name: str
+    plan: Callable[[HostFacts, HostSpec], tuple[Change, ...]]
+
+
+@dataclass(frozen=True)
+class StepChange:
+    """A change and the step that wants it."""
+
+    step: str
+    change: Change
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do. With problems, nothing is done."""
+
+    changes: tuple[StepChange, ...]
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return repos.plan_repositories(facts.files, spec, facts.architecture)
+
+
+def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
+
+
+STEPS = (
+    Step("repositories", _plan_repositories),
+    Step("packages", software.plan),
+    Step("driver", driver_run.plan),
+    Step("device nodes", toolkit.plan_device_nodes),
+    Step("toolkit", toolkit.plan_runtime),
+    Step("cdi", toolkit.plan_cdi),
+    Step("docker", _plan_docker),
+)
+
+# Every kind of change that a journal may name.
+CHANGE_KINDS: dict[str, type[Change]] = {
+    kind.__name__: kind
+    for kind in (
+        WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
+        driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.CompileRuntime, toolkit.WriteCdiSpecification,
+        docker.ReconfigureDocker,
+    )
+}  # fmt: skip
+
+
+def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
+    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done."""
+    problems = preflight(facts, spec)
+    if problems:
+        return Plan((), problems)
+    changes = tuple(StepChange(step.name, change) for step in STEPS for change in step.plan(facts, spec))
+    note = kernel.note(facts, spec)
+    return Plan(changes, notes=(note,) if note else ())
+
+
+def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return everything that stands in the way, before anything is changed."""
+    # On a machine of the wrong kind the rest would only be noise.
+    return _machine_problems(facts) or (
+        *_gpu_problems(facts),
+        *kernel.problems(facts, spec),
+        *driver_run.problems(facts, spec),
+        *software.problems(facts, spec),
+        *repos.problems(facts.files, spec, facts.architecture),
+        *docker.problems(facts.docker),
+    )
+
+
+def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.kernel.wsl:
+        next_step = "install the NVIDIA driver in Windows; WSL brings it in by itself"
+        return (
+            Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
+        )
+    if find_distribution(facts.os.id, facts.os.version) is None:
+        seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version or '(none)'}"
+        return (Problem(f"{facts.os.name} is not supported", seen, f"supported are: {supported_names()}"),)
+    return ()
+
+
+def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.gpus:
+        return ()
+    return (
+        Problem(
+            "there is no NVIDIA GPU in this machine",
+            "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
+            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
+        ),
+    )

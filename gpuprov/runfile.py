@@ -1,0 +1,205 @@
+"""What is known of NVIDIA's .run file: its header, its options by version, its ways to fail. Pure; never runs one.
+
+Sources: the published history of nvidia-installer (1.0-7182 to 590.48.01) and recorded runs of 550.163.01.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.errors import GpuprovError
+
+# First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
+_OPTION_SINCE = {
+    "--dkms": (304, 22),
+    "--no-install-libglvnd": (361, 16),
+    "-m=kernel-open": (470, 42, 1),
+    "--no-kernel-modules": (515, 43, 4),
+    "--kernel-module-type": (555, 42, 2),
+}
+_OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the shell stub at the start of a .run says of it."""
+
+    version: str
+    architecture: str
+    label: str
+
+
+def parse_header(text: str) -> Header:
+    """Return a .run file's header from the text of its shell stub (its first few KiB), without running anything.
+
+    Raises GpuprovError if this is no driver .run, naming what it looks like instead.
+    """
+    if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
+        raise GpuprovError("this is a web page, not a .run file", text[:80].strip(), "check gpuprov_driver_url")
+    label = _assigned(text, "label")
+    found = re.search(r"Linux-(?P<architecture>\w+)\s+(?P<version>\d{3,4}(\.\d+)+)", label)
+    if not text.startswith("#!") or found is None:
+        raise GpuprovError(
+            "this is no NVIDIA driver .run file",
+            f"it begins with {text[:40]!r} and its label is {label!r}",
+            "check gpuprov_driver_url",
+        )
+    return Header(found["version"], found["architecture"], label)
+
+
+def _assigned(text: str, name: str) -> str:
+    found = re.search(rf'^{name}="?([^"\n]*)"?$', text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Return a driver version in a form that compares: 550.163.01 → (550, 163, 1)."""
+    return tuple(int(part) for part in version.split("."))
+
+
+def knows(version: str, option: str) -> bool:
+    """Say whether the installer of that version knows an option."""
+    return version_key(version) >= _OPTION_SINCE.get(option, (0,))
+
+
+def install_arguments(
+    version: str, *, kernel_modules: bool, module_type: str, dkms: bool, temporary: str, log: str
+) -> tuple[str, ...]:
+    """Return the installer's arguments for an unattended installation.
+
+    `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again
+    without quotes, so `temporary` and `log` must hold no blanks.
+    """
+    arguments = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
+    if not kernel_modules:
+        option = "--no-kernel-modules"
+        arguments.append(option if knows(version, option) else _OLD_NAMES[option])
+    if kernel_modules and dkms and knows(version, "--dkms"):
+        arguments.append("--dkms")
+    if kernel_modules and module_type != "auto":
+        arguments += _module_type(version, module_type)
+    # A headless host without libgl1 fails the installer's sanity check on libGL.so.1, with exit code 0.
+    if knows(version, "--no-install-libglvnd"):
+        arguments.append("--no-install-libglvnd")
+    return tuple(arguments)
+
+
+def _module_type(version: str, module_type: str) -> list[str]:
+    if knows(version, "--kernel-module-type"):
+        return [f"--kernel-module-type={module_type}"]
+    if module_type == "proprietary":
+        return []
+    if knows(version, "-m=kernel-open"):
+        return ["-m=kernel-open"]
+    raise GpuprovError(
+        f"driver {version} has no open kernel modules",
+        "they came with 470.42.01 (data-centre GPUs, 515 for all)",
+        "set gpuprov_kernel_module_type: proprietary, or a newer gpuprov_driver_version",
+    )
+
+
+# What the installer says, in its log or on its output, and what that means. The first row that matches decides.
+# Each: pattern, what happened, what to do next.
+_FAILURES: tuple[tuple[str, str, str], ...] = (
+    (
+        r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
+        "the .run file is damaged: its checksum is wrong",
+        "remove it and run the same command again; it is then downloaded anew",
+    ),
+    (
+        r"Unable to find the development tool `(cc|gcc|make)`",
+        "there is no compiler on this host, and the kernel modules need one",
+        "apt-get install gcc make",
+    ),
+    (
+        r"Unable to find the kernel source tree|kernel source path '.*' does not exist",
+        "the headers of the running kernel are missing",
+        "install the kernel headers package of exactly `uname -r`; if there is none any more, update the kernel and reboot",
+    ),
+    (
+        r"kernel module was not created|The nvidia kernel module was not",
+        "the kernel modules did not compile",
+        "this driver may be too old for this kernel, or the compiler another than the kernel's: see the log named above",
+    ),
+    (
+        r"nouveau.*(in use|loaded)|Nouveau kernel driver is currently in use",
+        "nouveau, the free driver, holds the GPU",
+        "rebuild the initramfs (update-initramfs -u) so that the new blacklist counts, reboot, run the same command again",
+    ),
+    (
+        r"running an X server",
+        "an X server holds the GPU",
+        "stop the display manager (systemctl isolate multi-user.target), then run the same command again",
+    ),
+    (
+        r"appears to be already loaded in your kernel",
+        "another version of the driver is loaded and in use",
+        "stop what uses the GPU (fuser -v /dev/nvidia*), unload it (modprobe -r nvidia_uvm nvidia_drm nvidia_modeset "
+        "nvidia), then run the same command again",
+    ),
+    (
+        r"alternate driver installation|alternate method of installation",
+        "the distribution's own NVIDIA packages are installed; a .run over them would break both",
+        "use them (gpuprov_driver: preinstalled), or purge them first: apt-get purge '*nvidia*'",
+    ),
+    (
+        r"must be run as root",
+        "the installer was not run as root",
+        "run gpuprov as root",
+    ),
+    (
+        r"is not executable",
+        "the temporary directory is mounted noexec",
+        "remount it with exec, then run the same command again",
+    ),
+    (
+        r"unrecognized option",
+        "the installer does not know an option that its version should know",
+        "report this with the file's version",
+    ),
+    (
+        r"SIGBUS",
+        "the root file system filled up in the middle of the installation",
+        "make room (df -h), then run the same command again",
+    ),
+    (
+        r"Key was rejected by service|module verification failed|Required key not available",
+        "Secure Boot refused the kernel module: it is not signed with an enrolled key",
+        "sign it with an enrolled key, or switch Secure Boot off in the firmware",
+    ),
+    (
+        r"sanity check failed",
+        "the installation failed its own final check",
+        "see the log named above",
+    ),
+)  # fmt: skip
+_FAILED_BY_CODE = {
+    2: ("the .run file is damaged or no .run file at all", "remove it and run the same command again"),
+    15: (
+        "the .run file could not be unpacked: most likely the temporary directory is full",
+        "df -h shows which is full",
+    ),
+    124: ("the installer did not come to an end in time", "see the log named above"),
+    135: ("the root file system filled up in the middle of the installation", "make room (df -h), then run again"),
+}
+
+
+def explain_failure(returncode: int, log: str, output: str) -> tuple[str, str, str] | None:
+    """Return (what, decisive line, next step) if an installation failed, None if nothing speaks against it.
+
+    Exit code 0 proves nothing: in silent mode the installer goes on after errors. So the log is read in any case.
+    """
+    errors = [line for line in log.splitlines() if re.match(r"\s*ERROR:", line) or "sanity check failed" in line]
+    if returncode == 0 and not errors:
+        return None
+    said = f"{log}\n{output}"
+    for pattern, what, next_step in _FAILURES:
+        line = next((line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)), None)
+        if line is not None:
+            return what, line.strip(), next_step
+    what, next_step = _FAILED_BY_CODE.get(
+        returncode, ("the driver's installer reported errors", "see the log named above")
+    )
+    decisive = errors[0] if errors else (output.strip().splitlines() or [""])[-1]
+    return what, decisive.strip(), next_step
