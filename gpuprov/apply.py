@@ -1,4 +1,4 @@
-"""Carries a plan out, journalled; takes up what an interrupted run left; rolls a run back. Never decides what to change."""
+"""Carries a plan out, journalled; takes up what a kill cut off; rolls back. Never decides what to change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Callable
 from gpuprov.changes import Change
 from gpuprov.errors import GpuprovError
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
-from gpuprov.journal import Entry, Journal, Run, new_journal, read_runs, resume_journal
+from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
 from gpuprov.system import System
 
 Kinds = Mapping[str, type[Change]]
@@ -63,21 +63,21 @@ def _from_os_error(change: Change, error: OSError) -> GpuprovError:
     return GpuprovError(f"could not {change.summary()}", str(error), hints.get(error.errno or 0, ""))
 
 
-def open_journal(system: System, command: str, kinds: Kinds, sink: Sink) -> tuple[Journal, bool]:
-    """Return the journal to write and whether it takes up an interrupted run.
+def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
+    """Return the journal of a run that was cut off, ready to be gone on with, or None if there is none.
 
-    The change in which that run was cut off is undone first: half of it may be there, and facts gathered from half a
-    driver would be wrong.
+    The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
+    change would be wrong.
     """
     run = next((run for run in reversed(read_runs(system)) if not run.end), None)
     if run is None:
-        return new_journal(system, command), False
+        return None
     journal = resume_journal(system, run)
     cut_off = run.interrupted
     if cut_off is not None:
         sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
         _undo_entry(system, journal, cut_off, kinds, only_if_needed=True)
-    return journal, True
+    return journal
 
 
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:

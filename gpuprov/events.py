@@ -97,7 +97,7 @@ class CheckDone:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of every run. `exit_code` as in errors.ExitCode; `changed` counts the changes made (or foreseen)."""
+    """The last event of every run. `exit_code`: errors.ExitCode; `changed`: changes made, or foreseen with --check."""
 
     exit_code: int
     changed: int = 0

@@ -1,4 +1,4 @@
-"""Facts and spec in, changes out: the steps in their order. Pure; every fault of a host that stops a run is found here."""
+"""Facts and spec in, changes out: the steps in their order, and all that stands in their way. Pure."""
 
 from __future__ import annotations
 

@@ -115,17 +115,17 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Unable to find the kernel source tree|kernel source path '.*' does not exist",
         "the headers of the running kernel are missing",
-        "install the kernel headers package of exactly `uname -r`; if there is none any more, update the kernel and reboot",
+        "install the headers of exactly `uname -r`; if no repository has them any more, update the kernel and reboot",
     ),
     (
         r"kernel module was not created|The nvidia kernel module was not",
         "the kernel modules did not compile",
-        "this driver may be too old for this kernel, or the compiler another than the kernel's: see the log named above",
+        "the driver may be too old for this kernel, or the compiler not the kernel's own: see the log named above",
     ),
     (
         r"nouveau.*(in use|loaded)|Nouveau kernel driver is currently in use",
         "nouveau, the free driver, holds the GPU",
-        "rebuild the initramfs (update-initramfs -u) so that the new blacklist counts, reboot, run the same command again",
+        "rebuild the initramfs (update-initramfs -u) so that the new blacklist counts, reboot, run this again",
     ),
     (
         r"running an X server",

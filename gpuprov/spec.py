@@ -111,7 +111,7 @@ class HostSpec:
 
     driver: str = _choice(
         "runfile",
-        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `preinstalled` takes the driver that is there.",
+        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `preinstalled` takes what is there.",
         "runfile", "preinstalled",
     )  # fmt: skip
     driver_version: str = _text(
@@ -141,8 +141,8 @@ class HostSpec:
     )  # fmt: skip
     toolkit: str = _choice(
         "bundled",
-        "What puts GPUs into containers: gpuprov's `bundled` runtime, or `nvidia` for NVIDIA's container toolkit from its "
-        "signed repository.",
+        "What puts GPUs into containers: gpuprov's `bundled` runtime, or NVIDIA's container toolkit (`nvidia`) from "
+        "its signed repository.",
         "bundled", "nvidia",
     )  # fmt: skip
     toolkit_version: str = _text("", "The version of NVIDIA's toolkit packages. Default: the newest.", _PACKAGE)

@@ -173,6 +173,10 @@ class System:
         """Return the effective user id of this process."""
         return os.geteuid()
 
+    def own_pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
     def kernel_release(self) -> str:
         """Return `uname -r`."""
         return os.uname().release

@@ -1,4 +1,4 @@
-"""What puts GPUs into containers: the bundled runtime's files, device nodes, and the CDI specification they work from."""
+"""What puts GPUs into containers: device nodes, the bundled runtime's files, and the CDI specification."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import render_json
-from gpuprov.changes import Change, Json, MakeNode, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
-from gpuprov.changes import text_diff
+from gpuprov.changes import (
+    Change,
+    Json,
+    MakeNode,
+    RemoveFile,
+    Tell,
+    WriteFile,
+    capture_path,
+    parent_of,
+    restore_path,
+    text_diff,
+)
 from gpuprov.driver_run import installs
 from gpuprov.facts import FileFact, HostFacts
 from gpuprov.runtime_hook import deploy
