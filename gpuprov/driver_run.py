@@ -40,7 +40,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "which driver version to install is not said",
                 "gpuprov_driver is runfile and gpuprov_driver_version is not set",
-                "set gpuprov_driver_version, such as 550.163.01 (on this machine: -e gpuprov_driver_version=550.163.01)",
+                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=550.163.01",
             ),
         )
     if facts.driver_packaged:
@@ -131,7 +131,7 @@ class InstallDriver(Change):
     module_type: str = "auto"
     replaces: str = ""
 
-    # What was cut off is marked incomplete, and installed again over itself; uninstalling half of it first helps nobody.
+    # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:

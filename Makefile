@@ -1,0 +1,50 @@
+# Everything runs from a clone on a fresh Debian 12 (or Ubuntu) machine, as root: each target installs what it needs.
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The distribution's own Python where it is new enough: lab hosts of the same release can then run this environment too.
+PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+PACKAGES := tests/lab/packages.txt
+
+.PHONY: help setup demo demo-down test test-fast lint bench agent clean
+help:  ## Show the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.apt: $(PACKAGES)
+	tests/apt-install $(PACKAGES)
+	mkdir -p $(VENV) && touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.apt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+setup: $(VENV)/.installed  ## Install what gpuprov and its tests need: Debian packages, a virtual environment.
+
+demo: setup  ## Start two lab hosts, install them over SSH, verify them.
+	@$(BIN)/python -m tests.demo up
+
+demo-down:  ## Remove every trace of the demo.
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo down; fi
+
+lint: setup  ## Format check, lint, types, import arrows.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## All tests, real hosts included.
+	$(BIN)/python -m pytest
+
+test-fast: setup  ## The tests that need neither root nor hosts.
+	$(BIN)/python -m pytest tests/unit
+
+agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
+	$(BIN)/gpuprov agent build -o build/gpuprov-agent.pyz
+
+clean: demo-down  ## Remove what was built and cached.
+	rm -rf $(VENV) .cache build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,156 @@
+"""The journal and what is made of it: resume after a kill at any line, roll-back, failures that undo themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.changes import Change, Json, Tell, WriteFile
+from gpuprov.errors import GpuprovError
+from gpuprov.events import Event
+from gpuprov.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs
+from gpuprov.system import System
+
+
+@dataclass(frozen=True)
+class Fails(Change):
+    """Writes half of something, then fails as it is told to."""
+
+    error: Exception
+
+    def summary(self) -> str:
+        return "fail"
+
+    def capture(self, system: System) -> Json:
+        return {"path": "/half"}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.write("/half", b"half")
+        raise self.error
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        system.remove(before["path"])
+
+
+KINDS: dict[str, type[Change]] = {"WriteFile": WriteFile, "Fails": Fails}
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(str(tmp_path))
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in root.rglob("*") if "var/lib/gpuprov" not in str(path))
+    return {
+        str(path.relative_to(root)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in files
+    }
+
+
+def test_roll_back_gives_back_every_byte_and_mode(system: System, tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old\xff")
+    (tmp_path / "old").chmod(0o604)
+    before = snapshot(tmp_path)
+    journal = new_journal(system, "install")
+    apply_changes([WriteFile("/old", b"new"), WriteFile("/a/b/new", b"x", 0o755)], system, journal, ignore)
+    journal.end("done")
+    assert snapshot(tmp_path) != before
+    run = last_undoable_run(system)
+    assert run is not None
+    assert roll_back(system, run, KINDS, ignore) == 2
+    assert {name: value for name, value in snapshot(tmp_path).items() if not name.startswith("var")} == before
+    assert last_undoable_run(system) is None
+
+
+@pytest.mark.parametrize("error", [GpuprovError("no"), OSError(28, "No space left on device")])
+def test_failed_change_is_undone_and_the_earlier_ones_stand(system: System, tmp_path: Path, error: Exception) -> None:
+    journal = new_journal(system, "install")
+    with pytest.raises(GpuprovError) as caught:
+        apply_changes([WriteFile("/first", b"1"), Fails(error), WriteFile("/third", b"3")], system, journal, ignore)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "var"]
+    if isinstance(error, OSError):
+        assert "No space left" in str(caught.value)
+        assert "df -h" in str(caught.value)
+
+
+def test_a_bug_is_not_taken_for_a_failure(system: System) -> None:
+    with pytest.raises(ZeroDivisionError):
+        apply_changes([Fails(ZeroDivisionError())], system, new_journal(system, "install"), ignore)
+
+
+def test_killed_at_any_journal_line_the_next_run_takes_it_up(system: System, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    journal = new_journal(system, "install")
+    apply_changes([WriteFile("/file", b"new"), WriteFile("/other", b"x")], system, journal, ignore)
+    journal.end("done")
+    path = tmp_path / journal.path.lstrip("/")
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    assert len(lines) == 6
+    for kept in range(1, 6):
+        for torn in ("", lines[kept][: len(lines[kept]) // 2]):
+            path.write_text("".join(lines[:kept]) + torn)
+            run = parse_run("", path.read_text())
+            assert run.end == ""
+            cut_off = run.interrupted
+            assert (cut_off.key if cut_off else None) == {2: "write /file", 4: "write /other"}.get(kept)
+            taken = take_up(system, KINDS, ignore)
+            assert taken is not None
+            apply_changes([WriteFile("/file", b"new")], system, taken, ignore)
+            taken.end("done")
+            again = read_runs(system)[-1]
+            assert (again.end, again.interrupted) == ("done", None)
+
+
+def test_a_run_that_was_cut_off_and_taken_up_rolls_back_to_before_its_first_part(
+    system: System, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    apply_changes([WriteFile("/file", b"half way")], system, new_journal(system, "install"), ignore)
+    journal = take_up(system, KINDS, ignore)
+    assert journal is not None
+    apply_changes([WriteFile("/file", b"new")], system, journal, ignore)
+    journal.end("done")
+    run = last_undoable_run(system)
+    assert run is not None
+    roll_back(system, run, KINDS, ignore)
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_stop_request_ends_between_two_changes(system: System, tmp_path: Path) -> None:
+    stops = iter([False, True])
+    changes = [WriteFile("/one", b"1"), WriteFile("/two", b"2")]
+    with pytest.raises(Stopped):
+        apply_changes(changes, system, new_journal(system, "install"), ignore, lambda: next(stops))
+    assert (tmp_path / "one").exists()
+    assert not (tmp_path / "two").exists()
+
+
+def test_journals_are_for_root_alone(system: System, tmp_path: Path) -> None:
+    new_journal(system, "install")
+    folder = tmp_path / RUNS_DIRECTORY.lstrip("/")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
+
+
+def test_unknown_kind_of_change_names_the_journal(system: System) -> None:
+    class Foreign(WriteFile):
+        undo_when_interrupted: ClassVar[bool] = True
+
+    journal = new_journal(system, "install")
+    apply_changes([Foreign("/x", b"x")], system, journal, ignore)
+    journal.end("done")
+    run = last_undoable_run(system)
+    assert run is not None
+    with pytest.raises(GpuprovError, match="can't undo a change of kind 'Foreign'"):
+        roll_back(system, run, KINDS, ignore)

@@ -1,0 +1,132 @@
+"""The door to the operating system, on the real machine below a temporary root."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuprov.system import NOT_FOUND, TIMED_OUT, System, sha256_of, temporary_name
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(str(tmp_path))
+
+
+def test_write_keeps_owner_and_leaves_no_temporary_file(system: System, tmp_path: Path) -> None:
+    target = tmp_path / "daemon.json"
+    target.write_bytes(b"old")
+    os.chown(target, 12, 34)
+    system.write("/daemon.json", b"new", mode=0o640)
+    found = target.stat()
+    assert target.read_bytes() == b"new"
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12, 34, 0o640)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["daemon.json"]
+
+
+def test_write_through_a_link_keeps_the_link(system: System, tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    system.write("/link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_write_replaces_what_a_killed_write_left(system: System, tmp_path: Path) -> None:
+    temporary_name(tmp_path / "file").symlink_to("/etc/passwd")
+    system.write("/file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_failed_write_leaves_the_old_file(system: System, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(TypeError):
+        system.write("/file", "no bytes")  # type: ignore[arg-type]
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_missing_things_are_none_or_empty(system: System) -> None:
+    assert system.read_bytes("/nothing") is None
+    assert system.read_text("/nothing/below") is None
+    assert system.read_bytes("/") is None
+    assert system.status("/nothing") is None
+    assert system.list_directory("/nothing") == ()
+    assert system.sha256("/nothing") == ""
+    assert system.which("no-such-program") is None
+
+
+def test_status_tells_kinds(system: System, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    os.mknod(tmp_path / "node", stat.S_IFCHR | 0o600, os.makedev(195, 7))
+    kinds = {name: system.status(f"/{name}") for name in ("file", "link", "node")}
+    assert {name: found.kind if found else "" for name, found in kinds.items()} == {
+        "file": "file", "link": "link", "node": "char",
+    }  # fmt: skip
+    link, node = kinds["link"], kinds["node"]
+    assert link is not None and link.target == "file"
+    assert node is not None and (node.major, node.minor) == (195, 7)
+
+
+def test_make_directory_returns_what_it_made(system: System) -> None:
+    assert system.make_directory("/a/b/c") == ("/a", "/a/b", "/a/b/c")
+    assert system.make_directory("/a/b/c/d") == ("/a/b/c/d",)
+    assert system.make_directory("/a/b/c/d") == ()
+
+
+def test_sha256_of_a_file_is_that_of_its_content(system: System, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "file").write_bytes(content)
+    assert system.sha256("/file") == sha256_of(content)
+
+
+def test_run_returns_output_and_exit_code() -> None:
+    done = System().run(("sh", "-c", "cat; echo err >&2; exit 3"), stdin=b"in\n")
+    assert (done.returncode, done.stdout, done.stderr, done.ok) == (3, "in\n", "err\n", False)
+    assert "exited 3" in done.evidence()
+
+
+def test_run_without_such_a_program_is_127() -> None:
+    assert System().run(("no-such-program",)).returncode == NOT_FOUND
+
+
+def test_run_ends_a_command_and_its_children_at_the_time_limit(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = f"(sleep 3; touch {mark}) & wait"
+    begun = time.monotonic()
+    done = System().run(("sh", "-c", script), timeout=0.5)
+    assert done.returncode == TIMED_OUT
+    assert "time limit" in done.stderr
+    assert time.monotonic() - begun < 3
+    time.sleep(3)
+    assert not mark.exists()
+
+
+def test_run_does_not_wait_for_a_daemon_that_holds_the_pipes() -> None:
+    done = System().run(("sh", "-c", "sleep 60 & echo $!"), timeout=20)
+    assert done.returncode == 0
+    os.kill(int(done.stdout), 9)
+
+
+def test_run_by_a_signal_is_128_and_more() -> None:
+    assert System().run(("sh", "-c", "kill -9 $$")).returncode == 137
+
+
+def test_run_gets_a_clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/evil.so")
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    done = System().run(("sh", "-c", 'echo "$LD_PRELOAD,$https_proxy,$LC_ALL"'))
+    assert done.stdout == ",http://proxy:3128,C.UTF-8\n"
+
+
+def test_run_shows_lines_as_they_come() -> None:
+    lines: list[str] = []
+    System().run(("sh", "-c", "echo one; echo two >&2; printf three"), on_line=lines.append)
+    assert sorted(lines) == ["one", "two"]
