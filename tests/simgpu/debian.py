@@ -1,0 +1,96 @@
+"""Fetches the genuine nvidia-smi and nvml.h, which are not free and so never enter the repository, from Debian.
+
+The machine's own apt does it, with its mirror, proxy and keys, but with a configuration directory of our own: the
+machine's sources and package lists stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from .cache import built, digest_of
+from .commands import BuildError, output_of
+
+SUITE = "trixie"
+COMPONENT = "non-free"
+FALLBACK_MIRROR = "http://deb.debian.org/debian/"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+# nvidia-smi is the program under test's best judge; nvml.h holds the structures that it passes to the library.
+PACKAGES = ("nvidia-smi", "libnvidia-ml-dev")
+_SUITES = ("bullseye", "bookworm", "trixie", "forky", "sid", "stable", "testing", "unstable")
+_HINT = "check `apt-get update` on this machine: the Debian mirror must also offer trixie/non-free"
+
+
+def mirror() -> str:
+    """The Debian archive that this machine's apt already uses, so that a local mirror is honoured."""
+    listing = output_of(
+        "apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", hint=_HINT
+    )
+    for line in listing.splitlines():
+        uri, _, rest = line.partition(" ")
+        suite, _, component = rest.partition(" ")
+        if component == "main" and suite in _SUITES:
+            return uri
+    return FALLBACK_MIRROR
+
+
+def _fetch(folder: Path) -> None:
+    state, cache = folder / "apt-state", folder / "apt-cache"
+    for directory in (state / "lists" / "partial", cache / "archives" / "partial"):
+        directory.mkdir(parents=True)
+    sources = folder / "debian.list"
+    sources.write_text(f"deb [signed-by={KEYRING}] {mirror()} {SUITE} {COMPONENT}\n")
+    options = (
+        f"Dir::State={state}",
+        f"Dir::Cache={cache}",
+        f"Dir::Etc::SourceList={sources}",
+        f"Dir::Etc::SourceParts={folder / 'none'}",
+        f"Dir::Etc::PreferencesParts={folder / 'none'}",
+        "APT::Architecture=amd64",
+        "APT::Sandbox::User=root",
+    )
+    (folder / "none").mkdir()
+    apt = ("apt-get", "-qq", *(word for option in options for word in ("-o", option)))
+    output_of(*apt, "update", hint=_HINT)
+    output_of(*apt, "download", *PACKAGES, hint=_HINT, cwd=folder)
+    for package in folder.glob("*.deb"):
+        output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
+        package.unlink()
+    for scratch in (state, cache, folder / "none"):
+        shutil.rmtree(scratch)
+    sources.unlink()
+
+
+def _unpacked(name: str) -> Path:
+    folder = built("debian", digest_of((SUITE, *PACKAGES)), _fetch)
+    found = sorted(path for path in folder.rglob(name) if path.is_file())
+    if not found:
+        raise BuildError(f"Debian's packages {', '.join(PACKAGES)} hold no {name}; remove {folder} and try again")
+    return found[-1]
+
+
+def nvidia_smi() -> Path:
+    """The genuine nvidia-smi (550.163.01 at the time of writing), an x86-64 program."""
+    return next(path for path in sorted(_unpacked("nvml.h").parents[2].rglob("nvidia-smi")) if _is_elf(path))
+
+
+def nvml_header() -> Path:
+    """NVIDIA's nvml.h, for the compiler only."""
+    return _unpacked("nvml.h")
+
+
+def _is_elf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"\x7fELF"
+
+
+def nvml_names() -> tuple[str, ...]:
+    """Every NVML function that the header declares or that nvidia-smi looks up by name."""
+    words = re.compile(rb"\bnvml[A-Z][A-Za-z0-9_]*\b")
+    declared = re.findall(rb"DECLDIR\s+\*?\s*(nvml[A-Za-z0-9_]+)\s*\(", nvml_header().read_bytes())
+    looked_up = words.findall(nvidia_smi().read_bytes())
+    return tuple(sorted({name.decode() for name in (*declared, *looked_up)}))

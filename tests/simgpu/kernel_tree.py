@@ -1,0 +1,158 @@
+"""Writes what a kernel with the loaded nvidia module shows in /sys and /proc, for a host that has neither.
+
+The formats are those of the real files; the caller mounts them over its own /sys/bus/pci/devices, /proc/driver/nvidia
+and /proc/devices. It creates no device nodes: `gpus.device_nodes` lists those.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .gpus import CAPS_MAJOR, DRIVER_VERSION, NVIDIA_MAJOR, UVM_MAJOR, SimGpu, gpu
+
+# The kernel's driver names its build as this: version, date, builder and the compiler on the second line.
+_VERSION = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Tue Apr  8 12:41:17 UTC 2025\n"
+    "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14+deb12u1) \n"
+)
+_OPEN_VERSION = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (dvs-builder@U22-I3)  "
+    "Tue Apr  8 12:41:17 UTC 2025\n"
+    "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14+deb12u1) \n"
+)
+_PARAMS = (
+    "ResmanDebugLevel: 4294967295\nRmLogonRC: 1\nModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 0\n"
+    "DeviceFileMode: 438\nInitializeSystemMemoryAllocations: 1\nUsePageAttributeTable: 4294967295\n"
+    "EnableMSI: 1\nEnablePCIeGen3: 0\nMemoryPoolSize: 0\nKMallocHeapMaxSize: 0\nVMallocHeapMaxSize: 0\n"
+    "IgnoreMMIOCheck: 0\nEnableStreamMemOPs: 0\nEnableUserNUMAManagement: 1\nNvLinkDisable: 0\n"
+    "RmProfilingAdminOnly: 1\nPreserveVideoMemoryAllocations: 0\nEnableS0ixPowerManagement: 0\n"
+    "S0ixPowerManagementVideoMemoryThreshold: 256\nDynamicPowerManagement: 3\n"
+    "DynamicPowerManagementVideoMemoryThreshold: 200\nRegisterPCIDriver: 1\nEnablePCIERelaxedOrderingMode: 0\n"
+    "EnableResizableBar: 0\nEnableGpuFirmware: 18\nEnableGpuFirmwareLogs: 2\nRmNvlinkBandwidthLinkCount: 0\n"
+    'EnableDbgBreakpoint: 0\nOpenRmEnableUnsupportedGpus: 1\nDmaRemapPeerMmio: 1\nRegistryDwords: ""\n'
+    'RegistryDwordsPerDevice: ""\nRmMsg: ""\nGpuBlacklist: ""\nTemporaryFilePath: ""\nExcludedGpus: ""\n'
+)
+# From 530 on the kernel lists three names for major 195; before, the one frontend.
+_FIRST_VERSION_WITHOUT_FRONTEND = 530
+
+
+def write_kernel_tree(
+    destination: Path, gpus: int, version: str = DRIVER_VERSION, *, loaded: bool = True, open_module: bool = False
+) -> None:
+    """Writes destination/{sys,proc}: `gpus` GPUs on the PCI bus and, if `loaded`, the module's files in /proc.
+
+    `loaded=False` is a machine with GPUs and no driver yet. `open_module` gives the open module's version line.
+    Raises ValueError for more than sixteen GPUs.
+    """
+    cards = [gpu(minor) for minor in range(gpus)]
+    pci = destination / "sys" / "bus" / "pci" / "devices"
+    _write_all(pci / "0000:00:00.0", _host_bridge())
+    for card in cards:
+        _write_all(pci / card.sysfs_id, _pci_device(card, loaded=loaded))
+    _write_all(destination / "proc", {"devices": proc_devices(version if loaded else None)})
+    if loaded:
+        nvidia = destination / "proc" / "driver" / "nvidia"
+        text = (_OPEN_VERSION if open_module else _VERSION).format(version=version)
+        _write_all(nvidia, {"version": text, "params": _PARAMS, "registry": 'Binary: ""\n'})
+        for card in cards:
+            files = {"information": _information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
+            _write_all(nvidia / "gpus" / card.sysfs_id, files)
+        _write_all(nvidia / "capabilities" / "mig", {"config": _capability(1, 0o400), "monitor": _capability(2, 0o444)})
+
+
+_POWER = (
+    "Runtime D3 status:          Disabled by default\nVideo Memory:               Active\n\n"
+    "GPU Hardware Support:\n Video Memory Self Refresh: Not Supported\n Video Memory Off:          Supported\n"
+)
+
+
+def _write_all(directory: Path, files: dict[str, str]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+
+
+def _host_bridge() -> dict[str, str]:
+    """Something that is not a GPU: code that takes every PCI device for one must not pass."""
+    return {
+        "vendor": "0x8086\n",
+        "device": "0x1237\n",
+        "class": "0x060000\n",
+        "revision": "0x02\n",
+        "subsystem_vendor": "0x0000\n",
+        "subsystem_device": "0x0000\n",
+        "numa_node": "0\n",
+        "modalias": "pci:v00008086d00001237sv00000000sd00000000bc06sc00i00\n",
+        "uevent": "PCI_CLASS=60000\nPCI_ID=8086:1237\nPCI_SUBSYS_ID=0000:0000\nPCI_SLOT_NAME=0000:00:00.0\n",
+    }
+
+
+def _pci_device(card: SimGpu, *, loaded: bool) -> dict[str, str]:
+    modalias = (
+        f"pci:v{card.vendor_id:08X}d{card.device_id:08X}sv{card.subsystem_vendor_id:08X}"
+        f"sd{card.subsystem_device_id:08X}bc03sc02i00"
+    )
+    uevent = [
+        "PCI_CLASS=30200",
+        f"PCI_ID={card.vendor_id:04X}:{card.device_id:04X}",
+        f"PCI_SUBSYS_ID={card.subsystem_vendor_id:04X}:{card.subsystem_device_id:04X}",
+        f"PCI_SLOT_NAME={card.sysfs_id}",
+        f"MODALIAS={modalias}",
+    ]
+    if loaded:
+        uevent.insert(0, "DRIVER=nvidia")
+    return {
+        "vendor": f"0x{card.vendor_id:04x}\n",
+        "device": f"0x{card.device_id:04x}\n",
+        "class": "0x030200\n",
+        "revision": "0xa1\n",
+        "subsystem_vendor": f"0x{card.subsystem_vendor_id:04x}\n",
+        "subsystem_device": f"0x{card.subsystem_device_id:04x}\n",
+        "boot_vga": "0\n",
+        "enable": "1\n" if loaded else "0\n",
+        "numa_node": f"{card.numa_node}\n",
+        "local_cpulist": "0-1\n",
+        "modalias": modalias + "\n",
+        "uevent": "\n".join(uevent) + "\n",
+    }
+
+
+def _information(card: SimGpu, version: str) -> str:
+    return (
+        f"Model: \t\t {card.name}\n"
+        f"IRQ:   \t\t {64 + card.minor}\n"
+        f"GPU UUID: \t {card.uuid}\n"
+        f"Video BIOS: \t {card.vbios}\n"
+        "Bus Type: \t PCIe\n"
+        "DMA Size: \t 52 bits\n"
+        "DMA Mask: \t 0xfffffffffffff\n"
+        f"Bus Location: \t {card.sysfs_id}\n"
+        f"Device Minor: \t {card.minor}\n"
+        f"GPU Firmware: \t {version}\n"
+        "GPU Excluded:\t No\n"
+    )
+
+
+def _capability(minor: int, mode: int) -> str:
+    return f"DeviceFileMinor: {minor}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n"
+
+
+def proc_devices(version: str | None, machine: Path = Path("/proc/devices")) -> str:
+    """This machine's /proc/devices with the driver's lines for that version added; None adds none."""
+    text = machine.read_text()
+    if version is None:
+        return text
+    head, separator, block = text.partition("\nBlock devices:")
+    named = [(number, name) for number, name in (_device_line(line) for line in head.splitlines()[1:]) if name]
+    if int(version.partition(".")[0]) < _FIRST_VERSION_WITHOUT_FRONTEND:
+        named.append((NVIDIA_MAJOR, "nvidia-frontend"))
+    else:
+        named += [(NVIDIA_MAJOR, name) for name in ("nvidia", "nvidia-modeset", "nvidiactl")]
+    named += [(UVM_MAJOR, "nvidia-uvm"), (CAPS_MAJOR, "nvidia-caps")]
+    lines = [f"{number:3d} {name}" for number, name in sorted(named, key=lambda pair: pair[0])]
+    return "\n".join(["Character devices:", *lines, ""]) + separator + block
+
+
+def _device_line(line: str) -> tuple[int, str]:
+    number, _, name = line.strip().partition(" ")
+    return (int(number), name) if number.isdigit() else (0, "")
