@@ -1,0 +1,197 @@
+"""The agent on one host: probe, upload if it is not there yet, run as root, and pass on its events. At most three round trips."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.events import Finished, Note, Sink, from_line
+from gpuprov.fleet import remote
+from gpuprov.fleet.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.fleet.target import HostTarget
+from gpuprov.request import Request, request_to_line
+from gpuprov.system import Completed
+
+if TYPE_CHECKING:
+    from fabric import Connection
+
+_PATIENCE = 60
+_BOOTSTRAP_PATIENCE = 900
+# sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
+_THROUGH = "gpuprov-sudo-through"
+_WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
+
+# $1: the digest. Old agents go, except those that a run may still be using.
+_STORE = (
+    "umask 077; set -e; d=$HOME/.cache/gpuprov; mkdir -p $HOME/.cache; mkdir -p -m 0700 $d; t=$d/.agent-$$; "
+    "trap \"rm -f $t\" EXIT; cat > $t; "
+    "test \"$(sha256sum < $t | cut -c1-64)\" = $1 || { echo digest mismatch after upload >&2; exit 1; }; "
+    "mv -f $t $d/agent-$1.pyz; find $d -name \"agent-*.pyz\" -mtime +30 -exec rm -f {} +"
+)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The zipapp to run on hosts, and its SHA-256."""
+
+    content: bytes
+    digest: str
+
+
+def run_agent(
+    connection: Connection,
+    target: HostTarget,
+    request: Request,
+    agent: Agent,
+    sink: Sink,
+    *,
+    bootstrap_python: bool = False,
+) -> Finished:
+    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one."""
+    probe = _probe(connection, target, agent)
+    if probe.python is None and bootstrap_python:
+        sink(Note("installing Python with the host's package manager"))
+        _bootstrap(connection, target, probe)
+        probe = _probe(connection, target, agent)
+    problem = python_problem(probe, target.python)
+    if problem is not None or probe.python is None:
+        raise _error(problem or Problem("there is no Python on the host"))
+    if probe.agent_digest != agent.digest:
+        _upload(connection, agent)
+    command = (probe.python.path, "-I", f"{probe.cache}/agent-{agent.digest}.pyz")
+    finished: list[Finished] = []
+    strays: list[str] = []
+
+    def on_line(line: str) -> None:
+        event = from_line(line)
+        if event is None:
+            strays[:] = [*strays[-20:], line]
+        elif isinstance(event, Finished):
+            finished.append(event)
+        else:
+            sink(event)
+
+    done = _as_root(connection, target, probe, command, request_to_line(request), on_line)
+    if not finished:
+        raise _error(_unfinished_problem(done, strays))
+    sink(finished[-1])
+    return finished[-1]
+
+
+def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
+    pythons = (target.python,) if target.python else PYTHONS
+    done = remote.run(
+        connection, f"sh -s {agent.digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
+    )  # fmt: skip
+    probe = parse_probe(done.stdout)
+    if probe is None:
+        raise _error(
+            Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
+                    "is this a machine with a POSIX shell, and may this user run commands?")
+        )  # fmt: skip
+    problem = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
+    if problem is not None:
+        raise _error(problem)
+    return probe
+
+
+def _upload(connection: Connection, agent: Agent) -> None:
+    done = remote.run(
+        connection, f"sh -c {shlex.quote(_STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
+    )  # fmt: skip
+    if not done.ok:
+        raise _error(
+            Problem("the agent cannot be stored on the host", _said(done),
+                    "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?")
+        )  # fmt: skip
+
+
+def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None:
+    output: list[str] = []
+    command = ("sh", "-c", BOOTSTRAP)
+    done = _as_root(connection, target, probe, command, "", output.append, timeout=_BOOTSTRAP_PATIENCE)
+    if not done.ok:
+        raise _error(
+            Problem("Python cannot be installed on the host", _said(done, output[-5:]),
+                    "mend the host's package repositories, or install Python ≥ 3.9 by hand")
+        )  # fmt: skip
+
+
+def _as_root(
+    connection: Connection,
+    target: HostTarget,
+    probe: Probe,
+    command: tuple[str, ...],
+    line: str,
+    on_line: Callable[[str], None],
+    *,
+    timeout: float | None = None,
+) -> Completed:
+    """Run a command as root and write one line to its stdin. Raises GpuprovError if sudo refuses."""
+    stdin = f"{line}\n".encode()
+    if probe.uid == 0 or probe.sudo_code == 0:
+        words = command if probe.uid == 0 else ("sudo", "-n", "--", *command)
+        return remote.stream(connection, shlex.join(words), on_line, stdin=stdin, timeout=timeout)
+    words = ("sudo", "-k", "-S", "-p", "", "--", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
+    answer = _SudoAnswer(stdin)
+    done = remote.stream(
+        connection, "env LC_ALL=C " + shlex.join(words), on_line,
+        stdin=f"{target.become_password}\n".encode(), answer=answer, timeout=timeout,
+    )  # fmt: skip
+    if not answer.went_through:
+        said = "\n".join(text for text in done.stderr.splitlines() if text.startswith(("sudo:", "Sorry")))
+        what = "sudo on the host refuses the password" if answer.wrong_password else "sudo on the host refuses us"
+        raise _error(Problem(what, said or done.evidence(), "run again with -K, or mend ansible_become_password"))
+    return done
+
+
+class _SudoAnswer:
+    """What to do on each line of sudo's stderr: one wrong password is enough, a second try might lock the account."""
+
+    def __init__(self, stdin: bytes) -> None:
+        self.stdin = stdin
+        self.went_through = False
+        self.wrong_password = False
+
+    def __call__(self, line: str) -> bytes | None:
+        if not self.went_through and any(text in line for text in _WRONG_PASSWORD):
+            self.wrong_password = True
+            return None
+        if line.strip() == _THROUGH:
+            self.went_through = True
+            return self.stdin
+        return b""
+
+
+def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
+    """Return why a run ended without saying how it ended."""
+    if done.returncode == remote.CONNECTION_LOST:
+        return Problem(
+            "the connection to the host dropped during the run",
+            done.stderr.strip().rpartition("\n")[2],
+            "the agent on the host goes on; run the same command again to take up its result",
+        )
+    if "ModuleNotFoundError" in done.stderr:
+        return Problem(
+            "the host's Python lacks a part of its standard library", _said(done),
+            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
+        )  # fmt: skip
+    return Problem(
+        "the agent ended without a result", _said(done, strays),
+        "run the same command again; it takes up what was begun",
+    )  # fmt: skip
+
+
+def _said(done: Completed, output: list[str] | None = None) -> str:
+    """Return the exit code and the last lines, without the command: it is ours and long."""
+    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
+    return "\n".join([f"exit code {done.returncode}", *lines])
+
+
+def _error(problem: Problem) -> GpuprovError:
+    return GpuprovError(problem.what, problem.evidence, problem.next_step)
+
+

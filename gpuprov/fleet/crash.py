@@ -1,0 +1,27 @@
+"""An unexpected exception, for people: one sentence, and a log file that has the traceback."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from pathlib import Path
+
+from gpuprov import __version__
+from gpuprov.errors import Problem
+
+
+def write_log(error: BaseException) -> Problem:
+    """Write the traceback into ~/.local/state/gpuprov/log and return what to tell the user."""
+    what = f"gpuprov met a defect of its own: {type(error).__name__}"
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    folder = (Path(state) / "gpuprov" / "log").expanduser()
+    path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(handle, "a", encoding="utf-8") as file:
+            file.write(f"gpuprov {__version__}\n" + "".join(traceback.format_exception(error)) + "\n")
+    except OSError as refusal:
+        return Problem(what, f"{error}\nthe log {path} cannot be written: {refusal}")
+    return Problem(what, str(error), f"the log {path} has the whole story; please report it with that file")

@@ -1,0 +1,172 @@
+"""Server keys: which are known, and what becomes of one that is not; as OpenSSH's known_hosts files say (sshd(8)).
+
+Fabric and paramiko accept every unknown key if left alone, and paramiko reads neither patterns nor markers in
+known_hosts; here an unknown key is refused unless the user says otherwise, and a changed one always.
+"""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import hashlib
+import hmac
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuprov.errors import Problem
+
+SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+USER_FILES = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+ACCEPT_OPTION = "--accept-new-host-keys"
+_WRITING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One key that a known_hosts file holds for a host. A revoked one must never be accepted."""
+
+    key_type: str
+    key: bytes
+    place: str
+    revoked: bool = False
+
+
+class HostKeyRefusedError(Exception):
+    """The server's key is not one that we may accept."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.what)
+        self.problem = problem
+
+
+def known_hosts_name(host: str, port: int) -> str:
+    """Return the name under which known_hosts keeps a server: `host`, or `[host]:port` off port 22."""
+    return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
+
+
+def matching_keys(text: str, name: str, path: str = "") -> tuple[KnownKey, ...]:
+    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        marker = words.pop(0) if words and words[0].startswith("@") else ""
+        if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
+            continue
+        try:
+            key = base64.b64decode(words[2], validate=True)
+        except ValueError:
+            continue
+        if _names(words[0], name):
+            found.append(KnownKey(words[1], key, f"{path}:{number}", bool(marker)))
+    return tuple(found)
+
+
+def _names(patterns: str, name: str) -> bool:
+    """Say whether the first field of a known_hosts line means this name."""
+    if patterns.startswith("|1|"):
+        salt, _, digest = patterns[3:].partition("|")
+        try:
+            made = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
+            return hmac.compare_digest(made, base64.b64decode(digest))
+        except ValueError:
+            return False
+    parts = patterns.lower().split(",")
+    if any(part.startswith("!") and _glob(part[1:], name) for part in parts):
+        return False
+    return any(_glob(part, name) for part in parts)
+
+
+def _glob(pattern: str, name: str) -> bool:
+    # In OpenSSH's patterns a bracket is a bracket (`[host]:port`), in fnmatch it is a class.
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the fingerprint as ssh-keygen -l shows it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip("=")
+
+
+@dataclass(frozen=True)
+class KnownHosts:
+    """The known_hosts files for one connection. New keys go into the first of `user_files`."""
+
+    user_files: tuple[str, ...] = USER_FILES
+    system_files: tuple[str, ...] = SYSTEM_FILES
+
+    def keys(self, name: str) -> tuple[KnownKey, ...]:
+        """Return every key known for `name`."""
+        return tuple(key for path in (*self.user_files, *self.system_files) for key in _keys_in(path, name))
+
+    def store(self, name: str, key_type: str, key: bytes) -> None:
+        """Append a key to the user's file."""
+        path = Path(self.user_files[0]).expanduser()
+        line = f"{name} {key_type} {base64.b64encode(key).decode()}\n"
+        with _WRITING:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(handle, "r+") as file:
+                text = file.read() if path.is_file() else ""
+                file.write(line if not text or text.endswith("\n") else "\n" + line)
+
+
+def _keys_in(path: str, name: str) -> Iterable[KnownKey]:
+    try:
+        return matching_keys(Path(path).expanduser().read_text("utf-8", "replace"), name, path)
+    except OSError:
+        return ()
+
+
+class KeyCheck:
+    """paramiko's policy for a server that it has no key for, which we make every server: the check is all ours."""
+
+    def __init__(self, known: KnownHosts, name: str, *, accept_new: bool) -> None:
+        self.known = known
+        self.name = name
+        self.accept_new = accept_new
+
+    def missing_host_key(self, _client: Any, _hostname: str, key: Any) -> None:
+        """Return if the server may be trusted; raises HostKeyRefusedError otherwise."""
+        offered, key_type = key.asbytes(), key.get_name()
+        known = self.known.keys(self.name)
+        if any(entry.revoked and entry.key == offered for entry in known):
+            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "offers a revoked key"))
+        if any(entry.key == offered for entry in known):
+            return
+        if known:
+            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "offers another key than before"))
+        if not self.accept_new:
+            raise HostKeyRefusedError(_unknown(self.name, key_type, offered, self.known))
+        self.known.store(self.name, key_type, offered)
+
+
+def _unknown(name: str, key_type: str, key: bytes, known: KnownHosts) -> Problem:
+    return Problem(
+        f"the host key of {name} is unknown",
+        f"it offers {key_type} {fingerprint(key)}\nlooked in {', '.join((*known.user_files, *known.system_files))}",
+        f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` on the host, then run again with "
+        f"{ACCEPT_OPTION}, which stores it in {known.user_files[0]}",
+    )
+
+
+def _refused(name: str, key_type: str, key: bytes, known: Sequence[KnownKey], what: str) -> Problem:
+    places = "\n".join(f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
+    file = known[0].place.rsplit(":", 1)[0]
+    return Problem(
+        f"{name} {what}: it was installed anew, or somebody sits in between",
+        f"it offers {key_type} {fingerprint(key)}\n{places}",
+        f"if the host was installed anew: ssh-keygen -R '{name}' -f {file}, then run again with {ACCEPT_OPTION}",
+    )
+
+
+def preferred_key_types(known: Sequence[KnownKey], supported: Sequence[str]) -> tuple[str, ...]:
+    """Return the key algorithms in the order to ask for: those of known keys first, as ssh(1) does.
+
+    Otherwise a server with several keys would offer one that we do not know.
+    """
+    types = {entry.key_type for entry in known if not entry.revoked}
+    signing = {*types, *(("rsa-sha2-512", "rsa-sha2-256") if "ssh-rsa" in types else ())}
+    return tuple(sorted(supported, key=lambda algorithm: algorithm not in signing))

@@ -1,0 +1,260 @@
+"""Ansible inventories, read by ansible-core itself, as HostTargets; never connects to a host.
+
+ansible-core costs half a second to import, so every import of it stands inside a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.fleet.origins import with_origins
+from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
+from gpuprov.fleet.target import HostTarget, Inventory
+from gpuprov.spec import PREFIX, spec_from_variables
+
+_CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
+_PYTHON = re.compile(r"[A-Za-z0-9/._+-]+")
+_TRUE = frozenset((True, 1, "true", "yes", "on", "1", "y", "t"))
+
+
+def read_inventory(
+    sources: Sequence[str],
+    *,
+    limit: str = "",
+    extra_vars: Sequence[str] = (),
+    vault_password_file: str = "",
+) -> Inventory:
+    """Return the hosts that the sources (files, directories, `a,b,` lists) and the limit name.
+
+    `extra_vars` are written as for Ansible's -e: key=value, @file.yml, JSON or YAML; they win over all others.
+    Raises GpuprovError (exit code 2) for what cannot be read, and for wrong or unknown gpuprov_ variables of all hosts
+    at once.
+    """
+    for source in sources:
+        if "," not in source and not Path(source).exists():
+            raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory")
+    with _ansible_said() as said:
+        try:
+            hosts = _load(sources, limit, extra_vars, vault_password_file, said)
+        except _ansible_error() as error:
+            raise _usage("Ansible cannot read the inventory", _clean(str(error)), _vault_hint(str(error))) from None
+    targets, warnings = _targets(hosts, sources)
+    return Inventory(targets, tuple(dict.fromkeys((*_worth_telling(said), *warnings))))
+
+
+def _load(
+    sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, said: list[str]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (name, variables that concern us, templates resolved) of every host."""
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.template import Templar
+
+    _find_plugins()
+    loader = DataLoader()
+    _give_vault_password(loader, vault_password_file)
+    manager = InventoryManager(loader=loader, sources=None)
+    for source in sources:
+        before = len(said)
+        if not manager.parse_source(source if "," in source else str(Path(source).absolute())):
+            raise _usage(f"Ansible cannot read the inventory {source}", _clean("\n".join(said[before:])))
+    manager.reconcile_inventory()
+    variables = _variable_manager(loader, manager, extra_vars)
+    if not manager.get_hosts():
+        raise _usage(f"the inventory {', '.join(sources)} names no host")
+    manager.subset(limit or None)
+    hosts = manager.get_hosts()
+    if not hosts:
+        raise _usage(f"--limit {limit} leaves no host of the inventory {', '.join(sources)}")
+    found = []
+    for host in hosts:
+        values = variables.get_vars(host=host)
+        templar = Templar(loader=loader, variables=values)
+        found.append((str(host.name), _resolved(host.name, values, templar.template)))
+    return found
+
+
+@functools.cache
+def _find_plugins() -> None:
+    from ansible.plugins.loader import init_plugin_loader
+
+    init_plugin_loader([])
+
+
+def _variable_manager(loader: Any, manager: Any, extra_vars: Sequence[str]) -> Any:
+    """Return Ansible's VariableManager; -e reaches it through its global command line."""
+    from ansible import context
+    from ansible.module_utils.common.collections import ImmutableDict
+    from ansible.utils.vars import load_extra_vars
+    from ansible.vars.manager import VariableManager
+
+    context.CLIARGS = ImmutableDict(extra_vars=tuple(extra_vars))
+    load_extra_vars.extra_vars = None  # Ansible keeps the first answer for the life of the process
+    return VariableManager(loader=loader, inventory=manager)
+
+
+def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], Any]) -> dict[str, Any]:
+    resolved = {}
+    for name, value in values.items():
+        if name.startswith((PREFIX, "ansible_")):
+            try:
+                resolved[str(name)] = template(value)
+            except _ansible_error() as error:
+                if name.startswith(PREFIX) or name in _HEEDED:
+                    raise _usage(f"{host}: the template in {name} does not resolve", _clean(str(error))) from None
+    return resolved
+
+
+def _give_vault_password(loader: Any, path: str) -> None:
+    from ansible import constants
+    from ansible.parsing.vault import get_file_vault_secret
+
+    path = path or getattr(constants, "DEFAULT_VAULT_PASSWORD_FILE", None) or ""
+    if path:
+        secret = get_file_vault_secret(filename=str(Path(path).expanduser()), vault_id="default", loader=loader)
+        secret.load()
+        loader.set_vault_secrets([("default", secret)])
+
+
+def _targets(
+    hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str]
+) -> tuple[tuple[HostTarget, ...], list[str]]:
+    targets: list[HostTarget] = []
+    warnings: list[str] = []
+    problems: list[tuple[str, Problem]] = []
+    for name, values in hosts:
+        try:
+            arguments = _ssh_arguments(name, values)
+            targets.append(target_from_variables(name, values, arguments))
+            warnings += [f"{name}: {warning}" for warning in arguments.warnings]
+        except GpuprovError as error:
+            problems += [(name, problem) for problem in error.problems]
+    if problems:
+        raise GpuprovError.several(with_origins(problems, sources), exit_code=ExitCode.USAGE)
+    return tuple(targets), warnings
+
+
+def target_from_variables(
+    name: str, values: Mapping[str, Any], arguments: SshArguments | None = None
+) -> HostTarget:
+    """Return the host that resolved inventory variables describe. Raises GpuprovError (exit code 2)."""
+    arguments = arguments or SshArguments()
+    become_user = _first(values, "ansible_become_user") or "root"
+    method = _first(values, "ansible_become_method") or "sudo"
+    if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
+        raise _usage(f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method")
+    return HostTarget(
+        name=name,
+        spec=spec_from_variables(values),
+        address=_first(values, "ansible_host", "ansible_ssh_host") or name,
+        port=_port(_first(values, "ansible_port", "ansible_ssh_port")),
+        user=_first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER"),
+        identity_file=_first(values, "ansible_ssh_private_key_file", "ansible_private_key_file")
+        or _configured("DEFAULT_PRIVATE_KEY_FILE"),
+        ssh_options=arguments.options,
+        ssh_config_file=arguments.config_file,
+        password=_first(values, "ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
+        become=str(values.get("ansible_become", True)).lower() in _TRUE,
+        become_user=become_user,
+        become_password=_first(values, "ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
+        connection=_connection(_first(values, "ansible_connection") or "ssh"),
+        python=_python(_first(values, "ansible_python_interpreter")),
+        origin=str(values.get("inventory_file") or ""),
+    )
+
+
+_HEEDED = frozenset(
+    ("ansible_host", "ansible_ssh_host", "ansible_port", "ansible_ssh_port", "ansible_user", "ansible_ssh_user",
+     "ansible_ssh_private_key_file", "ansible_private_key_file", "ansible_password", "ansible_ssh_pass",
+     "ansible_ssh_password", "ansible_become", "ansible_become_user", "ansible_become_method",
+     "ansible_become_password", "ansible_become_pass", "ansible_sudo_pass", "ansible_connection",
+     "ansible_python_interpreter", "ansible_ssh_common_args", "ansible_ssh_extra_args")
+)  # fmt: skip
+
+
+def _ssh_arguments(name: str, values: Mapping[str, Any]) -> SshArguments:
+    text = " ".join(filter(None, (_first(values, "ansible_ssh_extra_args"), _first(values, "ansible_ssh_common_args"))))
+    try:
+        return parse_ssh_arguments(text)
+    except ValueError as error:
+        raise _usage("ansible_ssh_common_args is no list of arguments", f"{error}: {text}") from None
+
+
+def _first(values: Mapping[str, Any], *names: str) -> str:
+    return next((str(values[name]) for name in names if values.get(name) not in (None, "")), "")
+
+
+def _port(text: str) -> int | None:
+    if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise _usage("ansible_port is not a port number", repr(text))
+    return int(text) if text else None
+
+
+def _connection(text: str) -> str:
+    known = _CONNECTIONS.get(text.rsplit(".", 1)[-1])
+    if known is None:
+        raise _usage("ansible_connection must be ssh or local", repr(text))
+    return known
+
+
+def _python(text: str) -> str:
+    if text.startswith("auto") or not text:
+        return ""
+    if not _PYTHON.fullmatch(text):
+        raise _usage("ansible_python_interpreter is not the path of a program", repr(text))
+    return text
+
+
+def _configured(name: str) -> str:
+    """Return a setting from ansible.cfg or Ansible's environment, if Ansible is loaded."""
+    constants = sys.modules.get("ansible.constants")
+    return str(getattr(constants, name, None) or "")
+
+
+# -- what Ansible says ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ansible_said() -> Iterator[list[str]]:
+    """Collect what Ansible would print: it belongs into our errors, not between the lines of a table."""
+    from ansible.utils.display import Display
+
+    said: list[str] = []
+    display = Display()
+    display.display = lambda msg, *_, **__: said.append(_clean(str(msg)))
+    try:
+        yield said
+    finally:
+        del display.display
+
+
+def _ansible_error() -> type[Exception]:
+    from ansible.errors import AnsibleError
+
+    error: type[Exception] = AnsibleError
+    return error
+
+
+def _worth_telling(said: Sequence[str]) -> list[str]:
+    """Return those of Ansible's warnings that tell of a mistake in the call."""
+    return [line for line in said if "Could not match supplied host pattern" in line]
+
+
+def _clean(text: str) -> str:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("[WARNING]: ", "")
+    return "\n".join(line for line in text.splitlines() if line.strip()).strip()
+
+
+def _vault_hint(text: str) -> str:
+    return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
+
+
+def _usage(what: str, evidence: str = "", next_step: str = "") -> GpuprovError:
+    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

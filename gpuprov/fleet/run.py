@@ -1,0 +1,167 @@
+"""One request on many hosts at once; what happens on one never ends another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, Sink
+from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.ssh import SshSettings, close, connected
+from gpuprov.fleet.target import HostTarget
+from gpuprov.request import Request
+from gpuprov.spec import spec_to_json
+
+HostSink = Callable[[str, Event], None]
+# What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
+RunHost = Callable[[HostTarget, Sink], None]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the command line says about a run over hosts. `build`: returns the agent, called once and only for SSH."""
+
+    build: Callable[[], Agent]
+    ssh: SshSettings = field(default_factory=SshSettings)
+    bootstrap_python: bool = False
+    forks: int = 20
+
+
+class Fleet:
+    """A run over hosts. `interrupt` may be called from a signal handler: once it lets running hosts finish, twice it cuts."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.interruptions = 0
+        self._connections: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def interrupt(self) -> None:
+        """Start no further host; at the second call, close the connections of those that run."""
+        self.interruptions += 1
+        if self.interruptions > 1:
+            with self._lock:
+                for connection in self._connections:
+                    close(connection)
+
+    def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
+        """Return what runs the request on one host."""
+
+        def run(target: HostTarget, sink: Sink) -> None:
+            wanted = replace(request, spec=spec_to_json(target.spec))
+            if target.connection == "local":
+                run_here(wanted, sink)
+                return
+            with connected(target, self.settings.ssh) as connection:
+                with self._lock:
+                    self._connections.add(connection)
+                try:
+                    run_agent(
+                        connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python
+                    )  # fmt: skip
+                finally:
+                    with self._lock:
+                        self._connections.discard(connection)
+
+        return run
+
+    def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
+        """Run the request on all hosts and return one result for each, in the hosts' order."""
+        agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
+        run_host = self.run_host(request, lambda: _present(agent))
+        with ThreadPoolExecutor(max_workers=max(1, min(self.settings.forks, len(targets)))) as pool:
+            futures = [pool.submit(self._one, target, run_host, sink) for target in targets]
+            self._wait(futures)
+        return tuple(future.result() for future in futures)
+
+    def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
+        if self.interruptions:
+            return _not_run(target)
+        recorder = Recorder(target.name, sink)
+        begun = time.monotonic()
+        try:
+            run_host(target, recorder)
+        except GpuprovError as error:
+            recorder(Finished(int(error.exit_code), problems=error.problems))
+        except Exception as error:  # noqa: BLE001 (a defect on one host must not end the others; the log has it all)
+            from gpuprov.fleet.crash import write_log
+
+            recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
+        return recorder.result(time.monotonic() - begun)
+
+    def _wait(self, futures: Sequence[Future[HostResult]]) -> None:
+        """Wait for all; Ctrl-C reaches the main thread here."""
+        waiting = set(futures)
+        while waiting:
+            try:
+                _, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
+            except KeyboardInterrupt:
+                self.interrupt()
+
+
+class Recorder:
+    """Passes a host's events on and keeps what the result needs of them."""
+
+    def __init__(self, host: str, sink: HostSink) -> None:
+        self._host = host
+        self._sink = sink
+        self._finished: Finished | None = None
+        self._checks: list[CheckDone] = []
+        self._planned: Planned | None = None
+        self._facts: FactsGathered | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._finished = event
+        elif isinstance(event, CheckDone):
+            self._checks.append(event)
+        elif isinstance(event, Planned):
+            self._planned = event
+        elif isinstance(event, FactsGathered):
+            self._facts = event
+        self._sink(self._host, event)
+
+    def result(self, seconds: float) -> HostResult:
+        """Return what came of the host, which took that long as seen from here."""
+        last = self._finished or Finished(
+            int(ExitCode.FAILED), problems=(Problem("the run ended without a result"),)
+        )  # fmt: skip
+        return HostResult(
+            host=self._host,
+            exit_code=_exit_code(last.exit_code),
+            changed=last.changed,
+            seconds=round(seconds, 1),
+            problems=last.problems,
+            summary=last.summary,
+            versions=last.versions,
+            checks=tuple(self._checks),
+            plan=self._planned.changes if self._planned else (),
+            facts=self._facts.facts if self._facts else None,
+        )
+
+
+def run_here(request: Request, sink: Sink) -> None:
+    """Run the request on this machine, in this process."""
+    from gpuprov.agent import run_request
+
+    run_request(request, sink)
+
+
+def _present(agent: Agent | None) -> Agent:
+    assert agent is not None
+    return agent
+
+
+def _exit_code(number: int) -> ExitCode:
+    return ExitCode(number) if number in tuple(ExitCode) else ExitCode.FAILED
+
+
+def _not_run(target: HostTarget) -> HostResult:
+    problem = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")
+    return HostResult(target.name, ExitCode.FAILED, problems=(problem,))
