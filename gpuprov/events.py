@@ -129,9 +129,9 @@ def from_line(line: str) -> Event | None:
     """
     try:
         data = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    cls = _CLASSES.get(data.pop("event", "")) if isinstance(data, dict) else None
+    cls = _CLASSES.get(str(data.pop("event", ""))) if isinstance(data, dict) else None
     if cls is None:
         return None
     known = {f.name for f in fields(cls)}
@@ -164,6 +164,9 @@ def _well_typed(value: Any) -> bool:
         item = getattr(value, f.name)
         expected = _TYPES.get(str(f.type))
         if expected is not None and not isinstance(item, expected):
+            return False
+        # In Python a bool is an int; on the wire it is not.
+        if isinstance(item, bool) and bool not in (expected or (bool,)):
             return False
         if str(f.type).startswith("Mapping") and not isinstance(item, Mapping):
             return False

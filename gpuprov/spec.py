@@ -36,6 +36,14 @@ _FINGERPRINT = validate.Regexp(
 _WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
 
+class _OrEmpty(validate.Validator):
+    def __init__(self, check: validate.Validator) -> None:
+        self.check = check
+
+    def __call__(self, value: Any) -> Any:
+        return value if value == "" else self.check(value)
+
+
 class _RepositorySchema(Schema):
     """One more package repository of the site's own."""
 
@@ -45,7 +53,7 @@ class _RepositorySchema(Schema):
     name = schema_fields.String(required=True, validate=_NAME)
     uri = schema_fields.String(required=True, validate=_HTTP_URL)
     suite = schema_fields.String(load_default="./", validate=_WORDS)
-    components = schema_fields.String(load_default="", validate=_WORDS)
+    components = schema_fields.String(load_default="", validate=_OrEmpty(_WORDS))
     key_url = schema_fields.String(required=True, validate=_HTTP_URL)
     key_fingerprint = schema_fields.String(required=True, validate=_FINGERPRINT)
 
@@ -95,14 +103,6 @@ class _StrictBoolean(schema_fields.Boolean):
         if not isinstance(value, (bool, str)):
             raise self.make_error("invalid", input=value)
         return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
-
-
-class _OrEmpty(validate.Validator):
-    def __init__(self, check: validate.Validator) -> None:
-        self.check = check
-
-    def __call__(self, value: Any) -> Any:
-        return value if value == "" else self.check(value)
 
 
 @dataclass(frozen=True)

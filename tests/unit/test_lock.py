@@ -1,0 +1,94 @@
+"""One run at a time: real processes, a real lock."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuprov.errors import GpuprovError
+from gpuprov.lock import LOCK_PATH, host_lock
+from gpuprov.system import System
+
+HOLD = """
+import sys, time
+from gpuprov.lock import host_lock
+from gpuprov.system import System
+class Below(System):
+    def read_text(self, path):
+        return System().read_text(path) if path.startswith("/proc") else super().read_text(path)
+system = Below(sys.argv[1])
+with host_lock(system, pid=system.own_pid(), command="install", since="12:00", wait_seconds=0, tell=print):
+    child = None
+    if sys.argv[2] == "child":
+        System().run(("sh", "-c", "echo started >&2; sleep 2"), on_line=lambda line: print(line, flush=True))
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+class Below(System):
+    """A temporary root with the machine's own /proc."""
+
+    def read_text(self, path: str) -> str | None:
+        return System().read_text(path) if path.startswith("/proc") else super().read_text(path)
+
+    def list_directory(self, path: str) -> tuple[str, ...]:
+        return System().list_directory(path) if path.startswith("/proc") else super().list_directory(path)
+
+    def path(self, path: str) -> Path:
+        return Path(path) if path.startswith("/proc") else super().path(path)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    (tmp_path / "run").mkdir()
+    return Below(str(tmp_path))
+
+
+def hold(root: Path, how: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(root), how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def take(system: System, wait_seconds: int) -> list[str]:
+    told: list[str] = []
+    with host_lock(system, pid=1, command="install", since="now", wait_seconds=wait_seconds, tell=told.append):
+        pass
+    return told
+
+
+def test_the_second_run_names_the_holder(system: System, tmp_path: Path) -> None:
+    with hold(tmp_path, "alone") as first:
+        with pytest.raises(GpuprovError) as caught:
+            take(system, 5)
+        first.kill()
+    assert f"pid {first.pid}: gpuprov install, since 12:00" in str(caught.value)
+
+
+def test_a_killed_holder_leaves_the_lock_free(system: System, tmp_path: Path) -> None:
+    with hold(tmp_path, "alone") as first:
+        first.kill()
+        first.wait()
+        assert take(system, 0) == []
+
+
+def test_what_a_killed_run_left_running_is_waited_for_and_named(system: System, tmp_path: Path) -> None:
+    with hold(tmp_path, "child") as first:
+        first.kill()
+        first.wait()
+        with pytest.raises(GpuprovError, match="still goes on") as caught:
+            take(system, 0)
+        assert "sleep (pid" in str(caught.value)
+        told = take(system, 10)
+        assert len(told) == 1
+        assert "sleep (pid" in told[0]
+
+
+def test_a_spoiled_lock_file_holds_nobody_up(system: System, tmp_path: Path) -> None:
+    (tmp_path / LOCK_PATH.lstrip("/")).write_text("garbage")
+    assert take(system, 0) == []

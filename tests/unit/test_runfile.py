@@ -1,0 +1,128 @@
+"""What is known of the .run file: header, options by version, every way to fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuprov.errors import GpuprovError
+from gpuprov.runfile import explain_failure, install_arguments, knows, parse_header, version_key
+
+HEADER = """#!/bin/sh
+CRCsum="1234567890"
+MD5="0123456789abcdef0123456789abcdef"
+skip=1200
+label="NVIDIA Accelerated Graphics Driver for Linux-x86_64 550.163.01"
+version_string=550.163.01
+"""
+
+
+def test_header_gives_version_and_architecture() -> None:
+    header = parse_header(HEADER)
+    assert (header.version, header.architecture) == ("550.163.01", "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<!DOCTYPE html><html>404 Not Found</html>", "web page"),
+        ("\n  <html><body>login", "web page"),
+        ("#!/bin/sh\necho hello\n", "no NVIDIA driver .run"),
+        ('#!/bin/sh\nlabel="Some other installer 1.2"\n', "no NVIDIA driver .run"),
+        ("", "no NVIDIA driver .run"),
+        ("\x7fELF", "no NVIDIA driver .run"),
+    ],
+)
+def test_what_is_no_driver_is_named(text: str, says: str) -> None:
+    with pytest.raises(GpuprovError, match=says):
+        parse_header(text)
+
+
+@pytest.mark.parametrize(
+    ("version", "option", "known"),
+    [
+        ("304.20", "--dkms", False),
+        ("304.22", "--dkms", True),
+        ("515.43.03", "--no-kernel-modules", False),
+        ("515.43.04", "--no-kernel-modules", True),
+        ("550.163.01", "--kernel-module-type", False),
+        ("555.42.02", "--kernel-module-type", True),
+        ("470.42.01", "-m=kernel-open", True),
+        ("390.157", "--silent", True),
+    ],
+)
+def test_options_by_version(version: str, option: str, known: bool) -> None:
+    assert knows(version, option) is known
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "kind", "dkms", "expected", "unexpected"),
+    [
+        ("550.163.01", False, "auto", False, ["--no-kernel-modules"], ["--dkms", "--no-kernel-module"]),
+        ("470.256.02", False, "auto", False, ["--no-kernel-module"], ["--no-kernel-modules"]),
+        ("550.163.01", True, "open", True, ["--dkms", "-m=kernel-open"], ["--no-kernel-modules"]),
+        ("570.86.16", True, "open", False, ["--kernel-module-type=open"], ["--dkms"]),
+        ("570.86.16", True, "proprietary", False, ["--kernel-module-type=proprietary"], []),
+        ("550.163.01", True, "proprietary", False, [], ["-m=kernel-open"]),
+        ("570.86.16", True, "auto", True, ["--dkms"], ["--kernel-module-type=open"]),
+    ],
+)
+def test_install_arguments(
+    version: str, modules: bool, kind: str, dkms: bool, expected: list[str], unexpected: list[str]
+) -> None:
+    found = install_arguments(
+        version, kernel_modules=modules, module_type=kind, dkms=dkms, temporary="/var/tmp/x", log="/var/log/l"
+    )
+    assert set(expected) <= set(found)
+    assert not set(unexpected) & set(found)
+    # Two words: the stub ignores --tmpdir=DIR, and takes it only in front of the installer's own options.
+    assert found[:2] == ("--tmpdir", "/var/tmp/x")
+
+
+def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
+    with pytest.raises(GpuprovError, match="no open kernel modules"):
+        install_arguments("460.32.03", kernel_modules=True, module_type="open", dkms=False, temporary="/t", log="/l")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "output", "what"),
+    [
+        (1, "ERROR: Unable to find the development tool `cc` in your path; please", "", "no compiler"),
+        (1, "ERROR: Unable to find the kernel source tree for the currently running kernel.", "", "headers"),
+        (1, "ERROR: The kernel source path '/x' does not exist.", "", "headers"),
+        (1, "ERROR: The nvidia kernel module was not created.", "", "did not compile"),
+        (1, "ERROR: The Nouveau kernel driver is currently in use by your system.", "", "nouveau"),
+        (1, "ERROR: You appear to be running an X server; please exit X", "", "X server"),
+        (1, "ERROR: An NVIDIA kernel module 'nvidia-uvm' appears to be already loaded in your kernel.", "", "loaded"),
+        (
+            1,
+            "The installation was canceled due to the availability of an alternate driver installation",
+            "",
+            "packages",
+        ),
+        (1, "", "ERROR: nvidia-installer must be run as root", "as root"),
+        (1, "", "Temporary directory /tmp/x is not executable", "noexec"),
+        (1, "", 'unrecognized option: "--x"', "option"),
+        (2, "", "Error in checksums 1 2", "damaged"),
+        (2, "", "sh: 3: Syntax error: redirection unexpected", "damaged or no .run"),
+        (15, "", "cannot create /dev/tty", "temporary directory is full"),
+        (135, "Received signal SIGBUS; aborting.", "", "filled up"),
+        (0, "ERROR: Post-install sanity check failed", "", "final check"),
+        (0, "ERROR: something nobody has seen before", "", "reported errors"),
+        (77, "", "odd\nlast words", "reported errors"),
+    ],
+)
+def test_every_failure_has_its_sentence(returncode: int, log: str, output: str, what: str) -> None:
+    found = explain_failure(returncode, log, output)
+    assert found is not None
+    sentence, line, next_step = found
+    assert what in sentence
+    assert next_step
+    assert line or not (log or output)
+
+
+def test_a_clean_log_and_exit_code_0_are_no_failure() -> None:
+    assert explain_failure(0, "-> done.\nWARNING: nvidia-installer was forced\n-> is now complete.", "") is None
+
+
+def test_versions_compare_by_number() -> None:
+    assert version_key("550.54.14") < version_key("550.163.01")

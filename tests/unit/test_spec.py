@@ -1,0 +1,78 @@
+"""What users may write: good values, and every kind of bad one with the sentence it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.spec import HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
+
+REPOSITORY = {
+    "name": "site", "uri": "http://mirror/apt", "key_url": "http://mirror/key.asc", "key_fingerprint": "A" * 40,
+}  # fmt: skip
+
+
+def test_defaults_are_valid_and_survive_the_wire() -> None:
+    assert parse_spec({}) == HostSpec()
+    spec = parse_spec({"driver_version": "550.163.01", "repositories": [REPOSITORY], "packages": ["jq", "gcc-12=12.2"]})
+    assert parse_spec(spec_to_json(spec)) == spec
+
+
+@pytest.mark.parametrize("value", [True, "true", "yes", "True"])
+def test_booleans_as_yaml_and_extra_vars_write_them(value: object) -> None:
+    assert parse_spec({"docker_default_runtime": value}).docker_default_runtime is True
+
+
+@pytest.mark.parametrize(
+    ("values", "what", "next_step"),
+    [
+        (
+            {"driver_verison": "1"},
+            "there is no variable gpuprov_driver_verison",
+            "did you mean gpuprov_driver_version?",
+        ),
+        ({"zzz": "1"}, "there is no variable gpuprov_zzz", "gpuprov options"),
+        ({"driver_version": 550.1}, "put a version number in quotes", ""),
+        ({"driver_version": "latest; rm -rf /"}, "not a driver version", ""),
+        ({"driver_version": "550.163.01\n"}, "not a driver version", ""),
+        ({"driver": "nouveau"}, "not one of runfile, preinstalled", ""),
+        ({"driver_url": "ftp://x/y"}, "neither a URL", ""),
+        ({"driver_url": "http://x/$(id)"}, "neither a URL", ""),
+        ({"driver_url": "relative/path"}, "neither a URL", ""),
+        ({"driver_sha256": "abc"}, "not a SHA-256", ""),
+        ({"docker_default_runtime": 1}, "must be true or false", ""),
+        ({"docker_default_runtime": "maybe"}, "must be true or false", ""),
+        ({"packages": "jq"}, "must be a list", ""),
+        ({"packages": ["--option"]}, "not a package name", ""),
+        ({"toolkit_key_fingerprint": "F796ECB0"}, "full key fingerprint", ""),
+        ({"repositories": [{"name": "x"}]}, "gpuprov_repositories.0.uri is missing", ""),
+        ({"repositories": [{**REPOSITORY, "ur": "x"}]}, "gpuprov_repositories.0.ur", "did you mean uri?"),
+        ({"repositories": [{**REPOSITORY, "name": "../x"}]}, "not a name", ""),
+        ({"verify_image": "--privileged"}, "not an image reference", ""),
+    ],
+)
+def test_bad_values_get_their_sentence(values: dict[str, Any], what: str, next_step: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_spec(values, "group_vars/all.yml")
+    said = str(caught.value)
+    assert what in said
+    assert next_step in said
+    assert "group_vars/all.yml" in said
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_spec({"driver": "x", "driver_version": 1, "nope": 2})
+    assert len(caught.value.problems) == 3
+
+
+def test_only_our_own_inventory_variables_count() -> None:
+    assert spec_from_variables({"ansible_host": "x", "gpuprov_driver": "preinstalled"}).driver == "preinstalled"
+
+
+def test_every_option_has_help() -> None:
+    for name in option_names():
+        assert len(HostSpec.__dataclass_fields__[name].metadata["help"]) > 20, name
