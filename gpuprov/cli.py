@@ -1,5 +1,236 @@
-"""The command line: parse, call, print."""
+"""The command line: parse, call, print.
+
+click alone is imported here; everything else is loaded by the command that needs it, so that `--help` and shell
+completion answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from gpuprov import __version__
+from gpuprov.errors import ExitCode, GpuprovError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+_CONNECTION_OPTIONS = (
+    click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory or `a,b,`. "
+                 "Default: this machine."),
+    click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit."),
+    click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
+                 "inventory."),
+    click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables."),
+    click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
+                 help="How many hosts at a time."),
+    click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
+    click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
+    click.option("--accept-new-host-keys", is_flag=True, help="Store host keys seen for the first time; changed ones "
+                 "are refused all the same."),
+    click.option("--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10,
+                 show_default=True, help="How long to wait for a connection."),
+    click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
+    click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
+    click.option("--verbose", "-v", is_flag=True, help="Tell more."),
+)  # fmt: skip
+_CHECK_OPTION = click.option("--check", "-C", is_flag=True, help="Say what would change; change nothing.")
+_DIFF_OPTION = click.option("--diff", "-D", is_flag=True, help="Show the changes to files.")
+
+
+def _fleet_options(command: _Command) -> _Command:
+    for option in reversed(_CONNECTION_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings=_SETTINGS)
+@click.version_option(__version__, prog_name="gpuprov")
+def cli() -> None:
+    """Make Linux machines run containers on NVIDIA GPUs, and prove that they do.
+
+    \b
+    Examples:
+      sudo gpuprov install -e gpuprov_driver_version=550.163.01   this machine
+      gpuprov install --hosts inventory.ini --check --diff        what would change on all hosts
+      gpuprov install --hosts inventory.ini
+      gpuprov verify --hosts inventory.ini
+
+    \b
+    Exit codes, the worst first:
+      2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
+      3  a host needs a reboot                 0  done
+    """
+
+
+@cli.command()
+@_CHECK_OPTION
+@_DIFF_OPTION
+@_fleet_options
+def install(check: bool, diff: bool, **options: Any) -> None:
+    """Bring driver, docker and container toolkit to what the inventory says.
+
+    Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
+
+    \b
+    Examples:
+      sudo gpuprov install -e gpuprov_driver_version=550.163.01
+      gpuprov install --hosts inventory.ini --check --diff
+      gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
+    """
+    _run("install", options, check=check, diff=diff)
+
+
+@cli.command()
+@click.option("--image", metavar="IMAGE", default="", help="Run nvidia-smi in this image. Default: a tiny one of the "
+              "host's own.")  # fmt: skip
+@click.option("--torch-image", metavar="IMAGE", default="", help="Also ask PyTorch in this image for its GPUs.")
+@_fleet_options
+def verify(image: str, torch_image: str, **options: Any) -> None:
+    """Compare what containers see with what the host has; a table of checks.
+
+    \b
+    Examples:
+      sudo gpuprov verify
+      gpuprov verify --hosts inventory.ini
+      gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
+    """
+    chosen = {"verify_image": image, "torch_image": torch_image}
+    _run("verify", options, overrides=tuple((name, value) for name, value in chosen.items() if value))
+
+
+@cli.command()
+@_fleet_options
+def facts(**options: Any) -> None:
+    """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
+
+    \b
+    Examples:
+      gpuprov facts
+      gpuprov facts --hosts inventory.ini --limit lab-a
+      gpuprov facts --hosts inventory.ini --json
+    """
+    _run("facts", options)
+
+
+@cli.command()
+@_fleet_options
+def rollback(**options: Any) -> None:
+    """Undo the last run on each host, back to the byte.
+
+    \b
+    Examples:
+      sudo gpuprov rollback
+      gpuprov rollback --hosts inventory.ini --limit lab-a
+    """
+    _run("rollback", options)
+
+
+@cli.command("options")
+@click.option("--json", "form", flag_value="json", help="As JSON.")
+@click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
+def list_options(form: str | None) -> None:
+    """List every inventory variable with its default and meaning.
+
+    \b
+    Examples:
+      gpuprov options
+      gpuprov options --markdown
+    """
+    from gpuprov.fleet import reference
+
+    renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
+    click.echo(renderers.get(form or "", reference.as_text)())
+
+
+@cli.group()
+def agent() -> None:
+    """The program that runs on the hosts.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+    """
+
+
+@agent.command()
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True))
+def build(output: str) -> None:
+    """Write the agent as one file that runs on Python 3.9 and later.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+      echo '{"command": "facts"}' | sudo python3 -I agent.pyz
+    """
+    from pathlib import Path
+
+    from gpuprov.fleet.agent_build import build_agent
+
+    made = build_agent()
+    Path(output).write_bytes(made.content)
+    click.echo(f"{output}: {len(made.content)} bytes, SHA-256 {made.digest}")
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes gpuprov's words in a shell.
+
+    \b
+    Examples:
+      eval "$(gpuprov completion bash)"                                    in ~/.bashrc
+      eval "$(gpuprov completion zsh)"                                     in ~/.zshrc
+      gpuprov completion fish > ~/.config/fish/completions/gpuprov.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
+
+
+def _run(command: str, given: dict[str, Any], **more: Any) -> None:
+    from gpuprov.fleet.command import Options, run_command
+
+    options = Options(
+        command=command,
+        hosts=given["hosts"],
+        limit=given["limit"],
+        extra_vars=given["extra_vars"],
+        vault_password_file=given["vault_password_file"],
+        json=given["as_json"],
+        verbose=given["verbose"],
+        forks=given["forks"],
+        password=_ask("SSH password", wanted=given["ask_pass"]),
+        become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
+        accept_new_host_keys=given["accept_new_host_keys"],
+        connect_timeout=given["connect_timeout"],
+        bootstrap_python=given["bootstrap_python"],
+        **more,
+    )
+    raise SystemExit(int(run_command(options)))
+
+
+def _ask(what: str, *, wanted: bool) -> str:
+    return str(click.prompt(what, hide_input=True, err=True)) if wanted else ""
 
 
 def main() -> None:
-    raise SystemExit("not yet")
+    """Run the command line; every way to fail ends in a sentence, never in a traceback."""
+    try:
+        cli.main(prog_name="gpuprov")
+    except GpuprovError as error:
+        click.echo(str(error), err=True)
+        sys.exit(int(error.exit_code))
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader has seen enough (`| head`)
+        sys.exit(int(ExitCode.DONE))
+    except Exception as error:  # the log keeps the traceback
+        from gpuprov.fleet.crash import write_log
+
+        click.echo(str(write_log(error)), err=True)
+        sys.exit(int(ExitCode.FAILED))

@@ -156,9 +156,9 @@ def _distribution(name: str) -> metadata.Distribution:
 def _files() -> Iterator[tuple[str, bytes]]:
     package = Path(gpuprov.__file__).parent
     for path in package.rglob("*"):
-        name = path.relative_to(package)
-        if path.is_file() and name.parts[0] not in _CONTROLLER_ONLY and _travels(path):
-            yield f"gpuprov/{name.as_posix()}", path.read_bytes()
+        place = path.relative_to(package)
+        if path.is_file() and place.parts[0] not in _CONTROLLER_ONLY and _travels(path):
+            yield f"gpuprov/{place.as_posix()}", path.read_bytes()
     for name in host_distributions():
         distribution = _distribution(name)
         for entry in distribution.files or ():

@@ -1,4 +1,4 @@
-"""The agent on one host: probe, upload if it is not there yet, run as root, and pass on its events. At most three round trips."""
+"""The agent on one host: probe, upload if it is missing, run as root, pass on its events; three round trips at most."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was pr
 # $1: the digest. Old agents go, except those that a run may still be using.
 _STORE = (
     "umask 077; set -e; d=$HOME/.cache/gpuprov; mkdir -p $HOME/.cache; mkdir -p -m 0700 $d; t=$d/.agent-$$; "
-    "trap \"rm -f $t\" EXIT; cat > $t; "
-    "test \"$(sha256sum < $t | cut -c1-64)\" = $1 || { echo digest mismatch after upload >&2; exit 1; }; "
-    "mv -f $t $d/agent-$1.pyz; find $d -name \"agent-*.pyz\" -mtime +30 -exec rm -f {} +"
+    'trap "rm -f $t" EXIT; cat > $t; '
+    'test "$(sha256sum < $t | cut -c1-64)" = $1 || { echo digest mismatch after upload >&2; exit 1; }; '
+    'mv -f $t $d/agent-$1.pyz; find $d -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
 )
 
 
@@ -193,5 +193,3 @@ def _said(done: Completed, output: list[str] | None = None) -> str:
 
 def _error(problem: Problem) -> GpuprovError:
     return GpuprovError(problem.what, problem.evidence, problem.next_step)
-
-

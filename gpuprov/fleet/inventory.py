@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def read_inventory(
     return Inventory(targets, tuple(dict.fromkeys((*_worth_telling(said), *warnings))))
 
 
+def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
+    """Return this machine as the one host, described by extra variables alone. Raises GpuprovError (exit code 2)."""
+    values: Mapping[str, Any] = {}
+    if extra_vars:
+        from ansible.parsing.dataloader import DataLoader
+        from ansible.template import Templar
+
+        with _ansible_said():
+            try:
+                loader = DataLoader()
+                values = _load_extra_vars(loader, extra_vars)
+                values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
+            except _ansible_error() as error:
+                raise _usage("Ansible cannot read the extra variables", _clean(str(error))) from None
+    return replace(target_from_variables("localhost", values), connection="local")
+
+
 def _load(
     sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, said: list[str]
 ) -> list[tuple[str, Mapping[str, Any]]]:
@@ -73,7 +91,7 @@ def _load(
     hosts = manager.get_hosts()
     if not hosts:
         raise _usage(f"--limit {limit} leaves no host of the inventory {', '.join(sources)}")
-    found = []
+    found: list[tuple[str, Mapping[str, Any]]] = []
     for host in hosts:
         values = variables.get_vars(host=host)
         templar = Templar(loader=loader, variables=values)
@@ -90,14 +108,21 @@ def _find_plugins() -> None:
 
 def _variable_manager(loader: Any, manager: Any, extra_vars: Sequence[str]) -> Any:
     """Return Ansible's VariableManager; -e reaches it through its global command line."""
+    from ansible.vars.manager import VariableManager
+
+    _load_extra_vars(loader, extra_vars)
+    return VariableManager(loader=loader, inventory=manager)
+
+
+def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
     from ansible import context
     from ansible.module_utils.common.collections import ImmutableDict
     from ansible.utils.vars import load_extra_vars
-    from ansible.vars.manager import VariableManager
 
     context.CLIARGS = ImmutableDict(extra_vars=tuple(extra_vars))
     load_extra_vars.extra_vars = None  # Ansible keeps the first answer for the life of the process
-    return VariableManager(loader=loader, inventory=manager)
+    loaded: dict[str, Any] = load_extra_vars(loader=loader)
+    return loaded
 
 
 def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], Any]) -> dict[str, Any]:
@@ -141,9 +166,7 @@ def _targets(
     return tuple(targets), warnings
 
 
-def target_from_variables(
-    name: str, values: Mapping[str, Any], arguments: SshArguments | None = None
-) -> HostTarget:
+def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
     """Return the host that resolved inventory variables describe. Raises GpuprovError (exit code 2)."""
     arguments = arguments or SshArguments()
     become_user = _first(values, "ansible_become_user") or "root"

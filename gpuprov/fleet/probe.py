@@ -11,8 +11,8 @@ OLDEST_PYTHON = (3, 9)
 PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)), "/usr/libexec/platform-python")
 _BOOTSTRAP_OPTION = "--bootstrap-python"
 
-# Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come the
-# interpreters to try; what reaches this command line passed an allow-list.
+# Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
+# the interpreters to try; what reaches this command line passed an allow-list.
 PROBE = r"""
 umask 077
 LC_ALL=C; export LC_ALL

@@ -1,4 +1,4 @@
-"""Commands over one SSH connection: their input, their output as it comes, their end; knows nothing of gpuprov's agent."""
+"""Commands over one SSH connection: their input, their output as it comes, their end; knows nothing of the agent."""
 
 from __future__ import annotations
 

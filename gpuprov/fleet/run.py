@@ -34,7 +34,7 @@ class RunSettings:
 
 
 class Fleet:
-    """A run over hosts. `interrupt` may be called from a signal handler: once it lets running hosts finish, twice it cuts."""
+    """A run over hosts. `interrupt` lets running hosts finish and starts no more; called twice, it cuts connections."""
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
@@ -56,7 +56,7 @@ class Fleet:
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = replace(request, spec=spec_to_json(target.spec))
             if target.connection == "local":
-                run_here(wanted, sink)
+                run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
             with connected(target, self.settings.ssh) as connection:
                 with self._lock:
@@ -89,7 +89,7 @@ class Fleet:
             run_host(target, recorder)
         except GpuprovError as error:
             recorder(Finished(int(error.exit_code), problems=error.problems))
-        except Exception as error:  # noqa: BLE001 (a defect on one host must not end the others; the log has it all)
+        except Exception as error:  # a defect on one host must not end the others; the log has it all
             from gpuprov.fleet.crash import write_log
 
             recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
@@ -146,11 +146,11 @@ class Recorder:
         )
 
 
-def run_here(request: Request, sink: Sink) -> None:
+def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:
     """Run the request on this machine, in this process."""
-    from gpuprov.agent import run_request
+    from gpuprov.run import run_request
 
-    run_request(request, sink)
+    run_request(request, sink, stop_requested=stop_requested)
 
 
 def _present(agent: Agent | None) -> Agent:

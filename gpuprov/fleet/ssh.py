@@ -165,7 +165,8 @@ def _explained(target: HostTarget, connection: Connection, settings: SshSettings
         if "No authentication methods" in str(error) or "private key" in str(error).lower():
             problem = _authentication_problem(target, connection, error)
         else:
-            problem = Problem(f"{place} speaks no SSH that we understand", str(error), f"try: ssh -v {_ssh_words(connection)}")
+            what = f"{place} speaks no SSH that we understand"
+            problem = Problem(what, str(error), f"try: ssh -v {_ssh_words(connection)}")
     except socket.gaierror as error:
         problem = Problem(
             f"the name {connection.host} is not known", f"{error.strerror}", "set ansible_host to the host's address"

@@ -11,8 +11,9 @@ from gpuprov.spec import HostSpec
 class HostTarget:
     """One host. Empty text and a port of None mean: as ~/.ssh/config, or SSH's own default, says.
 
-    `ssh_options` are (keyword, value) pairs in ssh_config(5)'s words; `ssh_config_file` stands in for the user's and the
-    system's files, as `ssh -F` does. `python` is the interpreter that the inventory names. Passwords never show in repr.
+    `ssh_options` are (keyword, value) pairs in ssh_config(5)'s words; `ssh_config_file` stands in for the user's and
+    the system's files, as `ssh -F` does. `python` is the interpreter that the inventory names. Passwords never show
+    in repr.
     """
 
     name: str

@@ -1,0 +1,5 @@
+"""`python -m gpuprov` is `gpuprov`."""
+
+from gpuprov.cli import main
+
+main()

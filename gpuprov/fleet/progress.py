@@ -1,0 +1,213 @@
+"""A run as it goes: a live table on a terminal, prefixed lines in a pipe, JSON lines for programs. Decides nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gpuprov.errors import ExitCode
+from gpuprov.events import (
+    ChangeDone,
+    ChangeProgress,
+    ChangeStarted,
+    CheckDone,
+    Event,
+    Finished,
+    Note,
+    Planned,
+    PlannedChange,
+    Started,
+    to_line,
+)
+from gpuprov.fleet.text import counted, one_line, plain
+
+
+class Progress(Protocol):
+    """Takes the events of all hosts, from any thread."""
+
+    def __call__(self, host: str, event: Event) -> None: ...
+
+
+def words_for(event: Event, *, verbose: bool) -> str:
+    """Return the line that tells of an event; empty where there is nothing to tell."""
+    if isinstance(event, Note):
+        return event.message if event.level == "info" else f"{event.level}: {event.message}"
+    if isinstance(event, ChangeStarted):
+        return f"[{event.index}/{event.total}] {event.summary}"
+    if isinstance(event, CheckDone):
+        return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason else "")
+    if isinstance(event, Finished):
+        return _ending(event)
+    if isinstance(event, Started) and event.resumed:
+        return "takes up the interrupted run"
+    if isinstance(event, ChangeProgress) and verbose:
+        return event.message
+    if isinstance(event, ChangeDone) and verbose:
+        return f"{event.key}: done in {event.seconds:.1f} s"
+    return ""
+
+
+def _ending(event: Finished) -> str:
+    if event.problems:
+        return f"failed: {event.problems[0].what}"
+    return event.summary or ("done" if event.exit_code == ExitCode.DONE else f"ended with exit code {event.exit_code}")
+
+
+class JsonLines:
+    """Every event as one line of JSON, with the host under the key `host`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lock = threading.Lock()
+
+    def __call__(self, host: str, event: Event) -> None:
+        line = json.dumps({"host": host, **json.loads(to_line(event))}, separators=(",", ":"))
+        with self._lock:
+            self._console.file.write(line + "\n")
+            self._console.file.flush()
+
+
+class PlainLines:
+    """Every event as a line that begins with the host's name."""
+
+    def __init__(self, console: Console, *, verbose: bool = False, diff: bool = False) -> None:
+        self._console = console
+        self._verbose = verbose
+        self._lock = threading.Lock()
+        self._plans = Plans(diff=diff)
+
+    def __call__(self, host: str, event: Event) -> None:
+        words = words_for(event, verbose=self._verbose)
+        with self._lock:
+            if isinstance(event, Planned):
+                self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
+            elif words:
+                self._console.print(Text(f"{plain(host)}: {one_line(words)}"), soft_wrap=True)
+
+
+class Plans:
+    """Plans as text; the plan that another host has already shown is only named."""
+
+    def __init__(self, *, diff: bool) -> None:
+        self._diff = diff
+        self._shown: dict[tuple[PlannedChange, ...], str] = {}
+
+    def text(self, host: str, changes: tuple[PlannedChange, ...]) -> Text:
+        """Return the plan of one host."""
+        if not changes:
+            return Text(f"{plain(host)}: nothing to change")
+        twin = self._shown.setdefault(changes, host)
+        if twin != host:
+            return Text(f"{plain(host)}: the same {counted(len(changes), 'change')} as {plain(twin)}")
+        lines = [Text(f"{plain(host)}: {counted(len(changes), 'change')}", "bold")]
+        for number, change in enumerate(changes, 1):
+            lines.append(Text(f"  {number:2}. {one_line(change.summary)}"))
+            if self._diff and change.diff:
+                lines += [Text("      ") + line for line in coloured_diff(change.diff)]
+        return Text("\n").join(lines)
+
+
+def coloured_diff(diff: str) -> Iterable[Text]:
+    """Yield the lines of a unified diff in the usual colours."""
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for line in plain(diff).splitlines():
+        yield Text(line, styles.get(line[:1], "dim"))
+
+
+@dataclass
+class _Row:
+    """What the live table shows of one host."""
+
+    begun: float = 0.0
+    ended: float = 0.0
+    index: int = 0
+    total: int = 0
+    step: str = "waiting"
+    message: str = ""
+    style: str = "dim"
+    # Within a change that takes long: done and total, in bytes for instance.
+    part: tuple[int, int] = field(default=(0, 0))
+
+
+class LiveTable(AbstractContextManager["LiveTable"]):
+    """A table with one row for each host, redrawn as events come; plans and warnings scroll by above it."""
+
+    def __init__(self, console: Console, hosts: Sequence[str], *, verbose: bool = False, diff: bool = False) -> None:
+        self._console = console
+        self._rows = {host: _Row() for host in hosts}
+        self._plans = Plans(diff=diff)
+        self._verbose = verbose
+        self._lock = threading.Lock()
+        self._live = Live(
+            console=console, get_renderable=self._table, refresh_per_second=8, transient=True, redirect_stderr=False
+        )  # fmt: skip
+
+    def __enter__(self) -> LiveTable:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __call__(self, host: str, event: Event) -> None:
+        with self._lock:
+            row = self._rows.setdefault(host, _Row())
+            row.begun = row.begun or time.monotonic()
+            _update(row, event)
+            if isinstance(event, Planned) and event.changes:
+                self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
+            if isinstance(event, Note) and event.level != "info":
+                self._console.print(Text(f"{plain(host)}: {one_line(event.message)}", "yellow"), soft_wrap=True)
+
+    def _table(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False, show_header=len(self._rows) > 1, header_style="dim")
+        for name in ("host", "", "seconds", "step", "message"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name == "seconds" else "left")
+        with self._lock:
+            for host, row in self._rows.items():
+                seconds = (row.ended or time.monotonic()) - row.begun if row.begun else 0
+                count = f"{row.index}/{row.total}" if row.total else ""
+                message = f"{_percent(row.part)}{row.message}"
+                table.add_row(
+                    Text(plain(host)), Text(count), Text(f"{seconds:.0f}" if row.begun else ""),
+                    Text(one_line(row.step), row.style), Text(one_line(message), "dim"),
+                )  # fmt: skip
+        return table
+
+
+def _percent(part: tuple[int, int]) -> str:
+    done, total = part
+    return f"{100 * done // total:3} % " if total > 0 else ""
+
+
+def _update(row: _Row, event: Event) -> None:
+    row.style, row.part = "", (0, 0)
+    if isinstance(event, Started):
+        row.step, row.message = event.command, ""
+    elif isinstance(event, Planned):
+        row.total, row.message = len(event.changes), ""
+    elif isinstance(event, ChangeStarted):
+        row.step, row.index, row.total, row.message = event.summary, event.index, event.total, ""
+    elif isinstance(event, ChangeProgress):
+        row.message, row.part = event.message, (event.done, event.total)
+    elif isinstance(event, CheckDone):
+        row.step = event.name
+    elif isinstance(event, Note):
+        row.message = event.message
+    elif isinstance(event, Finished):
+        row.ended, row.message = time.monotonic(), ""
+        row.step = _ending(event)
+        row.style = "green" if event.exit_code == ExitCode.DONE else "red"

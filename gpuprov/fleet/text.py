@@ -1,0 +1,35 @@
+"""Text from hosts, made safe to show: it is not trusted as terminal control sequences, nor as rich's markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# ECMA-48 control sequences (CSI …), operating system commands (OSC … BEL or ST) and the other escapes, C0 and C1
+# controls, and Unicode's direction overrides, which make a line read differently from what it is (CVE-2021-42574).
+_CONTROLS = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def plain(text: object) -> str:
+    """Return the text without control sequences; line ends and tabs stay."""
+    return _CONTROLS.sub("", str(text))
+
+
+def one_line(text: object) -> str:
+    """Return the text as one line without control sequences."""
+    return " ".join(plain(text).split())
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 host`, `2 hosts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return names with commas, and how many more there are beyond `most`."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
