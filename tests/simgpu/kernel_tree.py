@@ -7,6 +7,7 @@ and /proc/devices. It creates no device nodes: `gpus.device_nodes` lists those.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from .gpus import CAPS_MAJOR, DRIVER_VERSION, NVIDIA_MAJOR, UVM_MAJOR, SimGpu, gpu
 
@@ -37,29 +38,60 @@ _FIRST_VERSION_WITHOUT_FRONTEND = 530
 
 
 def write_kernel_tree(
-    destination: Path, gpus: int, version: str = DRIVER_VERSION, *, loaded: bool = True, open_module: bool = False
+    destination: Path,
+    gpus: int,
+    version: str = DRIVER_VERSION,
+    *,
+    driver: Literal["nvidia", "nouveau"] | None = "nvidia",
+    open_module: bool = False,
 ) -> None:
-    """Writes destination/{sys,proc}: `gpus` GPUs on the PCI bus and, if `loaded`, the module's files in /proc.
+    """Writes destination/{sys,proc} for a machine with `gpus` GPUs that `driver` is bound to.
 
-    `loaded=False` is a machine with GPUs and no driver yet. `open_module` gives the open module's version line.
+    With "nvidia" the modules are loaded: /proc/driver/nvidia, /proc/devices, /proc/modules and /sys/module show it;
+    `open_module` gives the version line of the open modules. "nouveau" and None (no driver yet) have none of that.
     Raises ValueError for more than sixteen GPUs.
     """
     cards = [gpu(minor) for minor in range(gpus)]
-    pci = destination / "sys" / "bus" / "pci" / "devices"
-    _write_all(pci / "0000:00:00.0", _host_bridge())
+    bus = destination / "sys" / "bus" / "pci"
+    _write_all(bus / "devices" / "0000:00:00.0", _host_bridge())
     for card in cards:
-        _write_all(pci / card.sysfs_id, _pci_device(card, loaded=loaded))
-    _write_all(destination / "proc", {"devices": proc_devices(version if loaded else None)})
+        _write_all(bus / "devices" / card.sysfs_id, _pci_device(card, driver))
+        if driver:
+            (bus / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            _link(bus / "devices" / card.sysfs_id / "driver", f"../../drivers/{driver}")
+    loaded = version if driver == "nvidia" else None
+    _write_all(destination / "proc", {"devices": proc_devices(loaded), "modules": _MODULES.get(driver or "", "")})
     if loaded:
-        nvidia = destination / "proc" / "driver" / "nvidia"
-        text = (_OPEN_VERSION if open_module else _VERSION).format(version=version)
-        _write_all(nvidia, {"version": text, "params": _PARAMS, "registry": 'Binary: ""\n'})
-        for card in cards:
-            files = {"information": _information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
-            _write_all(nvidia / "gpus" / card.sysfs_id, files)
-        _write_all(nvidia / "capabilities" / "mig", {"config": _capability(1, 0o400), "monitor": _capability(2, 0o444)})
+        _write_nvidia(destination, cards, version, _OPEN_VERSION if open_module else _VERSION)
 
 
+def _write_nvidia(destination: Path, cards: list[SimGpu], version: str, version_format: str) -> None:
+    nvidia = destination / "proc" / "driver" / "nvidia"
+    text = version_format.format(version=version)
+    _write_all(nvidia, {"version": text, "params": _PARAMS, "registry": 'Binary: ""\n'})
+    for card in cards:
+        files = {"information": _information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
+        _write_all(nvidia / "gpus" / card.sysfs_id, files)
+    _write_all(nvidia / "capabilities" / "mig", {"config": _capability(1, 0o400), "monitor": _capability(2, 0o444)})
+    for module in ("nvidia", "nvidia_modeset", "nvidia_uvm"):
+        files = {"version": f"{version}\n", "initstate": "live\n", "refcnt": "0\n"}
+        _write_all(destination / "sys" / "module" / module, files)
+
+
+def _link(path: Path, target: str) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+# /proc/modules: name, size, references, users, state, address, taint.
+_MODULES = {
+    "nvidia": (
+        "nvidia_uvm 4866048 0 - Live 0x0000000000000000 (POE)\n"
+        "nvidia_modeset 1363968 0 - Live 0x0000000000000000 (POE)\n"
+        "nvidia 54243328 2 nvidia_uvm,nvidia_modeset, Live 0x0000000000000000 (POE)\n"
+    ),
+    "nouveau": "nouveau 2433024 1 - Live 0x0000000000000000\n",
+}
 _POWER = (
     "Runtime D3 status:          Disabled by default\nVideo Memory:               Active\n\n"
     "GPU Hardware Support:\n Video Memory Self Refresh: Not Supported\n Video Memory Off:          Supported\n"
@@ -87,7 +119,7 @@ def _host_bridge() -> dict[str, str]:
     }
 
 
-def _pci_device(card: SimGpu, *, loaded: bool) -> dict[str, str]:
+def _pci_device(card: SimGpu, driver: str | None) -> dict[str, str]:
     modalias = (
         f"pci:v{card.vendor_id:08X}d{card.device_id:08X}sv{card.subsystem_vendor_id:08X}"
         f"sd{card.subsystem_device_id:08X}bc03sc02i00"
@@ -99,8 +131,8 @@ def _pci_device(card: SimGpu, *, loaded: bool) -> dict[str, str]:
         f"PCI_SLOT_NAME={card.sysfs_id}",
         f"MODALIAS={modalias}",
     ]
-    if loaded:
-        uevent.insert(0, "DRIVER=nvidia")
+    if driver:
+        uevent.insert(0, f"DRIVER={driver}")
     return {
         "vendor": f"0x{card.vendor_id:04x}\n",
         "device": f"0x{card.device_id:04x}\n",
@@ -109,7 +141,7 @@ def _pci_device(card: SimGpu, *, loaded: bool) -> dict[str, str]:
         "subsystem_vendor": f"0x{card.subsystem_vendor_id:04x}\n",
         "subsystem_device": f"0x{card.subsystem_device_id:04x}\n",
         "boot_vga": "0\n",
-        "enable": "1\n" if loaded else "0\n",
+        "enable": "1\n" if driver else "0\n",
         "numa_node": f"{card.numa_node}\n",
         "local_cpulist": "0-1\n",
         "modalias": modalias + "\n",

@@ -231,7 +231,7 @@ check_x() {
         fi
     done
     [ "$simulated" = x-running ] || return 0
-    error "You appear to be running an X server.  Installing the NVIDIA driver while X is running is not recommended, as doing so may prevent the installer from detecting some potential installation problems, and it may not be possible to start new graphics applications after a new driver is installed.  If you choose to continue installation, it is highly recommended that you reboot your computer after installation to use the newly installed driver. (Answer: Abort installation)"
+    say "You appear to be running an X server.  Installing the NVIDIA driver while X is running is not recommended, as doing so may prevent the installer from detecting some potential installation problems, and it may not be possible to start new graphics applications after a new driver is installed.  If you choose to continue installation, it is highly recommended that you reboot your computer after installation to use the newly installed driver. (Answer: Abort installation)"
     failed
 }
 
@@ -296,6 +296,8 @@ find_kernel_source() {
         failed
     fi
     : "${kernel_source:=/lib/modules/$kernel/build}"
+    # A compile error is asked for: then the sources need not be there.
+    [ "$simulated" = compile-error ] && return
     if [ "$simulated" = no-headers ] || [ ! -e "$kernel_source/Makefile" ]; then
         error "Unable to find the kernel source tree for the currently running kernel.  Please make sure you have installed the kernel source files for your kernel and that they are properly configured; on Red Hat Linux systems, for example, be sure you have the 'kernel-source' or 'kernel-devel' RPM installed.  If you know the correct kernel source files are installed, you may specify the kernel source path with the '--kernel-source-path' command line option."
         failed

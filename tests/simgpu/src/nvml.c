@@ -92,19 +92,55 @@ const char *nvmlErrorString(nvmlReturn_t result)
     return (size_t)result < sizeof texts / sizeof texts[0] ? texts[result] : "Unknown Error";
 }
 
-/* nvidia-smi asks for tables of private functions and ends with "Mismatch in versions" when it gets none. */
+/* nvidia-smi asks for tables of private functions, by UUID, and ends with "Mismatch in versions" when it gets none.
+ * The first word of a table is its size in bytes; a function that only refuses is good enough for most slots. Three are
+ * needed for `nvidia-smi -i BUSID`; what they do was seen from what nvidia-smi 550 does with their answers. */
 static nvmlReturn_t private_function(void) { return NVML_ERROR_NOT_SUPPORTED; }
+
+static nvmlReturn_t private_parse_bus_id(const char *text, unsigned int *domain, unsigned int *bus, unsigned int *slot,
+                                         unsigned int *function)
+{
+    *function = 0;
+    if (sscanf(text, "%x:%x:%x.%x", domain, bus, slot, function) >= 3)
+        return NVML_SUCCESS;
+    *domain = 0;
+    return sscanf(text, "%x:%x.%x", bus, slot, function) >= 2 ? NVML_SUCCESS : NVML_ERROR_INVALID_ARGUMENT;
+}
+
+static nvmlReturn_t private_location(unsigned int index, unsigned int *domain, unsigned int *bus, unsigned int *slot)
+{
+    if (gpu_count < 0 || index >= (unsigned int)gpu_count)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *domain = *slot = 0;
+    *bus = gpus[index]->bus;
+    return NVML_SUCCESS;
+}
+
+static nvmlReturn_t private_bus_id(unsigned int index, char *text, unsigned int size)
+{
+    if (gpu_count < 0 || index >= (unsigned int)gpu_count)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    snprintf(text, size, "00000000:%02X:00.0", gpus[index]->bus);
+    return NVML_SUCCESS;
+}
 
 nvmlReturn_t nvmlInternalGetExportTable(const void **table, const void *uuid);
 
 nvmlReturn_t nvmlInternalGetExportTable(const void **table, const void *uuid)
 {
-    static nvmlReturn_t (*functions[512])(void);
+    static const unsigned char with_locations[4] = {0xc4, 0xfe, 0x3e, 0x6c};
+    static union {
+        size_t size;
+        void (*function)(void);
+    } refusing[512], locating[512];
 
-    (void)uuid;
-    for (size_t i = 0; i < sizeof functions / sizeof functions[0]; i++)
-        functions[i] = private_function;
-    *table = functions;
+    for (size_t i = 1; i < 512; i++)
+        refusing[i].function = locating[i].function = (void (*)(void))private_function;
+    refusing[0].size = locating[0].size = sizeof refusing;
+    locating[0x60 / 8].function = (void (*)(void))private_parse_bus_id;
+    locating[0x258 / 8].function = (void (*)(void))private_location;
+    locating[0x288 / 8].function = (void (*)(void))private_bus_id;
+    *table = memcmp(uuid, with_locations, sizeof with_locations) == 0 ? locating : refusing;
     return NVML_SUCCESS;
 }
 
