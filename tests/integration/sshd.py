@@ -1,0 +1,110 @@
+"""A real sshd on loopback with users of its own, in a mount namespace: the machine's users stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+PASSWORD = "correct horse"
+_BOUND = ("etc/passwd", "etc/shadow", "etc/sudoers", "var/cache")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server. `folder` holds its keys, users and their homes (`folder/home/NAME`)."""
+
+    folder: Path
+    port: int
+
+    @property
+    def identity(self) -> Path:
+        """The private key that every user of the server accepts."""
+        return self.folder / "identity"
+
+    @property
+    def host_key(self) -> str:
+        """The server's public key, as known_hosts writes it."""
+        return " ".join((self.folder / "host_key.pub").read_text().split()[:2])
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "sshd.log").read_text()
+
+
+@contextlib.contextmanager
+def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin") -> Iterator[Server]:
+    """Start a server whose sessions get this PATH; stop it in the end."""
+    # Not pytest's own folder, which only root may enter: the users live here.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-sshd-") as folder:
+        Path(folder).chmod(0o755)
+        with _serving(Path(folder), path) as server:
+            yield server
+
+
+@contextlib.contextmanager
+def _serving(folder: Path, path: str) -> Iterator[Server]:
+    if not Path(SSHD).exists() or shutil.which("sudo") is None:
+        raise RuntimeError("these tests need a real sshd and sudo: apt-get install openssh-server sudo")
+    server = Server(folder, _free_port())
+    _prepare(server, path)
+    binds = " && ".join(f"mount --bind {folder}/{name} /{name}" for name in _BOUND)
+    with (folder / "sshd.log").open("wb") as log:
+        process = subprocess.Popen(
+            ("unshare", "-m", "sh", "-c", f"{binds} && exec {SSHD} -D -e -f {folder}/sshd_config"), stderr=log
+        )
+        try:
+            _wait_for(server, process)
+            yield server
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _prepare(server: Server, path: str) -> None:
+    folder = server.folder
+    for name in ("etc", "var/cache", "home/root", "home/plain", "home/open"):
+        (folder / name).mkdir(parents=True)
+    for name in ("host_key", "identity"):
+        subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name), check=True)
+    hashed = subprocess.run(
+        ("openssl", "passwd", "-6", PASSWORD), check=True, capture_output=True, text=True
+    ).stdout.strip()  # fmt: skip
+    ids = {"root": 0, "plain": 4242, "open": 4243}
+    users = "".join(f"{name}:x:{uid}:{uid}::{folder}/home/{name}:/bin/sh\n" for name, uid in ids.items())
+    (folder / "etc/passwd").write_text(users + "sshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n")
+    (folder / "etc/shadow").write_text("".join(f"{name}:{hashed}:20000::::::\n" for name in ids))
+    (folder / "etc/sudoers").write_text("plain ALL=(ALL) ALL\nopen ALL=(ALL) NOPASSWD: ALL\n")
+    (folder / "etc/sudoers").chmod(0o440)
+    for name, uid in ids.items():
+        shutil.chown(folder / "home" / name, uid, uid)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    settings = {
+        "Port": server.port, "ListenAddress": "127.0.0.1", "HostKey": folder / "host_key", "PidFile": "none",
+        "AuthorizedKeysFile": folder / "identity.pub", "StrictModes": "no", "UsePAM": "no", "SetEnv": f"PATH={path}",
+        "PermitRootLogin": "yes", "MaxStartups": "100",
+    }  # fmt: skip
+    (folder / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), 1):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise RuntimeError(f"sshd did not start:\n{server.log}")

@@ -1,0 +1,355 @@
+"""The controller against a real sshd on loopback: server keys, logins, sudo, the agent's way to a host and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.events import Event, Finished, Note, Started, from_line
+from gpuprov.fleet.agent_build import build_agent, pack
+from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.target import HostTarget
+from gpuprov.request import Request
+from gpuprov.spec import HostSpec
+from tests.integration.sshd import PASSWORD, Server, serving
+
+pytestmark = pytest.mark.root
+
+ACCEPTING = SshSettings(accept_new_host_keys=True, connect_timeout=5)
+REFUSING = SshSettings(connect_timeout=5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def target(server: Server, tmp_path: Path) -> HostTarget:
+    return HostTarget(
+        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user="root",
+        identity_file=str(server.identity), ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),),
+        ssh_config_file="/dev/null",
+    )  # fmt: skip
+
+
+def fake_agent(body: str) -> Agent:
+    """Return an agent that reads its request and then does what `body` says; `tell(event=…, …)` sends an event."""
+    head = (
+        "import json, os, signal, sys, time\n"
+        "request = json.loads(sys.stdin.readline())\n"
+        "def tell(**event): print(json.dumps(event), flush=True)\n"
+    )
+    content = pack({"__main__.py": (head + body).encode()})
+    return Agent(content, hashlib.sha256(content).hexdigest())
+
+
+DONE = "tell(event='Finished', exit_code=0, changed=3, summary=f'{os.geteuid()} {request[\"command\"]}')"
+
+
+def run(
+    target: HostTarget, settings: SshSettings = ACCEPTING, body: str = DONE, *, bootstrap: bool = False
+) -> list[Event]:
+    events: list[Event] = []
+    with connected(target, settings) as connection:
+        run_agent(
+            connection, target, Request("install"), fake_agent(body), events.append, bootstrap_python=bootstrap
+        )  # fmt: skip
+    return events
+
+
+def failure(target: HostTarget, settings: SshSettings = ACCEPTING, body: str = DONE) -> GpuprovError:
+    with pytest.raises(GpuprovError) as caught:
+        run(target, settings, body)
+    return caught.value
+
+
+def known_hosts(target: HostTarget) -> Path:
+    return Path(dict(target.ssh_options)["UserKnownHostsFile"])
+
+
+# -- server keys -----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_host_key_is_refused_with_fingerprint_file_and_option(server: Server, target: HostTarget) -> None:
+    error = failure(target, REFUSING)
+    shown = subprocess.run(
+        ("ssh-keygen", "-lf", server.folder / "host_key.pub"), check=True, capture_output=True, text=True
+    ).stdout.split()[1]  # fmt: skip
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert shown in str(error)
+    assert str(known_hosts(target)) in str(error)
+    assert "--accept-new-host-keys" in str(error)
+    assert not known_hosts(target).exists()
+
+
+def test_accepted_host_key_is_stored_and_known_from_then_on(server: Server, target: HostTarget) -> None:
+    run(target, ACCEPTING)
+    assert known_hosts(target).read_text() == f"[127.0.0.1]:{server.port} {server.host_key}\n"
+    assert known_hosts(target).stat().st_mode & 0o777 == 0o600
+    run(target, REFUSING)
+
+
+def test_strict_host_key_checking_of_the_inventory_is_heeded(target: HostTarget) -> None:
+    options = (*target.ssh_options, ("StrictHostKeyChecking", "accept-new"))
+    run(dataclasses.replace(target, ssh_options=options), REFUSING)
+    assert known_hosts(target).exists()
+
+
+def test_hashed_known_hosts_of_ssh_keygen_are_read(server: Server, target: HostTarget) -> None:
+    known_hosts(target).write_text(f"[127.0.0.1]:{server.port} {server.host_key}\n")
+    subprocess.run(("ssh-keygen", "-q", "-H", "-f", known_hosts(target)), check=True, capture_output=True)
+    assert "127.0.0.1" not in known_hosts(target).read_text()
+    run(target, REFUSING)
+
+
+@pytest.mark.parametrize("settings", [REFUSING, ACCEPTING], ids=["refusing", "accepting"])
+@pytest.mark.parametrize("key_type", ["ed25519", "rsa"])
+def test_changed_host_key_is_refused_whatever_the_option(
+    server: Server, target: HostTarget, tmp_path: Path, settings: SshSettings, key_type: str
+) -> None:
+    subprocess.run(("ssh-keygen", "-q", "-t", key_type, "-N", "", "-f", tmp_path / "other"), check=True)
+    other = " ".join((tmp_path / "other.pub").read_text().split()[:2])
+    known_hosts(target).write_text(f"# seen before\n[127.0.0.1]:{server.port} {other}\n")
+    before = known_hosts(target).read_bytes()
+    error = failure(target, settings)
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert "another key than before" in str(error)
+    assert f"{known_hosts(target)}:2" in str(error)
+    assert f"ssh-keygen -R '[127.0.0.1]:{server.port}'" in str(error)
+    assert known_hosts(target).read_bytes() == before
+
+
+def test_revoked_host_key_is_refused(server: Server, target: HostTarget) -> None:
+    known_hosts(target).write_text(f"@revoked * {server.host_key}\n")
+    assert "revoked" in str(failure(target, ACCEPTING))
+
+
+def test_jump_host_is_gone_through_and_its_key_checked(server: Server, target: HostTarget, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    known = tmp_path / "known_hosts"
+    config.write_text(
+        f"Host *\n  UserKnownHostsFile {known}\n  IdentityFile {server.identity}\n"
+        f"Host bastion\n  HostName 127.0.0.1\n  Port {server.port}\n  User open\n"
+    )
+    jumping = dataclasses.replace(
+        target, address="localhost", ssh_config_file=str(config), ssh_options=(("ProxyJump", "bastion"),)
+    )  # fmt: skip
+    assert f"[127.0.0.1]:{server.port} is unknown" in str(failure(jumping, REFUSING))
+    finished = run(jumping, ACCEPTING)[-1]
+    assert isinstance(finished, Finished)
+    assert [line.split()[0] for line in known.read_text().splitlines()] == [
+        f"[127.0.0.1]:{server.port}", f"[localhost]:{server.port}",
+    ]  # fmt: skip
+    assert "Accepted publickey for open" in server.log
+
+
+# -- not reached, not let in -----------------------------------------------------------------------------------------
+
+
+def test_wrong_key_names_user_and_keys_tried(target: HostTarget, tmp_path: Path) -> None:
+    subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "wrong"), check=True)
+    error = failure(dataclasses.replace(target, identity_file=str(tmp_path / "wrong"), ssh_options=(
+        *target.ssh_options, ("IdentitiesOnly", "yes"))))  # fmt: skip
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert "refuses to log in root" in str(error)
+    assert str(tmp_path / "wrong") in str(error)
+
+
+def test_key_that_does_not_exist_is_said_so(target: HostTarget) -> None:
+    error = failure(dataclasses.replace(target, identity_file="/nowhere/id", ssh_options=(
+        *target.ssh_options, ("IdentitiesOnly", "yes"))))  # fmt: skip
+    assert "the key /nowhere/id that the inventory names does not exist" in str(error)
+
+
+def test_closed_port_and_unknown_name_are_unreachable(target: HostTarget) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        refused = failure(dataclasses.replace(target, port=taken.getsockname()[1]))
+    nameless = failure(dataclasses.replace(target, address="no-such-host.invalid"))
+    assert refused.exit_code == nameless.exit_code == ExitCode.UNREACHABLE
+    assert "cannot be reached" in str(refused)
+    assert "the name no-such-host.invalid is not known" in str(nameless)
+
+
+def test_silent_port_ends_after_the_connect_timeout(target: HostTarget) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        begun = time.monotonic()
+        error = failure(dataclasses.replace(target, port=silent.getsockname()[1]), SshSettings(connect_timeout=0.5))
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert time.monotonic() - begun < 5
+
+
+# -- Python on the host ----------------------------------------------------------------------------------------------
+
+
+def test_missing_interpreter_is_named_with_the_ways_to_get_one(target: HostTarget) -> None:
+    error = failure(dataclasses.replace(target, python="/nowhere/python3"))
+    assert "there is no Python on the host" in str(error)
+    assert "/nowhere/python3" in str(error)
+    assert "--bootstrap-python" in str(error)
+
+
+def test_bootstrap_installs_python_with_the_package_manager(tmp_path: Path, target: HostTarget) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "uname", "id", "sha256sum", "cut", "cat", "mkdir", "mv", "rm", "find", "ln", "head"):
+        (programs / name).symlink_to(shutil.which(name) or "")
+    apt = programs / "apt-get"
+    apt.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/apt.log\n'
+                   f'case "$*" in *install*) ln -s /usr/bin/python3 {programs}/python3;; esac\n')  # fmt: skip
+    apt.chmod(0o755)
+    with serving(str(programs)) as bare:
+        here = dataclasses.replace(target, port=bare.port, identity_file=str(bare.identity))
+        assert "--bootstrap-python" in str(failure(here))
+        events = run(here, bootstrap=True)
+    assert isinstance(events[-1], Finished)
+    assert (tmp_path / "apt.log").read_text() == "-q update\n-q -y install python3\n"
+
+
+# -- the agent -------------------------------------------------------------------------------------------------------
+
+
+def test_events_arrive_while_the_agent_works(target: HostTarget) -> None:
+    body = "tell(event='Started', version='1', command='install', pid=1)\nprint('no event')\ntime.sleep(1)\n" + DONE
+    arrived: list[float] = []
+    with connected(target, ACCEPTING) as connection:
+        run_agent(connection, target, Request("install"), fake_agent(body), lambda _: arrived.append(time.monotonic()))
+    assert len(arrived) == 2
+    assert arrived[1] - arrived[0] > 0.5
+
+
+def test_agent_is_uploaded_once_and_mended_if_it_changed(server: Server, target: HostTarget) -> None:
+    run(target)
+    kept = server.folder / f"home/root/.cache/gpuprov/agent-{fake_agent(DONE).digest}.pyz"
+    first = kept.stat()
+    assert first.st_mode & 0o777 == 0o600
+    assert kept.parent.stat().st_mode & 0o777 == 0o700
+    run(target)
+    assert kept.stat().st_ino == first.st_ino
+    kept.write_bytes(b"something else")
+    assert isinstance(run(target)[-1], Finished)
+    assert kept.read_bytes() == fake_agent(DONE).content
+
+
+def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget) -> None:
+    body = (
+        "tell(event='Started', version='1', command='install', pid=1)\n"
+        "up = lambda pid: int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])\n"
+        "pid = os.getppid()\n"
+        "while 'sshd' not in open(f'/proc/{pid}/comm').read(): pid = up(pid)\n"
+        "os.kill(pid, signal.SIGKILL)\n"
+        "time.sleep(2)\n"
+    )
+    events: list[Event] = []
+    with pytest.raises(GpuprovError) as caught, connected(target, ACCEPTING) as connection:
+        run_agent(connection, target, Request("install"), fake_agent(body), events.append)
+    assert [type(event) for event in events] == [Started]
+    assert "the connection to the host dropped" in str(caught.value)
+    assert "the agent on the host goes on; run the same command again" in str(caught.value)
+
+
+def test_agent_that_dies_shows_the_end_of_its_stderr(target: HostTarget) -> None:
+    error = failure(target, body="raise SystemExit('no space left on device')")
+    assert "the agent ended without a result" in str(error)
+    assert "exit code 1\n        no space left on device" in str(error)
+
+
+# -- root ------------------------------------------------------------------------------------------------------------
+
+
+def test_sudo_without_password_makes_root(target: HostTarget) -> None:
+    finished = run(dataclasses.replace(target, user="open"))[-1]
+    assert isinstance(finished, Finished)
+    assert finished.summary == "0 install"
+
+
+def test_sudo_with_password_makes_root_and_shows_it_to_nobody(target: HostTarget) -> None:
+    seen = (
+        "commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdigit()]\n"
+        "tell(event='Note', message=repr([commands, dict(os.environ)]))\n"
+    )
+    asked = dataclasses.replace(target, user="plain", become_password=PASSWORD)
+    note, finished = run(asked, body=seen + DONE)
+    assert isinstance(note, Note)
+    assert isinstance(finished, Finished)
+    assert finished.summary == "0 install"
+    assert "gpuprov" in note.message
+    assert PASSWORD not in note.message
+    assert PASSWORD not in repr(asked)
+
+
+@pytest.mark.parametrize(
+    ("password", "what"),
+    [("", "sudo on the host wants a password"), ("wrong pony", "sudo on the host refuses the password")],
+)
+def test_sudo_without_the_right_password_says_what_to_do(target: HostTarget, password: str, what: str) -> None:
+    error = failure(dataclasses.replace(target, user="plain", become_password=password))
+    assert error.exit_code == ExitCode.FAILED
+    assert what in str(error)
+    assert "-K" in str(error)
+    assert "wrong pony" not in str(error)
+
+
+def test_become_false_is_not_overruled(target: HostTarget) -> None:
+    assert "ansible_become is false" in str(failure(dataclasses.replace(target, user="open", become=False)))
+
+
+# -- many hosts ------------------------------------------------------------------------------------------------------
+
+
+def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> None:
+    hosts = [
+        target,
+        dataclasses.replace(target, name="gone", address="no-such-host.invalid"),
+        dataclasses.replace(target, name="lab-c"),
+    ]
+    seen: list[tuple[str, Event]] = []
+    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ACCEPTING))
+    results = fleet.run(hosts, Request("install"), lambda host, event: seen.append((host, event)))
+    assert [(result.host, result.exit_code, result.changed) for result in results] == [
+        ("lab-a", ExitCode.DONE, 3), ("gone", ExitCode.UNREACHABLE, 0), ("lab-c", ExitCode.DONE, 3),
+    ]  # fmt: skip
+    assert {host for host, event in seen if isinstance(event, Finished)} == {"lab-a", "gone", "lab-c"}
+
+
+# -- the real agent --------------------------------------------------------------------------------------------------
+
+
+def _pythons() -> list[str]:
+    """Return the interpreters of this machine to try the agent on: any Python from 3.9 up, each version once."""
+    folders = [Path("/usr/bin"), Path("/usr/local/bin"), *(Path.home() / ".pyenv/versions").glob("*/bin")]
+    found = {path.name: str(path) for folder in folders for path in folder.glob("python3.*")}
+    return [path for name, path in sorted(found.items()) if re.fullmatch(r"python3\.(9|1\d)", name)]
+
+
+@pytest.mark.parametrize("python", _pythons(), ids=lambda path: Path(path).name)
+def test_built_agent_gathers_facts_on_every_python_here(tmp_path: Path, python: str) -> None:
+    agent = tmp_path / "agent.pyz"
+    agent.write_bytes(build_agent(tmp_path / "cache").content)
+    alone = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /var/cache && exec "$@"', "sh")
+    done = subprocess.run(
+        (*alone, python, "-I", str(agent)), input=b'{"command":"facts"}\n', capture_output=True, timeout=60
+    )  # fmt: skip
+    events = [type(from_line(line)).__name__ for line in done.stdout.decode().splitlines()]
+    assert (events, done.returncode, done.stderr) == (["Started", "FactsGathered", "Finished"], 0, b"")
+
+
+def test_python_39_is_here_to_try_the_agent_on() -> None:
+    if not any(path.endswith("python3.9") for path in _pythons()):
+        pytest.skip("no Python 3.9 on this machine: the agent was tried on newer ones only")
