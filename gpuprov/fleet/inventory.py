@@ -45,7 +45,7 @@ def read_inventory(
         try:
             hosts = _load(sources, limit, extra_vars, vault_password_file, said)
         except _ansible_error() as error:
-            raise _usage("Ansible cannot read the inventory", _clean(str(error)), _vault_hint(str(error))) from None
+            raise _usage("Ansible cannot read the inventory", _explained(error), _vault_hint(str(error))) from None
     targets, warnings = _targets(hosts, sources)
     return Inventory(targets, tuple(dict.fromkeys((*_worth_telling(said), *warnings))))
 
@@ -63,7 +63,7 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except _ansible_error() as error:
-                raise _usage("Ansible cannot read the extra variables", _clean(str(error))) from None
+                raise _usage("Ansible cannot read the extra variables", _explained(error)) from None
     return replace(target_from_variables("localhost", values), connection="local")
 
 
@@ -78,10 +78,12 @@ def _load(
     _find_plugins()
     loader = DataLoader()
     _give_vault_password(loader, vault_password_file)
-    manager = InventoryManager(loader=loader, sources=None)
-    for source in sources:
+    # Parsed one by one, to know which one fails; group_vars are looked for beside all that the manager has been given.
+    places = [source if "," in source else str(Path(source).absolute()) for source in sources]
+    manager = InventoryManager(loader=loader, sources=places, parse=False)
+    for source, place in zip(sources, places):
         before = len(said)
-        if not manager.parse_source(source if "," in source else str(Path(source).absolute())):
+        if not manager.parse_source(place):
             raise _usage(f"Ansible cannot read the inventory {source}", _clean("\n".join(said[before:])))
     manager.reconcile_inventory()
     variables = _variable_manager(loader, manager, extra_vars)
@@ -119,10 +121,18 @@ def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
     from ansible.module_utils.common.collections import ImmutableDict
     from ansible.utils.vars import load_extra_vars
 
-    context.CLIARGS = ImmutableDict(extra_vars=tuple(extra_vars))
+    context.CLIARGS = ImmutableDict(extra_vars=tuple(map(_trusted(), extra_vars)))
     load_extra_vars.extra_vars = None  # Ansible keeps the first answer for the life of the process
     loaded: dict[str, Any] = load_extra_vars(loader=loader)
     return loaded
+
+
+def _trusted() -> Callable[[str], str]:
+    """Return what lets templates in a text be resolved; ansible-core has asked for that since 2.19."""
+    import ansible.template
+
+    trust: Callable[[str], str] = getattr(ansible.template, "trust_as_template", str)
+    return trust
 
 
 def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], Any]) -> dict[str, Any]:
@@ -133,7 +143,7 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                 resolved[str(name)] = template(value)
             except _ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
-                    raise _usage(f"{host}: the template in {name} does not resolve", _clean(str(error))) from None
+                    raise _usage(f"{host}: the template in {name} does not resolve", _explained(error)) from None
     return resolved
 
 
@@ -273,6 +283,18 @@ def _worth_telling(said: Sequence[str]) -> list[str]:
 def _clean(text: str) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("[WARNING]: ", "")
     return "\n".join(line for line in text.splitlines() if line.strip()).strip()
+
+
+def _explained(error: BaseException) -> str:
+    """Return Ansible's message with the place in a file that it is about, which it keeps apart, or deeper down."""
+    texts = [_clean(str(error))]
+    cause: BaseException | None = error
+    while cause is not None:
+        context = _clean(str(getattr(cause, "_formatted_source_context", None) or ""))
+        if context:
+            return "\n".join((*texts, context))
+        cause = cause.__cause__ or cause.__context__
+    return texts[0]
 
 
 def _vault_hint(text: str) -> str:

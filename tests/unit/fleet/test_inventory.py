@@ -1,0 +1,249 @@
+"""Inventories in the forms that people keep them in, and the mistakes that they make."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.inventory import read_extra_vars, read_inventory
+from gpuprov.fleet.origins import find_variable
+from gpuprov.fleet.target import HostTarget
+
+DRIVER = "gpuprov_driver_version=550.163.01"
+
+
+def written(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def read(
+    folder: Path, files: Mapping[str, str], source: str = "hosts", limit: str = "", extra: Sequence[str] = ()
+) -> dict[str, HostTarget]:
+    written(folder, files)
+    found = read_inventory((str(folder / source),), limit=limit, extra_vars=extra)
+    return {target.name: target for target in found.hosts}
+
+
+def error_of(folder: Path, files: Mapping[str, str], source: str = "hosts", limit: str = "") -> GpuprovError:
+    with pytest.raises(GpuprovError) as caught:
+        read(folder, files, source, limit)
+    assert caught.value.exit_code == ExitCode.USAGE
+    return caught.value
+
+
+FORMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "ini": ("hosts", {"hosts": f"[gpu]\nlab-a ansible_port=2222\nlab-b\n[gpu:vars]\nansible_user=ops\n{DRIVER}\n"}),
+    "ini with a range": (
+        "hosts",
+        {
+            "hosts": f"[gpu]\nlab-[a:b]\n[gpu:vars]\nansible_user=ops\n{DRIVER}\n",
+            "host_vars/lab-a": "ansible_port: 2222\n",
+        },
+    ),
+    "yaml": (
+        "hosts.yml",
+        {
+            "hosts.yml": "gpu:\n  hosts:\n    lab-a: {ansible_port: 2222}\n    lab-b:\n  vars:\n    ansible_user: ops\n"
+            "    gpuprov_driver_version: 550.163.01\n"
+        },
+    ),
+    "directory with group_vars and host_vars": (
+        "site",
+        {
+            "site/hosts.ini": "[gpu]\nlab-a\nlab-b\n",
+            "site/group_vars/gpu/driver.yml": "gpuprov_driver_version: 550.163.01\n",
+            "site/group_vars/all.yml": "ansible_user: ops\n",
+            "site/host_vars/lab-a.yml": "ansible_port: 2222\n",
+        },
+    ),
+    "group within a group": (
+        "hosts",
+        {
+            "hosts": "[old]\nlab-a ansible_port=2222\n[gpu:children]\nold\nnew\n[new]\nlab-b\n"
+            f"[all:vars]\nansible_user=ops\n{DRIVER}\n"
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_inventory_gives_the_same_hosts(tmp_path: Path, form: str) -> None:
+    source, files = FORMS[form]
+    hosts = read(tmp_path, files, source)
+    assert sorted(hosts) == ["lab-a", "lab-b"]
+    assert [hosts[name].port for name in ("lab-a", "lab-b")] == [2222, None]
+    assert {host.user for host in hosts.values()} == {"ops"}
+    assert {host.spec.driver_version for host in hosts.values()} == {"550.163.01"}
+
+
+def test_comma_list_is_an_inventory() -> None:
+    assert [host.name for host in read_inventory(("lab-a,10.0.0.2,",)).hosts] == ["lab-a", "10.0.0.2"]
+
+
+def test_several_inventories_are_read_as_one(tmp_path: Path) -> None:
+    written(tmp_path, {"one": "lab-a\n", "two": "lab-b\n"})
+    assert len(read_inventory((str(tmp_path / "one"), str(tmp_path / "two"))).hosts) == 2
+
+
+ALL = {"hosts": "[gpu]\nlab-[a:c]\n[web]\nweb-1\n"}
+LIMITS = [
+    ("lab-a", ["lab-a"]),
+    ("gpu", ["lab-a", "lab-b", "lab-c"]),
+    ("gpu:!lab-b", ["lab-a", "lab-c"]),
+    ("lab-a,web", ["lab-a", "web-1"]),
+    ("~(lab-b|web.*)", ["lab-b", "web-1"]),
+    ("gpu[0]", ["lab-a"]),
+    ("lab-*", ["lab-a", "lab-b", "lab-c"]),
+]
+
+
+@pytest.mark.parametrize(("limit", "expected"), LIMITS, ids=[limit for limit, _ in LIMITS])
+def test_limit_means_what_it_means_to_ansible(tmp_path: Path, limit: str, expected: list[str]) -> None:
+    assert sorted(read(tmp_path, ALL, limit=limit)) == expected
+
+
+def test_limit_with_a_name_that_nothing_matches_is_warned_about(tmp_path: Path) -> None:
+    written(tmp_path, ALL)
+    found = read_inventory((str(tmp_path / "hosts"),), limit="lab-a,lab-z")
+    assert [host.name for host in found.hosts] == ["lab-a"]
+    assert any("lab-z" in warning for warning in found.warnings)
+
+
+EXTRA = [
+    ("key=value", ["gpuprov_toolkit=nvidia"]),
+    ("two in one", ["ansible_user=x gpuprov_toolkit=nvidia"]),
+    ("JSON", ['{"gpuprov_toolkit": "nvidia", "gpuprov_packages": ["htop"]}']),
+    ("YAML", ["{gpuprov_toolkit: nvidia}"]),
+    ("file", ["@extra.yml"]),
+    ("the last wins", ["gpuprov_toolkit=bundled", "gpuprov_toolkit=nvidia"]),
+]
+
+
+@pytest.mark.parametrize("extra", [extra for _, extra in EXTRA], ids=[name for name, _ in EXTRA])
+def test_extra_variables_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, {"extra.yml": "gpuprov_toolkit: nvidia\n"})
+    hosts = read(tmp_path, {"hosts": "lab-a gpuprov_toolkit=bundled\n"}, extra=extra)
+    assert hosts["lab-a"].spec.toolkit == "nvidia"
+
+
+def test_extra_variables_of_one_call_are_gone_in_the_next(tmp_path: Path) -> None:
+    read(tmp_path, {"hosts": "lab-a\n"}, extra=["gpuprov_toolkit=nvidia"])
+    assert read(tmp_path, {})["lab-a"].spec.toolkit == "bundled"
+
+
+def test_extra_variables_describe_this_machine_without_an_inventory() -> None:
+    here = read_extra_vars([DRIVER, "v=nvidia", "gpuprov_toolkit={{ v }}"])
+    assert (here.connection, here.spec.driver_version, here.spec.toolkit) == ("local", "550.163.01", "nvidia")
+    assert read_extra_vars([]).connection == "local"
+
+
+def test_templates_and_connection_variables_are_resolved(tmp_path: Path) -> None:
+    host = read(
+        tmp_path,
+        {
+            "hosts": "lab-a ansible_host=10.0.0.1\n[all:vars]\nkeys={{ inventory_dir }}/keys\n"
+            "ansible_ssh_private_key_file={{ keys }}/{{ inventory_hostname }}\n"
+            "ansible_ssh_common_args='-o UserKnownHostsFile={{ inventory_dir }}/known -o Odd=1 -J bastion'\n"
+            "ansible_ssh_extra_args='-F {{ inventory_dir }}/config'\n"
+            "ansible_become_pass=hunter2\nansible_ssh_pass=hunter3\nansible_python_interpreter=/opt/python3\n"
+        },
+    )["lab-a"]
+    assert host.address == "10.0.0.1"
+    assert host.identity_file == f"{tmp_path}/keys/lab-a"
+    assert host.ssh_options == (("UserKnownHostsFile", f"{tmp_path}/known"), ("ProxyJump", "bastion"))
+    assert host.ssh_config_file == f"{tmp_path}/config"
+    assert (host.become_password, host.password, host.python) == ("hunter2", "hunter3", "/opt/python3")
+    assert "hunter" not in repr(host)
+
+
+def test_ssh_option_without_effect_is_warned_about(tmp_path: Path) -> None:
+    written(tmp_path, {"hosts": "lab-a ansible_ssh_common_args='-o Odd=1'\n"})
+    assert read_inventory((str(tmp_path / "hosts"),)).warnings == ("lab-a: the SSH option Odd has no effect here",)
+
+
+def test_local_connection_and_automatic_interpreter(tmp_path: Path) -> None:
+    host = read(tmp_path, {"hosts": "here ansible_connection=local ansible_python_interpreter=auto_silent\n"})["here"]
+    assert (host.connection, host.python) == ("local", "")
+
+
+def test_vault_is_opened_with_the_password_file(tmp_path: Path) -> None:
+    written(tmp_path, {"password": "open sesame\n", "group_vars/all.yml": "ansible_become_password: hunter2\n"})
+    subprocess.run(
+        (
+            Path(sys.executable).parent / "ansible-vault", "encrypt", "--vault-password-file",
+            "password", "group_vars/all.yml",
+        ),
+        cwd=tmp_path, check=True, capture_output=True,
+    )  # fmt: skip
+    assert "--vault-password-file" in str(error_of(tmp_path, {"hosts": "lab-a\n"}))
+    found = read_inventory((str(tmp_path / "hosts"),), vault_password_file=str(tmp_path / "password"))
+    assert found.hosts[0].become_password == "hunter2"
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_variable_names_place_hosts_and_the_nearest_one(tmp_path: Path) -> None:
+    files = {"hosts": "[gpu]\nlab-[a:f]\n", "group_vars/gpu.yml": "---\n# site\ngpuprov_driver_versoin: 550.163.01\n"}
+    text = str(error_of(tmp_path, files))
+    assert text.count("there is no variable gpuprov_driver_versoin") == 1
+    assert f"{tmp_path}/group_vars/gpu.yml:3" in text
+    assert "for lab-a, lab-b, lab-c and 3 more hosts" in text
+    assert "did you mean gpuprov_driver_version?" in text
+
+
+MISTAKES = [
+    ("no such file", "nowhere", {}, "there is no inventory"),
+    ("empty file", "hosts", {"hosts": ""}, "names no host"),
+    ("only comments", "hosts", {"hosts": "# lab-a\n"}, "names no host"),
+    ("empty directory", "site", {"site/.keep": ""}, "the inventory"),
+    ("broken YAML", "hosts.yml", {"hosts.yml": "all:\n  hosts: [\n"}, "cannot read the inventory"),
+    ("YAML that is no inventory", "hosts.yml", {"hosts.yml": "- lab-a\n- lab-b\n"}, "cannot read the inventory"),
+    ("broken INI", "hosts", {"hosts": "[gpu\nlab-a\n"}, "cannot read the inventory"),
+    ("broken group_vars", "hosts", {"hosts": "lab-a\n", "group_vars/all.yml": "a: [\n"}, "group_vars/all.yml"),
+    ("undefined template", "hosts", {"hosts": "lab-a ansible_host='{{ nowhere }}'\n"}, "ansible_host does not resolve"),
+    ("wrong value", "hosts", {"hosts": "lab-a gpuprov_toolkit=podman\n"}, "gpuprov_toolkit is not one of"),
+    ("wrong port", "hosts", {"hosts": "lab-a ansible_port=99999\n"}, "ansible_port is not a port number"),
+    ("foreign connection", "hosts", {"hosts": "lab-a ansible_connection=docker\n"}, "must be ssh or local"),
+    ("foreign become", "hosts", {"hosts": "lab-a ansible_become_method=su\n"}, "becomes root by sudo"),
+    ("other user", "hosts", {"hosts": "lab-a ansible_become_user=ops\n"}, "becomes root by sudo"),
+    ("interpreter", "hosts", {"hosts": "lab-a ansible_python_interpreter='/bin/python; id'\n"}, "not the path of a"),
+    ("open quote", "hosts", {"hosts": "lab-a ansible_ssh_common_args=\"-o 'A=1\"\n"}, "is no list of arguments"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "files", "what"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_mistake_is_told_with_exit_code_2(tmp_path: Path, source: str, files: dict[str, str], what: str) -> None:
+    assert what in str(error_of(tmp_path, files, source))
+
+
+def test_limit_that_leaves_no_host_is_an_error(tmp_path: Path) -> None:
+    assert "--limit nothing leaves no host" in str(error_of(tmp_path, ALL, limit="nothing"))
+
+
+def test_mistakes_of_all_hosts_are_told_at_once(tmp_path: Path) -> None:
+    error = error_of(tmp_path, {"hosts": "lab-a gpuprov_toolkit=x\nlab-b ansible_port=x\n"})
+    assert len(error.problems) == 2
+
+
+def test_ansible_keeps_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    error_of(tmp_path, {"hosts.yml": "all:\n  hosts: [\n"}, "hosts.yml")
+    read(tmp_path, {"hosts": "[a-b]\nlab-a\n"})
+    assert capfd.readouterr() == ("", "")
+
+
+def test_variable_is_found_where_it_is_set() -> None:
+    text = "# gpuprov_driver: x\nother: '{{ gpuprov_driver }}'\ngpuprov_driver: x\nlab-a gpuprov_driver=x\n"
+    as_json = json.dumps({"gpuprov_driver": "x"})
+    assert find_variable("gpuprov_driver", [("a", text), ("b.json", as_json)]) == ("a:3", "a:4", "b.json:1")

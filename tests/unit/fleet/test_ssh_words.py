@@ -1,0 +1,177 @@
+"""What people write for ssh(1): arguments, configuration files, known_hosts; and what a host answers first."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, matching_keys, preferred_key_types
+from gpuprov.fleet.probe import PROBE, PYTHONS, Probe, Python, parse_probe, probe_problem, python_problem
+from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
+from gpuprov.fleet.ssh_config import config_for, expanded
+from gpuprov.fleet.target import HostTarget
+from gpuprov.spec import HostSpec
+
+ARGUMENTS = [
+    ("", SshArguments()),
+    ("-o UserKnownHostsFile=/k", SshArguments((("UserKnownHostsFile", "/k"),))),
+    ("-oUserKnownHostsFile=/k", SshArguments((("UserKnownHostsFile", "/k"),))),
+    ("-o 'UserKnownHostsFile /k1 /k2'", SshArguments((("UserKnownHostsFile", "/k1 /k2"),))),
+    ("-o userknownhostsfile=/k", SshArguments((("UserKnownHostsFile", "/k"),))),
+    ("-o StrictHostKeyChecking=no", SshArguments((("StrictHostKeyChecking", "no"),))),
+    ("-o ProxyCommand='ssh -W %h:%p b'", SshArguments((("ProxyCommand", "ssh -W %h:%p b"),))),
+    ("-J a,b -i ~/k -p 22 -l me", SshArguments(
+        (("ProxyJump", "a,b"), ("IdentityFile", "~/k"), ("Port", "22"), ("User", "me")))),
+    ("-F /c -Jx", SshArguments((("ProxyJump", "x"),), "/c")),
+    ("-o ControlMaster=auto -o ControlPersist=60s -C -4", SshArguments()),
+    ("-o Ciphers=x", SshArguments(warnings=("the SSH option Ciphers has no effect here",))),
+    ("-L 1:b:2", SshArguments(warnings=(
+        "the SSH argument -L has no effect here", "the SSH argument 1:b:2 has no effect here"))),
+    ("-o 'User=a\n  ProxyCommand x'", SshArguments(warnings=("the SSH option User has no effect here",))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), ARGUMENTS, ids=[text for text, _ in ARGUMENTS])
+def test_ssh_arguments(text: str, expected: SshArguments) -> None:
+    assert parse_ssh_arguments(text) == expected
+
+
+def target_with(config: Path, *options: tuple[str, str]) -> HostTarget:
+    return HostTarget("lab-a", HostSpec(), "lab-a.example", ssh_options=options, ssh_config_file=str(config))
+
+
+def test_options_of_the_inventory_come_first_and_bind_this_host_alone(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("Host *\n  User ops\n  Port 2222\nHost bastion\n  HostName 10.0.0.1\n")
+    config = config_for(target_with(tmp_path / "config", ("Port", "22"), ("ProxyJump", "bastion")))
+    here, bastion = config.lookup("lab-a.example"), config.lookup("bastion")
+    assert (here["port"], here["user"], here["proxyjump"]) == ("22", "ops", "bastion")
+    assert (bastion["port"], bastion["hostname"], "proxyjump" in bastion) == ("2222", "10.0.0.1", False)
+
+
+def test_lines_before_the_first_host_bind_every_host(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("User ops\n")
+    assert config_for(target_with(tmp_path / "config")).lookup("lab-a.example")["user"] == "ops"
+
+
+def test_include_is_carried_out(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/1.conf").write_text("Host lab-a.example\n  User one\n")
+    (tmp_path / "config").write_text(f"Include {tmp_path}/d/*.conf {tmp_path}/missing\nHost *\n  User two\n")
+    assert config_for(target_with(tmp_path / "config")).lookup("lab-a.example")["user"] == "one"
+
+
+def test_include_of_itself_ends(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(f"Include {tmp_path}/config\nHost *\n")
+    assert "Host *" in expanded(str(tmp_path / "config"))
+
+
+KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
+KNOWN = [
+    ("plain", f"lab-a ssh-ed25519 {KEY} comment", "lab-a", True),
+    ("one of several names", f"x,lab-a,10.0.0.1 ssh-ed25519 {KEY}", "lab-a", True),
+    ("other name", f"lab-b ssh-ed25519 {KEY}", "lab-a", False),
+    ("longer name", f"lab-ab ssh-ed25519 {KEY}", "lab-a", False),
+    ("port", f"[lab-a]:2222 ssh-ed25519 {KEY}", "[lab-a]:2222", True),
+    ("name without port is another server", f"lab-a ssh-ed25519 {KEY}", "[lab-a]:2222", False),
+    ("pattern", f"*.example,lab-? ssh-ed25519 {KEY}", "lab-a", True),
+    ("pattern with exception", f"lab-*,!lab-a ssh-ed25519 {KEY}", "lab-a", False),
+    ("capitals", f"LAB-A ssh-ed25519 {KEY}", "lab-a", True),
+    ("hashed, of another host", f"|1|AAAA|AAAA ssh-ed25519 {KEY}", "lab-a", False),
+    ("hashed, broken", f"|1|AAAA ssh-ed25519 {KEY}", "lab-a", False),
+    ("authority is no host key", f"@cert-authority lab-a ssh-ed25519 {KEY}", "lab-a", False),
+    ("comment", f"# lab-a ssh-ed25519 {KEY}", "lab-a", False),
+    ("broken base64", "lab-a ssh-ed25519 AAA!", "lab-a", False),
+    ("too short", "lab-a ssh-ed25519", "lab-a", False),
+]
+
+
+@pytest.mark.parametrize(("line", "name", "found"), [k[1:] for k in KNOWN], ids=[k[0] for k in KNOWN])
+def test_known_hosts_line(line: str, name: str, found: bool) -> None:
+    keys = matching_keys(f"\n{line}\n", name, "known")
+    assert [(key.key_type, key.place, key.revoked) for key in keys] == [("ssh-ed25519", "known:2", False)] * found
+
+
+def test_revoked_key_is_marked() -> None:
+    assert matching_keys(f"@revoked * ssh-ed25519 {KEY}", "lab-a")[0].revoked
+
+
+def test_names_in_known_hosts() -> None:
+    assert known_hosts_name("Lab-A", 22) == "lab-a"
+    assert known_hosts_name("lab-a", 2222) == "[lab-a]:2222"
+
+
+def test_new_key_goes_on_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "ssh/known_hosts"
+    known = KnownHosts((str(path),), ())
+    known.store("lab-a", "ssh-ed25519", b"one")
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    known.store("lab-b", "ssh-ed25519", b"two")
+    assert [key.key for key in known.keys("lab-a") + known.keys("lab-b")] == [b"one", b"two"]
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_algorithms_of_known_keys_are_asked_for_first() -> None:
+    rsa = matching_keys(f"lab-a ssh-rsa {KEY}", "lab-a")
+    supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512", "rsa-sha2-256")
+    assert preferred_key_types(rsa, supported) == (*supported[2:], *supported[:2])
+    assert preferred_key_types((), supported) == supported
+
+
+# -- the first round trip --------------------------------------------------------------------------------------------
+
+
+def test_probe_of_this_machine_is_read() -> None:
+    done = subprocess.run(
+        ("sh", "-s", "0" * 64, *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=30
+    )  # fmt: skip
+    probe = parse_probe(f"Welcome to the machine!\n{done.stdout}")
+    assert probe is not None
+    assert probe.system.startswith("Linux ")
+    assert probe.python is not None
+    assert probe.agent_digest == ""
+
+
+ANSWER = "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/a b/.cache/gpuprov\nagent \n{}\nend\n"
+ANSWERS = [
+    ("too old, then new enough", "python 3.6.8 /usr/bin/python3\npython 3.11.2 /opt/python3.11", "/opt/python3.11"),
+    ("Python 2 alone", "python 2.7.5 /usr/bin/python", None),
+    ("broken interpreter", "python 0.0.0 /usr/bin/python3", None),
+    ("none", "", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lines", "python"), [a[1:] for a in ANSWERS], ids=[a[0] for a in ANSWERS])
+def test_interpreter_is_chosen(lines: str, python: str | None) -> None:
+    probe = parse_probe(ANSWER.format(lines))
+    assert probe is not None
+    assert probe.cache == "/home/a b/.cache/gpuprov"
+    assert (probe.python.path if probe.python else None) == python
+    assert (python_problem(probe, "") is None) == (python is not None)
+
+
+@pytest.mark.parametrize("text", ["", "This account is not available.\n", "gpuprov-probe 1\nuid 0\n", "uid 0\nend\n"])
+def test_what_is_no_answer_is_none(text: str) -> None:
+    assert parse_probe(text) is None
+
+
+READY = Probe("Linux x86_64", 1000, "/c", "", (Python("/p", (3, 11, 2)),), 0)
+PROBLEMS = [
+    ("ready", READY, True, False, ""),
+    ("root", Probe("Linux x86_64", 0, "/c"), False, False, ""),
+    ("not Linux", Probe("Darwin arm64", 0, "/c"), True, False, "does not run Linux"),
+    ("become false", READY, False, False, "ansible_become is false"),
+    ("no sudo", Probe("Linux x86_64", 1000, "/c", sudo_code=127), True, True, "there is no sudo"),
+    ("password wanted", Probe("Linux x86_64", 1000, "/c", sudo_code=1), True, False, "wants a password"),
+    ("password given", Probe("Linux x86_64", 1000, "/c", sudo_code=1), True, True, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("probe", "become", "has_password", "what"), [p[1:] for p in PROBLEMS], ids=[p[0] for p in PROBLEMS]
+)
+def test_probe_problems(probe: Probe, become: bool, has_password: bool, what: str) -> None:
+    problem = probe_problem(probe, become=become, has_password=has_password)
+    assert (problem is None) == (what == "")
+    assert problem is None or what in problem.what
