@@ -1,0 +1,139 @@
+"""The agent's zipapp: the same bytes every time, nothing of the controller, nothing compiled, a folder of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gpuprov
+from gpuprov.fleet.agent_build import HOST_DEPENDENCIES, MAIN, build_agent, host_distributions, pack
+from gpuprov.fleet.agent_run import Agent
+
+PYPROJECT = Path(gpuprov.__file__).parents[1] / "pyproject.toml"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Agent:
+    return build_agent(tmp_path_factory.mktemp("cache"))
+
+
+def names(agent: Agent) -> list[str]:
+    return zipfile.ZipFile(io.BytesIO(agent.content)).namelist()
+
+
+def test_same_input_gives_the_same_bytes(tmp_path: Path, agent: Agent) -> None:
+    assert build_agent(tmp_path).content == agent.content
+
+
+def test_files_in_any_order_give_the_same_bytes() -> None:
+    assert pack({"a": b"1", "b": b"2"}) == pack({"b": b"2", "a": b"1"})
+
+
+def test_second_build_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build_agent(tmp_path)
+    monkeypatch.setattr("gpuprov.fleet.agent_build.pack", lambda files: pytest.fail("built again"))
+    assert build_agent(tmp_path) == first
+
+
+def test_broken_cache_is_built_again(tmp_path: Path, agent: Agent) -> None:
+    build_agent(tmp_path)
+    next(tmp_path.iterdir()).write_bytes(b"half a fi")
+    assert build_agent(tmp_path) == agent
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path: Path, agent: Agent) -> None:
+    (tmp_path / "file").write_text("")
+    assert build_agent(tmp_path / "file" / "cache") == agent
+
+
+def test_dependencies_are_those_marked_in_pyproject() -> None:
+    marked = re.findall(r'"([a-z0-9-]+)[^"]*",\s+# \[host\]', PYPROJECT.read_text())
+    assert sorted(HOST_DEPENDENCIES) == sorted(marked)
+
+
+def test_dependencies_of_dependencies_travel_too() -> None:
+    assert {"certifi", "charset-normalizer", "idna", "packaging", *HOST_DEPENDENCIES} <= set(host_distributions())
+
+
+def test_nothing_of_the_controller_travels(agent: Agent) -> None:
+    tops = {name.split("/")[0] for name in names(agent)}
+    assert tops.isdisjoint({"click", "rich", "fabric", "paramiko", "ansible", "jinja2", "yaml"})
+    assert not [
+        name for name in names(agent) if name.startswith(("gpuprov/cli.py", "gpuprov/fleet", "gpuprov/__main__"))
+    ]
+    assert "gpuprov/agent.py" in names(agent)
+
+
+def test_nothing_compiled_travels(agent: Agent) -> None:
+    assert not [name for name in names(agent) if name.endswith((".pyc", ".so"))]
+    assert "charset_normalizer/md.py" in names(agent)
+
+
+def test_entries_bear_no_trace_of_this_machine(agent: Agent) -> None:
+    entries = zipfile.ZipFile(io.BytesIO(agent.content)).infolist()
+    assert {entry.date_time for entry in entries} == {(1980, 1, 1, 0, 0, 0)}
+    assert {entry.external_attr >> 16 for entry in entries} == {0o100644}
+
+
+# -- the way it starts -----------------------------------------------------------------------------------------------
+
+SAY = b"import sys\ndef main(): print(__file__); return 5\n"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Return a zipapp with the agent's real start and hardly anything to start; its cache lies in tmp_path/place."""
+    start = re.sub(r"PLACE = .*", f"PLACE = {str(tmp_path / 'place')!r}", MAIN.replace("{digest}", "d1"))
+    path = tmp_path / "agent.pyz"
+    path.write_bytes(pack({"__main__.py": start.encode(), "gpuprov/__init__.py": b"", "gpuprov/agent.py": SAY}))
+    return path
+
+
+def start(path: Path) -> tuple[int, str]:
+    done = subprocess.run((sys.executable, "-I", path), capture_output=True, text=True, timeout=30)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.strip()
+
+
+def test_agent_unpacks_itself_once(small: Path, tmp_path: Path) -> None:
+    assert start(small) == (5, f"{tmp_path}/place/agent-d1/gpuprov/agent.py")
+    inode = (tmp_path / "place/agent-d1").stat().st_ino
+    assert start(small)[0] == 5
+    assert (tmp_path / "place/agent-d1").stat().st_ino == inode
+    assert (tmp_path / "place").stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in (tmp_path / "place").iterdir()] == ["agent-d1"]
+
+
+@pytest.mark.parametrize("prepared", ["place/agent-d1", "place"])
+def test_folder_that_others_may_write_is_not_trusted(small: Path, tmp_path: Path, prepared: str) -> None:
+    evil = tmp_path / prepared
+    (tmp_path / "place").mkdir(mode=0o700)
+    evil.mkdir(exist_ok=True)
+    evil.chmod(0o777)
+    (evil / "planted").write_text("")
+    assert start(small) == (5, f"{small}/gpuprov/agent.py")
+
+
+def test_link_in_place_of_the_folder_is_not_followed(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/gpuprov").mkdir(parents=True)
+    (tmp_path / "elsewhere/gpuprov/agent.py").write_text("def main(): return 99\n")
+    (tmp_path / "place").mkdir(mode=0o700)
+    (tmp_path / "place/agent-d1").symlink_to(tmp_path / "elsewhere")
+    assert start(small)[0] == 5
+
+
+def test_agents_unused_for_a_month_go(small: Path, tmp_path: Path) -> None:
+    for name in ("agent-old", "agent-new", "other"):
+        (tmp_path / "place" / name).mkdir(parents=True)
+    (tmp_path / "place").chmod(0o700)
+    os.utime(tmp_path / "place/agent-old", (0, 0))
+    os.utime(tmp_path / "place/other", (0, 0))
+    start(small)
+    assert sorted(path.name for path in (tmp_path / "place").iterdir()) == ["agent-d1", "agent-new", "other"]

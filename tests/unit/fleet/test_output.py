@@ -1,0 +1,249 @@
+"""What people and programs read: lines, plans, tables, problems, the last line; nothing from a host is trusted."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from gpuprov.errors import ExitCode, Problem
+from gpuprov.events import (
+    ChangeDone,
+    ChangeProgress,
+    ChangeStarted,
+    CheckDone,
+    Event,
+    FactsGathered,
+    Finished,
+    Note,
+    Planned,
+    PlannedChange,
+    Started,
+)
+from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
+from gpuprov.fleet.report import last_line, print_report, problems_text, summary_json
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.text import listed, one_line, plain
+
+EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
+
+
+def console(*, terminal: bool = False, width: int = 120) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, markup=False, emoji=False,
+        color_system="standard" if terminal else None, legacy_windows=False,
+    )  # fmt: skip
+
+
+def output(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+RUN: Sequence[Event] = (
+    Started("1", "install", 7, resumed=True),
+    Note("no GPU here", "warning"),
+    Planned((PlannedChange("a", "docker", "write /etc/docker/daemon.json", "--- a\n+++ b\n@@ -1 +1 @@\n-{}\n+{}\n"),)),
+    ChangeStarted("a", "write /etc/docker/daemon.json", 1, 1),
+    ChangeProgress("a", "half", 1, 2),
+    ChangeDone("a", 0.5),
+    CheckDone("gpus", "failed", "2", "0", "no device nodes"),
+    Finished(0, 1, 2.0, (), "1 change made"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a\x1b[1;31mb", "ab"), ("\x1b]8;;http://x\x1b\\link", "link"), ("a\tb\n", "a\tb\n"), ("a\rb", "ab"),
+     ("\x1bcx", "x"), ("\x9b1mx", "x"), ("\x9d0;title\x9cx", "x"), ("\x1b(Bx", "x"), ("\u202eabc", "abc"), ("ünï → ok", "ünï → ok")],
+    ids=repr,
+)  # fmt: skip
+def test_control_sequences_go_and_text_stays(text: str, expected: str) -> None:
+    assert plain(text) == expected
+
+
+def test_names_are_listed_up_to_a_point() -> None:
+    assert listed("abc") == "a, b, c"
+    assert listed("abcdefg") == "a, b, c, d, e and 2 more"
+    assert one_line("a\n  b") == "a b"
+
+
+def test_pipe_gets_prefixed_lines() -> None:
+    to = console()
+    lines = PlainLines(to, diff=False)
+    for event in RUN:
+        lines("lab-a", event)
+    assert output(to).splitlines() == [
+        "lab-a: takes up the interrupted run",
+        "lab-a: warning: no GPU here",
+        "lab-a: 1 change",
+        "   1. write /etc/docker/daemon.json",
+        "lab-a: [1/1] write /etc/docker/daemon.json",
+        "lab-a: failed gpus: no device nodes",
+        "lab-a: 1 change made",
+    ]
+
+
+def test_verbose_tells_progress_and_diff_shows_it() -> None:
+    to = console()
+    lines = PlainLines(to, verbose=True, diff=True)
+    for event in RUN:
+        lines("lab-a", event)
+    assert "lab-a: half\nlab-a: a: done in 0.5 s\n" in output(to)
+    assert "      -{}\n      +{}\n" in output(to)
+
+
+def test_diff_is_coloured_on_a_terminal() -> None:
+    to = console(terminal=True)
+    PlainLines(to, diff=True)("lab-a", RUN[2])
+    assert "\x1b[31m-{}" in output(to)
+    assert "\x1b[32m+{}" in output(to)
+
+
+def test_same_plan_is_shown_once() -> None:
+    to = console()
+    lines = PlainLines(to)
+    for host in ("lab-a", "lab-b"):
+        lines(host, RUN[2])
+    lines("lab-c", Planned(()))
+    assert output(to).splitlines()[2:] == ["lab-b: the same 1 change as lab-a", "lab-c: nothing to change"]
+
+
+def test_json_lines_bear_the_host() -> None:
+    to = console()
+    JsonLines(to)("lab-a", RUN[3])
+    assert json.loads(output(to)) == {
+        "host": "lab-a", "event": "ChangeStarted", "key": "a", "summary": "write /etc/docker/daemon.json", "index": 1,
+        "total": 1,
+    }  # fmt: skip
+
+
+def test_live_table_shows_host_step_count_and_message() -> None:
+    to = console(terminal=True)
+    with LiveTable(to, ["lab-a", "lab-b"]) as table:
+        for event in RUN[:5]:
+            table("lab-a", event)
+        to.print(table._table())
+    shown = output(to)
+    for words in ("lab-a", "lab-b", "1/1", "write /etc/docker/daemon.json", "50 % half", "waiting", "no GPU here"):
+        assert words in shown
+
+
+def test_live_table_keeps_hosts_from_writing_to_the_terminal() -> None:
+    to = console(terminal=True)
+    with LiveTable(to, ["lab-a"]) as table:
+        for event in (Note(EVIL, "warning"), Planned((PlannedChange("k", "s", EVIL, EVIL),)),
+                      ChangeStarted("k", EVIL, 1, 1), ChangeProgress("k", EVIL), CheckDone(EVIL, "ok"),
+                      Finished(1, problems=(Problem(EVIL),))):  # fmt: skip
+            table("lab-a", event)
+            to.print(table._table())
+    assert "owned" not in output(to)
+    assert "\x9b" not in output(to)
+    assert "[bold]red[/bold]" in output(to)
+
+
+# -- reports ---------------------------------------------------------------------------------------------------------
+
+DONE = HostResult("lab-a", ExitCode.DONE, changed=9, seconds=41.0, summary="9 changes made")
+SAME = HostResult("lab-b", ExitCode.DONE, seconds=2.0, summary="0 changes")
+FAULT = Problem("no disk space", "df says 100 %", "free some")
+FAILED = HostResult("lab-c", ExitCode.FAILED, problems=(FAULT,))
+GONE = HostResult("lab-d", ExitCode.UNREACHABLE, problems=(Problem("no answer"),))
+
+
+def seen(host: str, count: str, status: str = "ok") -> HostResult:
+    code = ExitCode.DONE if status == "ok" else ExitCode.FAILED
+    checks = (
+        CheckDone("nvidia-smi", "ok", "550", "550"),
+        CheckDone("GPUs", status, count, count if status == "ok" else "0"),
+    )
+    return HostResult(host, code, checks=checks)
+
+
+LAST_LINES = [
+    ("install", (DONE, SAME), False, "2 hosts installed: 9 + 0 changes; next: gpuprov verify"),
+    ("install", (DONE,), True, "1 host: 9 changes would be made, nothing was touched"),
+    ("install", (DONE, FAILED, GONE), False, "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"),
+    ("verify", (seen("a", "2"), seen("b", "4")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
+    ("verify", (seen("a", "1"),), False, "1 host ready: containers see 1 GPU"),
+    ("verify", (seen("a", "2"), seen("b", "4", "failed")), False, "1 of 2 hosts ready; failed: b"),
+    ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
+     "1 host ready: 1 check ok, 1 skipped"),
+    ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
+    ("facts", (DONE, SAME), False, "facts of 2 hosts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "results", "check", "line"), LAST_LINES, ids=[line for *_, line in LAST_LINES])
+def test_last_line(command: str, results: Sequence[HostResult], check: bool, line: str) -> None:
+    follow_up = "gpuprov verify" if command == "install" else ""
+    assert last_line(command, results, check=check, next_command=follow_up) == line
+
+
+def report(command: str, results: Sequence[HostResult], *, terminal: bool = False) -> str:
+    to = console(terminal=terminal)
+    print_report(to, command, results, check=False, next_command="", verbose=False)
+    return output(to)
+
+
+def test_report_has_a_row_for_each_host_and_ends_with_the_last_line() -> None:
+    text = report("install", (DONE, FAILED, GONE))
+    assert "lab-a  done               9     41.0  9 changes made" in text
+    assert "lab-c  failed             0      0.0  no disk space" in text
+    assert text.splitlines()[-1] == "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"
+
+
+def test_problems_with_the_same_cause_stand_together() -> None:
+    twin = HostResult("lab-e", ExitCode.FAILED, problems=(Problem("no disk space", "df says 99 %", "free some"),))
+    assert problems_text((FAILED, GONE, twin)).plain == (
+        "lab-c, lab-e: no disk space\n  seen: df says 100 %\n  seen: df says 99 %\n  next: free some\n\n"
+        "lab-d: no answer\n\n"
+    )
+
+
+def test_verify_shows_hosts_against_checks() -> None:
+    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed"), GONE))
+    assert text.splitlines()[0].split() == ["check", "lab-a", "lab-b", "lab-d"]
+    assert "GPUs        ok 2    failed host 4, container 0  –" in text
+
+
+def test_checks_are_green_and_red() -> None:
+    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed")), terminal=True)
+    assert "\x1b[32mok" in text
+    assert "\x1b[1;31mfailed" in text
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed")), terminal=True)
+    assert "\x1b[32m" not in text
+    assert "31m" not in text
+
+
+def test_facts_of_hosts_make_a_table() -> None:
+    facts = FactsGathered({"os": {"name": "Debian 12"}, "kernel": {"release": "6.1"}, "gpus": [{}, {}], "docker": None})
+    text = report("facts", (HostResult("lab-a", ExitCode.DONE, facts=facts.facts), HostResult("lab-b", ExitCode.DONE)))
+    assert text.splitlines()[1].split() == ["lab-a", "Debian", "12", "6.1", "2", "–", "–"]
+
+
+def test_report_trusts_no_host() -> None:
+    evil = HostResult(
+        EVIL, ExitCode.FAILED, problems=(Problem(EVIL, EVIL, EVIL),), summary=EVIL, facts={"os": {"name": EVIL}},
+        checks=(CheckDone(EVIL, EVIL, EVIL, EVIL, EVIL),),
+    )  # fmt: skip
+    text = report("facts", (evil, evil))
+    assert "owned" not in text
+    assert "[bold]red[/bold]" in text
+    assert not set(text) & {"\x1b", "\x9b", "\r", "\x08", "\u202e"}
+
+
+def test_summary_for_programs() -> None:
+    summary = summary_json("install", (DONE, GONE))
+    assert (summary["event"], summary["command"], summary["exit_code"]) == ("Summary", "install", 4)
+    assert summary["hosts"][1] == {
+        "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
+        "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
+    }  # fmt: skip

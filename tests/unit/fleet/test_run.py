@@ -1,0 +1,126 @@
+"""The fan-out without SSH: order, limits, defects and Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
+from gpuprov.fleet.result import HostResult, overall_exit_code
+from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.target import HostTarget
+from gpuprov.request import Request
+from gpuprov.spec import HostSpec
+
+HOSTS = [HostTarget(f"lab-{letter}", HostSpec(), connection="local") for letter in "abcdef"]
+
+
+class Scripted(Fleet):
+    """A fleet whose hosts do what a function says."""
+
+    def __init__(self, script: object, forks: int = 20) -> None:
+        super().__init__(RunSettings(lambda: pytest.fail("no host needs the agent"), forks=forks))
+        self.script = script
+
+    def run_host(self, request: Request, agent: object) -> object:  # type: ignore[override]
+        return self.script
+
+
+def run(fleet: Fleet) -> tuple[HostResult, ...]:
+    return fleet.run(HOSTS, Request("install"), lambda host, event: None)
+
+
+def test_results_come_in_the_order_of_the_inventory() -> None:
+    def script(target: HostTarget, sink: Sink) -> None:
+        time.sleep(0.05 if target.name == "lab-a" else 0)
+        sink(Finished(0, changed=ord(target.name[-1])))
+
+    assert [(result.host, result.changed) for result in run(Scripted(script))] == [
+        (host.name, ord(host.name[-1])) for host in HOSTS
+    ]
+
+
+def test_no_more_hosts_at_a_time_than_forks() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        sink(Finished(0))
+
+    run(Scripted(script, forks=2))
+    assert most == 2
+
+
+def test_failures_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        if target.name == "lab-a":
+            raise GpuprovError("gone", exit_code=ExitCode.UNREACHABLE)
+        if target.name == "lab-b":
+            raise ZeroDivisionError("a defect")
+        if target.name != "lab-c":
+            sink(Finished(0))
+
+    results = run(Scripted(script))
+    assert [result.exit_code for result in results] == [4, 1, 1, 0, 0, 0]
+    assert results[1].problems[0].what == "gpuprov met a defect of its own: ZeroDivisionError"
+    log = next((tmp_path / "gpuprov/log").iterdir())
+    assert str(log) in results[1].problems[0].next_step
+    assert "Traceback" in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert results[2].problems == (Problem("the run ended without a result"),)
+
+
+def test_result_keeps_what_the_report_needs() -> None:
+    change = PlannedChange("k", "s", "write a file")
+    check = CheckDone("gpus", "ok")
+    events: tuple[Event, ...] = (
+        Planned((change,)),
+        check,
+        FactsGathered({"a": 1}),
+        Finished(3, 1, 2.0, (), "s", {"v": "1"}),
+    )
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        for event in events:
+            sink(event)
+
+    result = run(Scripted(script))[0]
+    assert (result.plan, result.checks, result.facts) == ((change,), (check,), {"a": 1})
+    assert (result.exit_code, result.changed, result.summary, result.versions) == (3, 1, "s", {"v": "1"})
+
+
+def test_exit_code_of_an_agent_that_we_do_not_know_is_a_failure() -> None:
+    assert run(Scripted(lambda target, sink: sink(Finished(77))))[0].exit_code == ExitCode.FAILED
+
+
+def test_first_interrupt_starts_no_further_host_and_lets_the_running_one_finish() -> None:
+    def script(target: HostTarget, sink: Sink) -> None:
+        fleet.interrupt()
+        sink(Finished(0, changed=1))
+
+    fleet = Scripted(script, forks=1)
+    results = run(fleet)
+    assert (results[0].exit_code, results[0].changed) == (ExitCode.DONE, 1)
+    assert {result.problems[0].what for result in results[1:]} == {"not run: stopped by Ctrl-C before it began"}
+
+
+PRECEDENCE = [
+    ((), 0), ((0, 0), 0), ((0, 3), 3), ((3, 4), 4), ((0, 4), 4), ((4, 1, 3), 1), ((1, 2, 4), 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codes", "overall"), PRECEDENCE, ids=str)
+def test_overall_exit_code(codes: tuple[int, ...], overall: int) -> None:
+    assert overall_exit_code(tuple(HostResult("h", ExitCode(code)) for code in codes)) == overall

@@ -1,0 +1,182 @@
+"""The command line as its users call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpuprov import __version__
+from gpuprov.cli import cli
+from gpuprov.errors import ExitCode
+from gpuprov.fleet import command
+from gpuprov.fleet.command import Options
+from gpuprov.spec import option_names
+
+COMMANDS = ("install", "verify", "facts", "rollback", "options", "agent", "completion")
+
+
+def gpuprov(
+    *words: str, env: dict[str, str] | None = None, as_nobody: bool = False
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        (sys.executable, "-m", "gpuprov", *words), capture_output=True, text=True, timeout=60,
+        env={**os.environ, **(env or {})},
+    )  # fmt: skip
+
+
+def called_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
+    """Return the options that a call ends in."""
+    seen: list[Options] = []
+
+    def run(options: Options) -> ExitCode:
+        seen.append(options)
+        return ExitCode.DONE
+
+    monkeypatch.setattr(command, "run_command", run)
+    result: Result = CliRunner().invoke(cli, words, input="secret\nhunter2\n")
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("agent", "build")], ids=" ".join)
+def test_help_has_examples(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(cli, (*words, "--help"))
+    assert result.exit_code == 0
+    assert "Example" in result.output
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("install", "--help"), ("--version",), ("completion", "bash")], ids=" ".join
+)
+def test_quick_answers_load_nothing_heavy(words: tuple[str, ...]) -> None:
+    heavy = "ansible", "fabric", "paramiko", "requests", "marshmallow", "rich", "asyncio"
+    code = (
+        "import sys\nfrom gpuprov.cli import main\nsys.argv[1:] = " + repr(list(words)) + "\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        f"print('LOADED', sorted(set({heavy!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, timeout=60)
+    assert "LOADED []" in done.stdout, done.stdout + done.stderr
+
+
+def test_version() -> None:
+    assert gpuprov("--version").stdout == f"gpuprov, version {__version__}\n"
+
+
+def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = called_with(
+        monkeypatch, "install", "--hosts", "a", "--hosts", "b", "--limit", "x", "-e", "k=1", "-e", "@f", "--check",
+        "--diff", "--json", "--forks", "3", "-k", "-K", "--accept-new-host-keys", "--connect-timeout", "2.5",
+        "--bootstrap-python", "-v", "--vault-password-file", "p",
+    )  # fmt: skip
+    assert options == Options(
+        command="install", hosts=("a", "b"), limit="x", extra_vars=("k=1", "@f"), vault_password_file="p", check=True,
+        diff=True, json=True, verbose=True, forks=3, password="secret", become_password="hunter2",
+        accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True,
+    )  # fmt: skip
+    assert "secret" not in repr(options)
+    assert "hunter2" not in repr(options)
+
+
+def test_verify_takes_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = called_with(monkeypatch, "verify", "--image", "ubuntu", "--torch-image", "pytorch/pytorch")
+    assert options.overrides == (("verify_image", "ubuntu"), ("torch_image", "pytorch/pytorch"))
+
+
+USAGE = [
+    ("unknown command", ("instal",), "No such command"),
+    ("unknown option", ("install", "--chek"), "No such option"),
+    ("bad number", ("install", "--forks", "0"), "--forks"),
+    ("no inventory there", ("install", "--hosts", "/nowhere"), "there is no inventory /nowhere"),
+    ("limit without inventory", ("facts", "--limit", "a"), "--limit needs an inventory"),
+    ("unknown variable", ("facts", "-e", "gpuprov_tolkit=nvidia"), "did you mean gpuprov_toolkit?"),
+    ("unreadable variable", ("facts", "-e", "[1,2"), "extra variables"),
+    ("missing variable file", ("facts", "-e", "@/nowhere.yml"), "/nowhere.yml"),
+    ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
+    ("check for verify", ("verify", "--check"), "No such option"),
+]
+
+
+@pytest.mark.parametrize(("words", "what"), [u[1:] for u in USAGE], ids=[u[0] for u in USAGE])
+def test_wrong_call_ends_with_exit_code_2_and_a_sentence(words: tuple[str, ...], what: str) -> None:
+    done = gpuprov(*words)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_this_machine_needs_root() -> None:
+    code = "import os; os.geteuid = lambda: 1000; from gpuprov.cli import main; main()"
+    done = subprocess.run((sys.executable, "-c", code, "install"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "run it with sudo: sudo gpuprov install" in done.stderr
+
+
+def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> None:
+    code = (
+        "import gpuprov.fleet.reference as r\nfrom gpuprov.cli import main\n"
+        "def broken(): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
+    )
+    done = subprocess.run(
+        (sys.executable, "-c", code, "options"), capture_output=True, text=True, timeout=60,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    log = next((tmp_path / "gpuprov/log").iterdir())
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert str(log) in done.stderr
+    assert "ZeroDivisionError: oh" in log.read_text()
+
+
+def test_options_list_every_variable_in_every_form() -> None:
+    names = [f"gpuprov_{name}" for name in option_names()]
+    text, markdown, as_json = (gpuprov("options", *form).stdout for form in ((), ("--markdown",), ("--json",)))
+    assert [entry["name"] for entry in json.loads(as_json)] == names
+    assert all(name in text and f"| `{name}` |" in markdown for name in names)
+    assert len(markdown.splitlines()) == len(names) + 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_names_the_program(shell: str) -> None:
+    done = gpuprov("completion", shell)
+    assert done.returncode == 0
+    assert "_GPUPROV_COMPLETE" in done.stdout
+
+
+def test_completion_completes() -> None:
+    done = gpuprov("x", env={"_GPUPROV_COMPLETE": "bash_complete", "COMP_WORDS": "gpuprov ver", "COMP_CWORD": "1"})
+    assert done.stdout == "plain,verify\n"
+
+
+def test_agent_build_writes_the_file(tmp_path: Path) -> None:
+    done = gpuprov("agent", "build", "-o", str(tmp_path / "agent.pyz"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str((tmp_path / "agent.pyz").stat().st_size) in done.stdout
+
+
+def test_reader_that_closes_the_pipe_gets_no_traceback() -> None:
+    done = subprocess.run(
+        ("sh", "-c", '"$0" -m gpuprov options --json | head -n 1', sys.executable), capture_output=True, text=True
+    )  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_next_command_repeats_the_choice_of_hosts() -> None:
+    assert command._next_command(Options("install", ("my hosts",), limit="gpu")) == (
+        "gpuprov verify --hosts 'my hosts' --limit gpu"
+    )
+    assert command._next_command(Options("verify", ("hosts",))) == ""
+
+
+def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("lab-a ansible_become_password=kept\nlab-b\n")
+    options = Options("facts", (str(tmp_path / "hosts"),), become_password="typed", password="ssh")
+    found = command._inventory(options).hosts
+    assert [(host.become_password, host.password) for host in found] == [("kept", "ssh"), ("typed", "ssh")]
