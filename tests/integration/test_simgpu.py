@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simgpu import all_gpus, build_libraries, build_run, device_nodes, gpu, write_kernel_tree
+from tests.simgpu import all_gpus, build_libraries, build_run, device_nodes, gpu, install_tree, write_kernel_tree
 from tests.simgpu.layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from tests.simgpu.runfile import run_name
 
@@ -138,6 +138,10 @@ def test_the_table_and_persistence_mode() -> None:
     assert "NVIDIA H100 80GB HBM3          On" in done.stdout
 
 
+def test_an_idle_gpu_has_no_processes() -> None:
+    assert _on_host(1, "$SMI --query-compute-apps=pid --format=csv,noheader").stdout == ""
+
+
 @pytest.mark.parametrize(
     ("before", "environment", "code", "text"),
     [
@@ -246,6 +250,15 @@ def test_a_damaged_file_is_refused_with_2(run_file: Path, tmp_path: Path) -> Non
     damaged.write_bytes(content)
     done = _header(damaged, "--check")
     assert (done.returncode, done.stdout.startswith("Error in checksums ")) == (2, True)
+
+
+def test_a_tree_for_discovery_is_what_the_run_file_installs(run_file: Path, tmp_path: Path) -> None:
+    command = "$INSTALL --silent --no-kernel-modules --no-install-libglvnd --systemd; rm -r /var/lib/nvidia"
+    (tmp_path / "copy").mkdir()
+    done = _in_copy(run_file, tmp_path / "copy", command)
+    install_tree(tmp_path / "tree")
+    laid = {f"/{path.relative_to(tmp_path / 'tree')}" for path in (tmp_path / "tree").rglob("*") if not path.is_dir()}
+    assert laid == _left_behind(done.stdout)
 
 
 def test_installation_puts_every_file_in_its_place(run_file: Path, tmp_path: Path) -> None:

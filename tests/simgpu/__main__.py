@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.simgpu libraries|run-file|kernel|nodes`."""
+"""The command line: `python -m tests.simgpu libraries|run-file|tree|kernel|nodes`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .commands import BuildError
 from .gpus import CUDA_VERSION, DRIVER_VERSION, MAXIMUM_GPUS, device_nodes
 from .kernel_tree import write_kernel_tree
 from .libraries import build_libraries
-from .runfile import build_run
+from .runfile import build_run, install_tree
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -22,6 +22,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("libraries", parents=[version], help="build the stub libraries, print their folder")
     run = commands.add_parser("run-file", parents=[version], help="build the test .run")
     run.add_argument("directory", type=Path)
+    tree = commands.add_parser("tree", parents=[version], help="lay an installed driver's files below a directory")
+    tree.add_argument("directory", type=Path)
     kernel = commands.add_parser("kernel", parents=[version], help="write the /sys and /proc of a kernel with GPUs")
     kernel.add_argument("directory", type=Path)
     nodes = commands.add_parser("nodes", help="print the device nodes as: path major minor mode")
@@ -38,6 +40,8 @@ def main() -> int:
             print(build_libraries(arguments.driver_version, arguments.cuda_version))
         elif arguments.command == "run-file":
             print(build_run(arguments.directory, arguments.driver_version, arguments.cuda_version))
+        elif arguments.command == "tree":
+            install_tree(arguments.directory, arguments.driver_version)
         elif arguments.command == "kernel":
             write_kernel_tree(arguments.directory, arguments.gpus, arguments.driver_version)
         else:

@@ -20,7 +20,7 @@ from pathlib import Path
 from .cache import DATA, SOURCES, built, digest_of, source_digest
 from .commands import output_of
 from .gpus import CUDA_VERSION, DRIVER_VERSION
-from .layout import driver_files
+from .layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from .libraries import build_libraries
 from .payload import placeholder, supported_gpus
 
@@ -45,6 +45,32 @@ def build_run(destination: Path, version: str = DRIVER_VERSION, cuda_version: st
         shutil.copy2(path, partial)
         partial.replace(destination / path.name)
     return destination / run_name(version)
+
+
+def install_tree(
+    root: Path,
+    version: str = DRIVER_VERSION,
+    *,
+    library_directory: str = DEBIAN_LIBRARY_DIRECTORY,
+    systemd: bool = True,
+) -> None:
+    """Lays the files of `--silent --no-kernel-modules --no-install-libglvnd` below `root`, without running the .run.
+
+    For discovery with a root prefix: no log, no state in /var/lib/nvidia, no ld.so.cache (run `ldconfig -r root`).
+    `library_directory` is /usr/lib64 for a RHEL-like tree. Modes are the real ones: nvidia-modprobe is setuid.
+    """
+    payload = _payload(version, CUDA_VERSION)
+    for one in driver_files(version):
+        if one.when == "libglvnd" or (one.when == "systemd" and not systemd):
+            continue
+        path = root / one.path.replace("@LIBDIR@", library_directory).lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if one.is_link:
+            path.symlink_to(one.target)
+        else:
+            path.write_bytes(payload[one.payload_name][0])
+            path.chmod(one.mode)
 
 
 def run_name(version: str) -> str:

@@ -1,0 +1,333 @@
+/* What NVML tells about one GPU: constants of an idle H100, but for what differs per GPU in the table. */
+#include "nvml_state.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length)
+{
+    GET_ROW(gpu, device, name);
+    return nvml_copy_text(name, length, gpu->name);
+}
+
+nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length)
+{
+    GET_ROW(gpu, device, uuid);
+    return nvml_copy_text(uuid, length, gpu->uuid);
+}
+
+nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length)
+{
+    GET_ROW(gpu, device, serial);
+    return nvml_copy_text(serial, length, gpu->serial);
+}
+
+nvmlReturn_t nvmlDeviceGetVbiosVersion(nvmlDevice_t device, char *version, unsigned int length)
+{
+    GET_ROW(gpu, device, version);
+    return nvml_copy_text(version, length, gpu->vbios);
+}
+
+nvmlReturn_t nvmlDeviceGetGspFirmwareVersion(nvmlDevice_t device, char *version)
+{
+    GET_ROW(gpu, device, version);
+    return nvml_copy_text(version, NVML_GSP_FIRMWARE_VERSION_BUF_SIZE, simgpu_driver_version());
+}
+
+nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
+{
+    GET_ROW(gpu, device, index);
+    *index = 0;
+    while (nvml_gpus[*index] != gpu)
+        ++*index;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *number)
+{
+    GET_ROW(gpu, device, number);
+    *number = (unsigned int)gpu->minor;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetBrand(nvmlDevice_t device, nvmlBrandType_t *brand)
+{
+    GET_ROW(gpu, device, brand);
+    *brand = NVML_BRAND_NVIDIA;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetArchitecture(nvmlDevice_t device, nvmlDeviceArchitecture_t *architecture)
+{
+    GET_ROW(gpu, device, architecture);
+    *architecture = NVML_DEVICE_ARCH_HOPPER;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor)
+{
+    GET_ROW(gpu, device, major);
+    *major = 9;
+    *minor = 0;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    GET_ROW(gpu, device, pci);
+    memset(pci, 0, sizeof *pci);
+    snprintf(pci->busIdLegacy, sizeof pci->busIdLegacy, "0000:%02X:00.0", gpu->bus);
+    snprintf(pci->busId, sizeof pci->busId, "00000000:%02X:00.0", gpu->bus);
+    pci->bus = gpu->bus;
+    pci->pciDeviceId = gpu->pci_device_id;
+    pci->pciSubSystemId = gpu->pci_subsystem_id;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPciInfo(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    return nvmlDeviceGetPciInfo_v3(device, pci);
+}
+
+nvmlReturn_t nvmlDeviceGetPciInfo_v2(nvmlDevice_t device, nvmlPciInfo_t *pci)
+{
+    return nvmlDeviceGetPciInfo_v3(device, pci);
+}
+
+nvmlReturn_t nvmlDeviceGetPciInfoExt(nvmlDevice_t device, nvmlPciInfoExt_t *pci)
+{
+    GET_ROW(gpu, device, pci);
+    pci->domain = 0;
+    pci->bus = gpu->bus;
+    pci->device = 0;
+    pci->pciDeviceId = gpu->pci_device_id;
+    pci->pciSubSystemId = gpu->pci_subsystem_id;
+    pci->baseClass = 0x03;
+    pci->subClass = 0x02;
+    snprintf(pci->busId, sizeof pci->busId, "00000000:%02X:00.0", gpu->bus);
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
+{
+    GET_ROW(gpu, device, memory);
+    memory->total = simgpu_memory_mib(gpu) << 20;
+    memory->used = 0;
+    memory->free = memory->total;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+{
+    GET_ROW(gpu, device, memory);
+    memory->total = simgpu_memory_mib(gpu) << 20;
+    memory->reserved = 0;
+    memory->used = 0;
+    memory->free = memory->total;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, nvmlTemperatureSensors_t sensor, unsigned int *celsius)
+{
+    GET_ROW(gpu, device, celsius);
+    if (sensor != NVML_TEMPERATURE_GPU)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *celsius = 30 + (unsigned int)gpu->minor;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    GET_ROW(gpu, device, milliwatts);
+    *milliwatts = 70000 + 1000 * (unsigned int)gpu->minor;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned int *milliwatts)
+{
+    GET_ROW(gpu, device, milliwatts);
+    *milliwatts = 700000;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *utilization)
+{
+    GET_ROW(gpu, device, utilization);
+    utilization->gpu = 0;
+    utilization->memory = 0;
+    return NVML_SUCCESS;
+}
+
+/* The real flag lives in the kernel module; here a file of the machine stands for it. */
+static void persistence_path(const struct simgpu *gpu, char *path, size_t size)
+{
+    snprintf(path, size, "/run/simgpu/persistence-%d", gpu->minor);
+}
+
+nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    char path[64];
+
+    GET_ROW(gpu, device, mode);
+    persistence_path(gpu, path, sizeof path);
+    *mode = access(path, F_OK) == 0 ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceSetPersistenceMode(nvmlDevice_t device, nvmlEnableState_t mode)
+{
+    char path[64];
+    int descriptor;
+
+    GET_ROW(gpu, device, device);
+    if (geteuid() != 0)
+        return NVML_ERROR_NO_PERMISSION;
+    persistence_path(gpu, path, sizeof path);
+    if (mode == NVML_FEATURE_DISABLED) {
+        unlink(path);
+        return NVML_SUCCESS;
+    }
+    mkdir("/run/simgpu", 0755);
+    descriptor = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    if (descriptor < 0)
+        return NVML_ERROR_UNKNOWN;
+    close(descriptor);
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, nvmlComputeMode_t *mode)
+{
+    GET_ROW(gpu, device, mode);
+    *mode = NVML_COMPUTEMODE_DEFAULT;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetPerformanceState(nvmlDevice_t device, nvmlPstates_t *state)
+{
+    GET_ROW(gpu, device, state);
+    *state = NVML_PSTATE_0;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t device, nvmlEnableState_t *current, nvmlEnableState_t *pending)
+{
+    GET_ROW(gpu, device, current);
+    *current = *pending = NVML_FEATURE_ENABLED;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, nvmlMemoryErrorType_t error_type,
+                                         nvmlEccCounterType_t counter, unsigned long long *errors)
+{
+    GET_ROW(gpu, device, errors);
+    (void)error_type;
+    (void)counter;
+    *errors = 0;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, unsigned int *pending)
+{
+    GET_ROW(gpu, device, current);
+    *current = *pending = simgpu_mig_enabled(gpu) ? NVML_DEVICE_MIG_ENABLE : NVML_DEVICE_MIG_DISABLE;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *count)
+{
+    GET_ROW(gpu, device, count);
+    *count = 7;
+    return NVML_SUCCESS;
+}
+
+/* MIG mode can be on, but nobody has created an instance yet: the state of a machine just provisioned. */
+nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig)
+{
+    GET_ROW(gpu, device, mig);
+    (void)index;
+    return NVML_ERROR_NOT_FOUND;
+}
+
+nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *answer)
+{
+    GET_ROW(gpu, device, answer);
+    *answer = 0;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t device, nvmlGpuVirtualizationMode_t *mode)
+{
+    GET_ROW(gpu, device, mode);
+    *mode = NVML_GPU_VIRTUALIZATION_MODE_NONE;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetDisplayActive(nvmlDevice_t device, nvmlEnableState_t *active)
+{
+    GET_ROW(gpu, device, active);
+    *active = NVML_FEATURE_DISABLED;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetDisplayMode(nvmlDevice_t device, nvmlEnableState_t *mode)
+{
+    return nvmlDeviceGetDisplayActive(device, mode);
+}
+
+static nvmlReturn_t no_processes(nvmlDevice_t device, unsigned int *count)
+{
+    GET_ROW(gpu, device, count);
+    *count = 0;
+    return NVML_SUCCESS;
+}
+
+#define NO_PROCESSES(name, type)                                                              \
+    nvmlReturn_t nvmlDeviceGet##name(nvmlDevice_t device, unsigned int *count, type *infos)   \
+    {                                                                                         \
+        (void)infos;                                                                          \
+        return no_processes(device, count);                                                   \
+    }
+NO_PROCESSES(ComputeRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(ComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(ComputeRunningProcesses_v3, nvmlProcessInfo_t)
+NO_PROCESSES(GraphicsRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(GraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(GraphicsRunningProcesses_v3, nvmlProcessInfo_t)
+NO_PROCESSES(MPSComputeRunningProcesses, nvmlProcessInfo_v1_t)
+NO_PROCESSES(MPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t)
+NO_PROCESSES(MPSComputeRunningProcesses_v3, nvmlProcessInfo_t)
+
+nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
+{
+    static int events;
+
+    if (set == NULL)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *set = (nvmlEventSet_t)(void *)&events;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlEventSetFree(nvmlEventSet_t set)
+{
+    (void)set;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long long types, nvmlEventSet_t set)
+{
+    GET_ROW(gpu, device, set);
+    (void)types;
+    return NVML_SUCCESS;
+}
+
+/* Nothing ever happens to a simulated GPU: wait as long as the caller wants, then say so. */
+nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned int milliseconds)
+{
+    (void)set;
+    (void)data;
+    usleep(milliseconds * 1000u);
+    return NVML_ERROR_TIMEOUT;
+}
