@@ -1,0 +1,58 @@
+"""The cached root file system of a release, built once by mmdebstrap; its name holds the digest of its recipe."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.lab.shell import run
+from tests.lab.sources import source_lines
+
+RELEASES = ("bullseye", "bookworm", "trixie", "sid")
+_PACKAGES = (
+    "systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "iproute2", "ca-certificates", "sudo", "procps",
+    "kmod", "iptables", "gpgv", "netbase", "docker.io",
+)  # fmt: skip
+# From trixie on docker.io no longer brings the client.
+_MORE = {"trixie": ("docker-cli",), "sid": ("docker-cli",)}
+# Every host makes its own; apt's lists are fetched by the host when it needs them.
+_CLEANUP = (
+    'rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id "$1"/var/lib/dbus/machine-id && : > "$1"/etc/machine-id',
+    'ln -sf /lib/systemd/system/systemd-networkd.service "$1"/etc/systemd/system/multi-user.target.wants/',
+)
+_BUILD_SECONDS = 900
+
+
+def base_path(cache: Path, release: str) -> Path:
+    """Return where the root file system of a release lies, or will lie, in the cache."""
+    recipe = repr((release, _packages(release), _CLEANUP))
+    return cache / f"{release}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+
+
+def _packages(release: str) -> tuple[str, ...]:
+    return (*_PACKAGES, *_MORE.get(release, ()))
+
+
+def build_base(cache: Path, release: str, tell: Callable[[str], None]) -> Path:
+    """Return the root file system of a release, building it if the cache lacks it; half a build is never left there."""
+    place = base_path(cache, release)
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{release}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            return place
+        tell(f"building the root file system of {release} (about a minute, once)")
+        for stale in cache.glob(f"{release}-*"):
+            shutil.rmtree(stale)
+        half = cache / f"building-{release}"
+        shutil.rmtree(half, ignore_errors=True)
+        hooks = [f"--customize-hook={command}" for command in _CLEANUP]
+        keyring = "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"
+        include = f"--include={','.join(_packages(release))}"
+        command = ("mmdebstrap", "--quiet", "--variant=minbase", keyring, include, *hooks, release, str(half), "-")
+        run(command, stdin="".join(f"{line}\n" for line in source_lines(release)), timeout=_BUILD_SECONDS)
+        half.rename(place)
+    return place

@@ -1,0 +1,197 @@
+"""One lab host: its root file system, its boot, SSH to it, and ways to hurt and to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.lab import cgroups, prepare
+from tests.lab.shell import LabError, run, wait_for
+
+# Overlay on overlay does not work: these must be folders of the machine's own file system.
+_BOUND = ("docker", "containerd", "containers")
+_BOOT_SECONDS = 60
+# systemd-nspawn, told to keep the unit, ends with 133 when the host reboots; anything else is its end.
+_SUPERVISOR = """
+for directory in $1; do mkdir -p "$directory"; echo $$ > "$directory/cgroup.procs"; done
+shift
+while :; do
+    "$@"
+    [ $? = 133 ] || exit 0
+done
+"""
+Snapshot = dict[str, tuple[int, int, int, bytes]]
+
+
+@dataclass(frozen=True)
+class HostRequest:
+    """What a host shall be. `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password."""
+
+    name: str
+    release: str = "bookworm"
+    gpus: int = 2
+    driver_version: str = "550.163.01"
+    docker: bool = True
+    python: bool = True
+    user: str = ""
+    password: str = ""
+    bind: tuple[str, ...] = ()
+
+
+class Host:
+    """A host; made by Lab.up."""
+
+    def __init__(self, request: HostRequest, directory: Path, base: Path, address: str, bridge: str) -> None:
+        self.request = request
+        self.name = request.name
+        self.address = address
+        self.directory = directory
+        self.root = directory / "root"
+        self._base = base
+        self._bridge = bridge
+        self._keys = directory.parent.parent
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _cgroup(self) -> str:
+        return f"{self._bridge}-{self.name}"
+
+    def is_as_requested(self) -> bool:
+        """Say whether this very host runs and answers."""
+        marker = self.directory / "request.json"
+        wanted = json.dumps([asdict(self.request), str(self._base)])
+        return marker.exists() and marker.read_text() == wanted and cgroups.runs(self._cgroup) and self.answers()
+
+    def start(self) -> None:
+        """Boot from a pristine root file system, without waiting for the end of the boot."""
+        self.kill()
+        self.wipe()
+        self._mount()
+        prepare.prepare(self)
+        (self.directory / "request.json").write_text(json.dumps([asdict(self.request), str(self._base)]))
+        self._boot()
+
+    def _mount(self) -> None:
+        for name in ("upper", "work", "root", *_BOUND):
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        layers = f"lowerdir={self._base},upperdir={self.directory}/upper,workdir={self.directory}/work"
+        run(("mount", "-t", "overlay", "gpuprov-lab", "-o", layers, str(self.root)))
+
+    def _boot(self) -> None:
+        binds = [f"--bind={self.directory / name}:/var/lib/{name}" for name in _BOUND]
+        binds += [f"--bind-ro={path}:{path}" for path in self.request.bind]
+        command = (
+            "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "-D", str(self.root), "-M", self.name, "-b",
+            f"--network-bridge={self._bridge}", "--resolv-conf=off", "--timezone=off", "--link-journal=no",
+            "--console=pipe", "--capability=all", "--system-call-filter=add_key keyctl bpf", *binds,
+        )  # fmt: skip
+        directories = " ".join(str(path) for path in cgroups.cgroup_directories(self._cgroup))
+        with (self.directory / "console.log").open("w") as console:
+            subprocess.Popen(
+                ("sh", "-c", _SUPERVISOR, "gpuprov-lab", directories, *command),
+                stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True,
+                env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
+            )  # fmt: skip
+
+    def wait_until_up(self) -> None:
+        """Wait for SSH. Raises LabError with the end of the console if it does not come."""
+        try:
+            wait_for(f"SSH on {self.name}", self.answers, _BOOT_SECONDS)
+        except LabError as error:
+            console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
+            raise LabError(f"{error}; its console ends:\n{console}") from None
+
+    def answers(self) -> bool:
+        """Say whether a command runs over SSH."""
+        return (
+            self.ssh("test -e /run/systemd/system && ! test -e /run/nologin", check=False, timeout=15).returncode == 0
+        )
+
+    def wait_until_settled(self) -> None:
+        """Wait until all of the boot is done: docker among it."""
+        self.ssh("systemctl is-system-running --wait", check=False, timeout=_BOOT_SECONDS)
+
+    def kill(self) -> None:
+        """Pull the plug, and unmount."""
+        cgroups.end_processes(self._cgroup)
+        while os.path.ismount(self.root):
+            run(("umount", "-R", str(self.root)))
+
+    def wipe(self) -> None:
+        """Remove the host's files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory.exists():
+            raise LabError(f"{self.directory} can't be removed; is something below it mounted? next: findmnt")
+
+    def reset(self) -> None:
+        """Bring the host back to its pristine state: about two seconds."""
+        self.start()
+        self.wait_until_up()
+        self.wait_until_settled()
+
+    def reboot(self) -> None:
+        """Reboot from inside, and wait for the new boot."""
+        before = self.boot_id()
+        self.ssh("systemctl reboot", check=False)
+        wait_for(f"the reboot of {self.name}", lambda: self.boot_id() not in ("", before), _BOOT_SECONDS)
+        self.wait_until_settled()
+
+    def boot_id(self) -> str:
+        """Return the boot's id, nothing while the host does not answer."""
+        return self.ssh("cat /proc/sys/kernel/random/boot_id", check=False, timeout=10).stdout.strip()
+
+    # -- use -----------------------------------------------------------------------------------------------------
+
+    def ssh_argv(self, user: str = "root") -> tuple[str, ...]:
+        """Return the ssh command up to the host's name."""
+        options = (
+            f"UserKnownHostsFile={self._keys}/known_hosts", "BatchMode=yes", "ConnectTimeout=5", "LogLevel=ERROR",
+            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes",
+        )  # fmt: skip
+        words = [word for option in options for word in ("-o", option)]
+        return ("ssh", "-F", "none", "-i", f"{self._keys}/id_ed25519", *words, f"{user}@{self.address}")
+
+    def ssh(
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: str = "",
+        check: bool = True,
+        timeout: float = 120,
+        user: str = "root",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command (words, or a line for the host's shell) on the host. Raises LabError if it fails."""
+        line = command if isinstance(command, str) else shlex.join(command)
+        argv = (*self.ssh_argv(user), line)
+        try:
+            done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(argv, 124, "", f"no end within {timeout:g} s")
+        if check and done.returncode != 0:
+            raise LabError(
+                f"{self.name}: `{line}` exited {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+            )
+        return done
+
+    def snapshot(self, *places: str) -> Snapshot:
+        """Return mode, owner and content (or link target) of all that lies below some directories (default: /etc)."""
+        found: Snapshot = {}
+        for place in places or ("/etc",):
+            for path in (self.root / place.lstrip("/")).rglob("*"):
+                status = path.lstat()
+                content = b""
+                if stat.S_ISLNK(status.st_mode):
+                    content = str(path.readlink()).encode()
+                elif stat.S_ISREG(status.st_mode):
+                    content = path.read_bytes()
+                name = "/" + str(path.relative_to(self.root))
+                found[name] = (status.st_mode, status.st_uid, status.st_gid, content)
+        return found

@@ -1,0 +1,150 @@
+"""A lab: hosts, their network, their file server; brought up, looked at, and taken down without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.lab import cgroups
+from tests.lab.base import build_base
+from tests.lab.host import Host, HostRequest
+from tests.lab.network import Network
+from tests.lab.repository import build_repository
+from tests.lab.shell import LabError, run, wait_for
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CACHE = REPOSITORY / ".cache"
+_PORT = 8000
+_FIRST_ADDRESS = 11
+
+
+class Lab:
+    """Lab number `number`; labs of different numbers live beside each other. Number 0 is `make demo`'s."""
+
+    def __init__(self, number: int = 0, tell: Callable[[str], None] = lambda message: None) -> None:
+        self.number = number
+        self.directory = REPOSITORY / (".lab" if number == 0 else f".cache/lab{number}")
+        self.network = Network(number)
+        self.www = self.directory / "www"
+        self.url = f"http://{self.network.gateway}:{_PORT}"
+        self.key = self.directory / "id_ed25519"
+        self.known_hosts = self.directory / "known_hosts"
+        self._tell = tell
+
+    def up(self, requests: Sequence[HostRequest]) -> tuple[Host, ...]:
+        """Bring up hosts; one that runs as requested is left alone, anything half-dead is cleaned up and made anew."""
+        if os.geteuid() != 0:
+            raise LabError("the lab needs root; next: sudo make demo")
+        with self._locked():
+            bases = {release: self._base(release) for release in {request.release for request in requests}}
+            self._keys([request.name for request in requests])
+            self.network.up()
+            self._serve()
+            hosts = tuple(
+                self._host(index, request, bases[request.release]) for index, request in enumerate(requests)
+            )  # fmt: skip
+            fresh = [host for host in hosts if not host.is_as_requested()]
+            if fresh:
+                self._tell(f"booting {', '.join(host.name for host in fresh)}")
+            for host in fresh:
+                host.start()
+            with ThreadPoolExecutor(max(len(fresh), 1)) as pool:
+                list(pool.map(Host.wait_until_up, fresh))
+                list(pool.map(Host.wait_until_settled, fresh))
+        return hosts
+
+    def down(self) -> None:
+        """Remove hosts, mounts, network, server and files; the cache of root file systems stays."""
+        with self._locked():
+            for name in self.host_names():
+                base = Path("/nonexistent")
+                Host(HostRequest(name), self._host_directory(name), base, "", self.network.bridge).kill()
+            self._stop_serving()
+            self.network.down()
+            run(("rm", "-rf", str(self.directory)))
+
+    def host_names(self) -> tuple[str, ...]:
+        """Return the names of all hosts of this lab, running or not."""
+        directory = self.directory / "hosts"
+        return tuple(sorted(path.name for path in directory.iterdir())) if directory.exists() else ()
+
+    def status(self) -> str:
+        """Return one line for each host."""
+        lines = []
+        for name in self.host_names():
+            state = "running" if cgroups.runs(f"{self.network.bridge}-{name}") else "down"
+            lines.append(f"{name}: {state}")
+        return "\n".join(lines) or "no hosts; next: python -m tests.lab up"
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        CACHE.mkdir(exist_ok=True)
+        with (CACHE / f"lab{self.number}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _base(self, release: str) -> Path:
+        return build_base(CACHE / "bases", release, self._tell)
+
+    def _host_directory(self, name: str) -> Path:
+        return self.directory / "hosts" / name
+
+    def _host(self, index: int, request: HostRequest, base: Path) -> Host:
+        address = f"{self.network.prefix}.{_FIRST_ADDRESS + index}"
+        return Host(request, self._host_directory(request.name), base, address, self.network.bridge)
+
+    def _keys(self, names: Sequence[str]) -> None:
+        """Make the login key and each host's own; write known_hosts."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.key.exists():
+            run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "gpuprov-lab", "-f", str(self.key)))
+        lines = []
+        for index, name in enumerate(names):
+            directory = self.directory / "host-keys" / name
+            directory.mkdir(parents=True, exist_ok=True)
+            key = directory / "ssh_host_ed25519_key"
+            if not key.exists():
+                run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(key)))
+            kind, blob, _ = key.with_suffix(".pub").read_text().split()
+            lines.append(f"{self.network.prefix}.{_FIRST_ADDRESS + index} {kind} {blob}\n")
+        self.known_hosts.write_text("".join(lines))
+
+    def _serve(self) -> None:
+        """Start the file server with the signed repository, if it does not run."""
+        if not (self.www / "apt/InRelease").exists():
+            build_repository(self.www / "apt", self.directory / "gnupg")
+        if self._server() is not None:
+            return
+        command = (sys.executable, "-m", "tests.lab.www", str(self.www), self.network.gateway, str(_PORT))
+        with (self.directory / "www.log").open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        (self.directory / "www.pid").write_text(str(process.pid))
+        listening = ("sh", "-c", f"ss -Hltn src {self.network.gateway}:{_PORT} | grep -q . && echo yes; :")
+        wait_for("the start of the file server", lambda: "yes" in run(listening), 10)
+
+    def _server(self) -> int | None:
+        """Return the file server's process id if it runs."""
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((self.directory / "www.pid").read_text())
+            if f"{self.www}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        return None
+
+    def _stop_serving(self) -> None:
+        pid = self._server()
+        if pid is not None:
+            os.kill(pid, signal.SIGTERM)
+        gnupg = self.directory / "gnupg"
+        if gnupg.exists():
+            run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=False)

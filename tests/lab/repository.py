@@ -1,0 +1,54 @@
+"""A signed apt repository with one tiny package, as a site would have of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.lab.shell import run
+
+PACKAGE = "site-gpu-tools"
+_CONTROL = f"""Package: {PACKAGE}
+Version: 1.0
+Architecture: all
+Maintainer: The lab <lab@example.org>
+Description: a site's own tools for its GPU hosts
+ One script that says hello.
+"""
+
+
+def build_repository(folder: Path, gnupg: Path) -> str:
+    """Build the repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = _key(gnupg)
+    gpg = ("gpg", "--homedir", str(gnupg), "--batch", "--yes")
+    (folder / "key.asc").write_text(run((*gpg, "--armor", "--export", fingerprint)))
+    (folder / "fingerprint").write_text(fingerprint)
+    _package(folder)
+    packages = run(("sh", "-c", 'cd "$1" && dpkg-scanpackages --multiversion . 2>/dev/null', "sh", str(folder)))
+    (folder / "Packages").write_text(packages)
+    (folder / "Release").write_text(run(("sh", "-c", 'cd "$1" && apt-ftparchive release .', "sh", str(folder))))
+    run((*gpg, "--clearsign", "--output", str(folder / "InRelease"), str(folder / "Release")))
+    return fingerprint
+
+
+def _key(gnupg: Path) -> str:
+    gpg = ("gpg", "--homedir", str(gnupg), "--batch")
+    if not gnupg.exists():
+        gnupg.mkdir(mode=0o700, parents=True)
+        run((*gpg, "--passphrase", "", "--quick-gen-key", "lab <lab@example.org>", "rsa3072", "sign", "never"))
+    found = re.search(r"^fpr:+([0-9A-F]{40}):", run((*gpg, "--with-colons", "--list-keys")), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def _package(folder: Path) -> None:
+    tree = folder / "tree"
+    script = tree / "usr/bin" / PACKAGE
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("#!/bin/sh\necho hello from the site\n")
+    script.chmod(0o755)
+    (tree / "DEBIAN").mkdir(exist_ok=True)
+    (tree / "DEBIAN/control").write_text(_CONTROL)
+    run(("dpkg-deb", "--build", "--root-owner-group", str(tree), str(folder / f"{PACKAGE}_1.0_all.deb")))
+    run(("rm", "-r", str(tree)))

@@ -1,0 +1,45 @@
+"""Where packages come from: read at run time from the machine's own apt configuration."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from tests.lab.shell import run
+
+_DEBIAN = "http://deb.debian.org/debian"
+_SECURITY = "http://deb.debian.org/debian-security"
+_CA_BUNDLE = "etc/ssl/certs/ca-certificates.crt"
+# Proxies and certificates of the site are what a host needs to reach the same mirror.
+_PASSED = re.compile(r'^Acquire::(http|https)::(Proxy|CaInfo|Verify-Peer)\b.*";$', re.MULTILINE)
+
+
+def source_lines(release: str) -> tuple[str, ...]:
+    """Return apt's one-line sources of a Debian release, from the mirror that this machine uses."""
+    archive, security = _mirrors()
+    lines = [f"deb {archive} {release} main"]
+    if release != "sid":
+        lines += [f"deb {archive} {release}-updates main", f"deb {security} {release}-security main"]
+    return tuple(lines)
+
+
+def _mirrors() -> tuple[str, str]:
+    """Return the URIs of Debian's archive and security archive in this machine's sources (deb822 or one-line)."""
+    texts = [path.read_text() for path in Path("/etc/apt").rglob("*") if path.suffix in (".sources", ".list")]
+    uris = re.findall(r"^(?:URIs:|deb(?:\s+\[[^]]*\])?)\s+(https?://\S+)", "\n".join(texts), re.MULTILINE)
+    archive = next((uri for uri in uris if re.search(r"/debian/?$", uri)), _DEBIAN)
+    security = next((uri for uri in uris if re.search(r"/debian-security/?$", uri)), _SECURITY)
+    return archive, security
+
+
+def copy_network_configuration(root: Path, release: str) -> None:
+    """Give a host this machine's name servers, apt sources, proxy and certificates."""
+    (root / "etc/resolv.conf").unlink(missing_ok=True)
+    shutil.copyfile("/etc/resolv.conf", root / "etc/resolv.conf")
+    (root / "etc/apt/sources.list").write_text("".join(f"{line}\n" for line in source_lines(release)))
+    passed = _PASSED.finditer(run(("apt-config", "dump")))
+    (root / "etc/apt/apt.conf.d/80site").write_text("".join(f"{match[0]}\n" for match in passed))
+    bundle = Path("/") / _CA_BUNDLE
+    if bundle.exists():
+        shutil.copyfile(bundle, root / _CA_BUNDLE)
