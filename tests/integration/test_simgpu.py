@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.simgpu import all_gpus, build_libraries, build_run, device_nodes, gpu, install_tree, write_kernel_tree
+from tests.simgpu.kernel_tree import proc_devices
 from tests.simgpu.layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from tests.simgpu.runfile import run_name
 
@@ -203,6 +204,19 @@ def test_the_kernel_tree_names_the_gpus_of_the_table(tmp_path: Path) -> None:
     assert devices.endswith(Path("/proc/devices").read_text().partition("Block devices:")[2])
 
 
+@pytest.mark.parametrize(("version", "line"), [("535.261.03", "195 nvidia-frontend"), ("550.163.01", "195 nvidia")])
+def test_major_195_has_the_name_of_its_time(version: str, line: str) -> None:
+    assert line in proc_devices(version).splitlines()
+
+
+def test_a_machine_without_a_driver_shows_gpus_and_no_module(tmp_path: Path) -> None:
+    write_kernel_tree(tmp_path, 1, driver=None)
+    assert (tmp_path / "sys/bus/pci/devices" / gpu(0).sysfs_id / "vendor").read_text() == "0x10de\n"
+    assert not (tmp_path / "sys/bus/pci/devices" / gpu(0).sysfs_id / "driver").is_symlink()
+    assert not (tmp_path / "proc/driver").exists()
+    assert (tmp_path / "proc/devices").read_text() == Path("/proc/devices").read_text()
+
+
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_run(tmp_path_factory.mktemp("run"))
@@ -343,7 +357,7 @@ def test_after_a_kill_the_next_run_starts_over(run_file: Path, tmp_path: Path) -
     command = """
     echo slow > /etc/simrun.fail
     setsid $INSTALL --silent --no-kernel-modules > /dev/null 2>&1 & group=$!
-    until [ "$(ls /usr/lib/x86_64-linux-gnu | grep -c 'nvidia.*550.163.01')" -ge 3 ]; do sleep 0.05; done
+    until [ "$(grep -c '^0: ' /var/lib/nvidia/log 2> /dev/null)" = 40 ]; do sleep 0.05; done
     kill -KILL -$group; wait; rm /etc/simrun.fail
     ls /var/lib/nvidia/log
     $INSTALL --silent --no-kernel-modules --no-systemd > /dev/null 2>&1; echo rc $?

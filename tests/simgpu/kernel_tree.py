@@ -33,8 +33,8 @@ _PARAMS = (
     'EnableDbgBreakpoint: 0\nOpenRmEnableUnsupportedGpus: 1\nDmaRemapPeerMmio: 1\nRegistryDwords: ""\n'
     'RegistryDwordsPerDevice: ""\nRmMsg: ""\nGpuBlacklist: ""\nTemporaryFilePath: ""\nExcludedGpus: ""\n'
 )
-# From 530 on the kernel lists three names for major 195; before, the one frontend.
-_FIRST_VERSION_WITHOUT_FRONTEND = 530
+# From 550.40.07 on the kernel lists three names for major 195; before, the one frontend.
+_FIRST_VERSION_WITHOUT_FRONTEND = 550
 
 
 def write_kernel_tree(

@@ -28,6 +28,7 @@ userspace=y
 dkms=n
 libglvnd=auto
 systemd=auto
+compat32=auto
 modprobe=y
 x_check=y
 nouveau_check=y
@@ -127,6 +128,7 @@ set_option() { # name, value (y or n for booleans)
     dkms) dkms=$2 ;;
     install-libglvnd) libglvnd=$2 ;;
     systemd) systemd=$2 ;;
+    install-compat32-libs) compat32=$2 ;;
     no-nvidia-modprobe) modprobe=n ;;
     no-x-check) x_check=n ;;
     no-nouveau-check) nouveau_check=n ;;
@@ -383,6 +385,10 @@ choose_directories() {
         library_directory=/usr/lib64
         [ -d /usr/lib/x86_64-linux-gnu ] && library_directory=/usr/lib/x86_64-linux-gnu
         [ -d /usr/lib64 ] || [ -d "$library_directory" ] || library_directory=/usr/lib
+    fi
+    # No 32-bit libraries are in this package; a host without a place for them is told so, as by the real one.
+    if [ $compat32 != n ] && [ ! -d /usr/lib32 ] && [ ! -d /usr/lib/i386-linux-gnu ]; then
+        warning "Unable to find a suitable destination to install 32-bit compatibility libraries. Your system may not be set up for 32-bit compatibility. 32-bit compatibility files will not be installed; if you wish to install them, re-run the installation and set a valid directory with the --compat32-libdir option."
     fi
     if [ "$systemd" = auto ]; then
         systemd=n
