@@ -137,6 +137,13 @@ class System:
             minor=os.minor(found.st_rdev),
         )
 
+    def inode(self, path: str) -> int:
+        """Return a file's inode number, 0 if there is none."""
+        try:
+            return os.stat(self.path(path)).st_ino  # noqa: PTH116 (follows links, as the kernel's lock table does)
+        except OSError:
+            return 0
+
     def exists(self, path: str) -> bool:
         """Say whether anything lies at `path`, links followed."""
         return self.path(path).exists()
@@ -291,6 +298,11 @@ class System:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(place)
+
+    def rename(self, path: str, new: str) -> None:
+        """Give a file another name, replacing what has that name."""
+        self.path(path).replace(self.path(new))
+        _sync_directory(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int) -> None:
         """Make a character device node."""

@@ -1,0 +1,209 @@
+"""Downloads by requests: resumed, retried, and their digest checked before anything may use them."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from gpuprov.changes import Tell
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+
+if TYPE_CHECKING:
+    import requests
+
+_TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
+_RETRIES = 4
+_CHUNK = 1 << 20
+_SMALL = 1 << 20
+_PROGRESS_SECONDS = 0.5
+# The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
+_CA_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
+)  # fmt: skip
+
+
+def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell) -> None:
+    """Fetch `url` (http, https, file) to `destination`, whose SHA-256 shall be `sha256`.
+
+    What a broken download left in `destination`.part is gone on with. Nothing lies at `destination` unless its digest
+    is right. Raises GpuprovError saying why it can't be had.
+    """
+    if system.sha256(destination) == sha256:
+        return
+    part = f"{destination}.part"
+    if url.startswith("file://"):
+        _copy(system, url[len("file://") :], part)
+    else:
+        _transfer(system, url, part, tell)
+    found = system.sha256(part)
+    if found != sha256:
+        start = system.read_start(part, 512) or b""
+        system.remove(part)
+        if re.match(rb"\s*<(!doctype|html)", start, re.IGNORECASE):
+            seen = start[:120].decode("utf-8", "replace").strip()
+            what = f"{masked(url)} gave a web page instead of a file"
+            raise GpuprovError(what, seen, "check the URL, and the proxy's log-in")
+        raise GpuprovError(
+            f"what {masked(url)} gave is not the file that was asked for",
+            f"its SHA-256 is {found}, expected {sha256}",
+            "correct the digest if it is wrong; else the mirror is damaged or hostile",
+        )
+    system.rename(part, destination)
+
+
+def fetch_small(system: System, url: str) -> bytes:
+    """Return what lies at `url`, at most 1 MiB. Raises GpuprovError if it can't be had or is larger."""
+    if url.startswith("file://"):
+        content = system.read_start(url[len("file://") :], _SMALL + 1)
+        if content is None:
+            raise GpuprovError(f"there is no file {url}", "", "check the path")
+    else:
+        with _get(system, url, 0) as response:
+            content = next(response.iter_content(_SMALL + 1), b"")
+            while len(content) <= _SMALL and (more := next(response.iter_content(_SMALL + 1), b"")):
+                content += more
+    if len(content) > _SMALL:
+        raise GpuprovError(f"{masked(url)} is larger than expected", f"more than {_SMALL} bytes", "check the URL")
+    return content
+
+
+def published_sha256(system: System, url: str) -> str:
+    """Return the digest in the `.sha256sum` file beside `url`, or nothing if there is none."""
+    try:
+        text = fetch_small(system, f"{url}.sha256sum").decode("ascii", "replace")
+    except GpuprovError as error:
+        if "404" in str(error) or "no file" in str(error):
+            return ""
+        raise
+    found = re.match(r"\s*([0-9a-f]{64})\b", text)
+    return found[1] if found else ""
+
+
+def masked(url: str) -> str:
+    """Return a URL for messages: without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+
+
+def _copy(system: System, source: str, part: str) -> None:
+    if not system.exists(source):
+        raise GpuprovError(f"there is no file {source}", "", "check the path")
+    with system.path(source).open("rb") as reading, system.path(part).open("wb") as writing:
+        while chunk := reading.read(_CHUNK):
+            writing.write(chunk)
+
+
+def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
+    """Fetch into `part`, from where it ends on; a connection that breaks is taken up again, several times."""
+    import requests
+
+    for attempt in range(_RETRIES):
+        try:
+            _transfer_once(system, url, part, tell)
+            return
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            if attempt == _RETRIES - 1 or _is_hopeless(error):
+                raise _explained(url, error) from None
+            tell(f"connection lost, trying again ({attempt + 2} of {_RETRIES})", 0, 0)
+            system.sleep(2**attempt)
+
+
+def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
+    found = system.status(part)
+    have = found.size if found else 0
+    with _get(system, url, have) as response:
+        if response.status_code == 416:
+            # The part is as long as the file, or longer: begin anew, the digest would not tell which.
+            system.remove(part)
+            _transfer_once(system, url, part, tell)
+            return
+        resumed = response.status_code == 206
+        have = have if resumed else 0
+        total = have + int(response.headers.get("Content-Length") or 0)
+        _require_room(system, part, total - have, url)
+        told = system.now()
+        with system.path(part).open("ab" if resumed else "wb") as file:
+            for chunk in response.iter_content(_CHUNK):
+                file.write(chunk)
+                have += len(chunk)
+                if system.now() - told > _PROGRESS_SECONDS:
+                    tell("downloading", have, total)
+                    told = system.now()
+
+
+def _get(system: System, url: str, start: int) -> requests.Response:
+    """Return the open response. Raises GpuprovError for an HTTP error; lets connection errors through when resuming."""
+    import requests
+
+    headers = {"Range": f"bytes={start}-"} if start else {}
+    try:
+        response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
+    except requests.exceptions.InvalidURL as error:
+        raise _explained(url, error) from None
+    except requests.ConnectionError as error:
+        if _is_hopeless(error) or not start:
+            raise _explained(url, error) from None
+        raise
+    except requests.Timeout as error:
+        raise _explained(url, error) from None
+    if response.status_code not in (200, 206, 416):
+        status, reason = response.status_code, response.reason
+        response.close()
+        next_step = _HTTP_HINTS.get(status, "try again later")
+        raise GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}", next_step)
+    return response
+
+
+_HTTP_HINTS = {
+    401: "the server wants a log-in: put it into the URL",
+    403: "the server refuses: check the URL, and whether a proxy stands between",
+    404: "there is no such file: check version and URL",
+    407: "the proxy wants a log-in: set https_proxy=http://USER:PASSWORD@PROXY:PORT",
+}
+
+
+def _certificates(system: System) -> str | bool:
+    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
+
+
+def _require_room(system: System, path: str, size: int, url: str) -> None:
+    free = system.free_bytes(path)
+    if size > free:
+        raise GpuprovError(
+            f"not enough room for {masked(url)}",
+            f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}",
+            f"make room: df -h {path.rpartition('/')[0]}",
+        )
+
+
+def _is_hopeless(error: Exception) -> bool:
+    """Say whether trying again can't help: a name that does not exist, a certificate that is not trusted."""
+    said = str(error)
+    return "NameResolutionError" in said or "CERTIFICATE_VERIFY_FAILED" in said or "Name or service not known" in said
+
+
+# Part of what requests says, what it means, what to do.
+_CAUSES = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted",
+     "add the site's CA to the host (update-ca-certificates), and check the clock: timedatectl"),
+    ("NameResolution", "its name is not known", "check DNS, or set https_proxy"),
+    ("Name or service not known", "its name is not known", "check DNS, or set https_proxy"),
+    ("Connection refused", "the connection is refused", "is the server up? does the host need a proxy?"),
+    ("timed out", "it does not answer", "check firewall and proxy"),
+    ("ProxyError", "the proxy does not let it through", "check https_proxy"),
+)  # fmt: skip
+
+
+def _explained(url: str, error: Exception) -> GpuprovError:
+    said = str(error)
+    for part, meaning, next_step in _CAUSES:
+        if part in said:
+            return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)
+    return GpuprovError(f"{masked(url)} can't be reached", said[-200:], "check network and proxy, then run this again")

@@ -1,0 +1,107 @@
+"""Fingerprints of OpenPGP public keys, so that a key is known before anything trusts it; verifies no signatures.
+
+RFC 9580 (and RFC 4880, whose keys it keeps): armor section 6, packet headers 4.2, version 4 fingerprints 5.5.4.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+
+from gpuprov.errors import GpuprovError
+
+_PUBLIC_KEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 5, 7
+_ARMOR = re.compile(
+    r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
+    r"(?:\r?\n=[A-Za-z0-9+/]{4})?\r?\n-----END PGP PUBLIC KEY BLOCK-----"
+)
+
+
+def dearmored(key: bytes) -> bytes:
+    """Return a key's packets, whether it comes armored (several blocks too) or not. Raises GpuprovError for no key."""
+    if re.match(rb"\s*<(!doctype|html|\?xml)", key, re.IGNORECASE):
+        raise GpuprovError(
+            "this is a web page, not a key", key.strip()[:80].decode("utf-8", "replace"), "check the URL"
+        )
+    if not key.lstrip().startswith(b"-----BEGIN"):
+        return key
+    blocks = [match["body"] for match in _ARMOR.finditer(key.decode("ascii", "replace"))]
+    if not blocks:
+        raise GpuprovError(
+            "this is no armored public key", key.strip()[:40].decode("utf-8", "replace"), "check the URL"
+        )
+    try:
+        return b"".join(base64.b64decode("".join(block.split()), validate=True) for block in blocks)
+    except binascii.Error as error:
+        raise GpuprovError("this armored key is damaged", str(error), "get it again") from None
+
+
+def fingerprints(key: bytes) -> tuple[str, ...]:
+    """Return the fingerprints (hexadecimal, capitals) of all primary keys in a key file.
+
+    All of them: a file that holds a second key would make a package manager trust that one too. Raises GpuprovError
+    for secret keys, damaged packets, key versions other than 4, or no key at all.
+    """
+    found = []
+    for tag, body in _packets(dearmored(key)):
+        if tag in (_SECRET_KEY, _SECRET_SUBKEY):
+            raise GpuprovError("this is a secret key; a repository needs the public one", "", "export the public key")
+        if tag == _PUBLIC_KEY:
+            found.append(_fingerprint(body))
+    if not found:
+        raise GpuprovError("there is no public key in this file", f"{len(key)} bytes", "check the URL")
+    return tuple(found)
+
+
+def _fingerprint(body: bytes) -> str:
+    if body[:1] != b"\x04":
+        version = body[0] if body else 0
+        raise GpuprovError(
+            f"keys of version {version} are not supported", "", "get the version 4 key of this repository"
+        )
+    return hashlib.sha1(b"\x99" + len(body).to_bytes(2, "big") + body).hexdigest().upper()
+
+
+def _packets(data: bytes) -> list[tuple[int, bytes]]:
+    """Return (tag, body) of each packet. Raises GpuprovError if the data is not made of whole packets."""
+    packets = []
+    place = 0
+    while place < len(data):
+        try:
+            tag, start, length = _header(data, place)
+        except IndexError:
+            raise _damaged(place) from None
+        if start + length > len(data):
+            raise _damaged(place)
+        packets.append((tag, data[start : start + length]))
+        place = start + length
+    return packets
+
+
+def _header(data: bytes, place: int) -> tuple[int, int, int]:
+    """Return a packet's tag, where its body starts, and how long that is."""
+    first = data[place]
+    if not first & 0x80:
+        raise _damaged(place)
+    if not first & 0x40:
+        # Legacy format: the low two bits tell how many octets the length has; 3, indeterminate, is not for keys.
+        octets = {0: 1, 1: 2, 2: 4}.get(first & 3)
+        if octets is None:
+            raise _damaged(place)
+        length = int.from_bytes(data[place + 1 : place + 1 + octets], "big")
+        return (first >> 2) & 0x0F, place + 1 + octets, length
+    second = data[place + 1]
+    if second < 192:
+        return first & 0x3F, place + 2, second
+    if second < 224:
+        return first & 0x3F, place + 3, ((second - 192) << 8) + data[place + 2] + 192
+    if second == 255:
+        return first & 0x3F, place + 6, int.from_bytes(data[place + 2 : place + 6], "big")
+    # Partial lengths are for data packets, never for keys.
+    raise _damaged(place)
+
+
+def _damaged(place: int) -> GpuprovError:
+    return GpuprovError("this is no OpenPGP key, or a damaged one", f"at byte {place}", "check the URL")

@@ -1,0 +1,177 @@
+"""Package repositories and their keys: which a host shall have, and the changes that bring it there; apt's, first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
+from gpuprov.download import fetch_small, masked
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.pgp import dearmored, fingerprints
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+if TYPE_CHECKING:
+    from gpuprov.facts import FileFact
+
+_SOURCES = "/etc/apt/sources.list.d"
+_KEYRINGS = "/etc/apt/keyrings"
+_OURS = "gpuprov-"
+# Debian's name of an architecture, from `uname -m`.
+_DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+# Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
+_WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
+
+
+@dataclass(frozen=True)
+class AptRepository:
+    """A signed apt repository; `str()` is its deb822 source (sources.list(5)).
+
+    A `suite` that ends in a slash is a path, and such a flat repository has no components.
+    """
+
+    name: str
+    uri: str
+    suite: str
+    components: str
+    key_url: str
+    key_fingerprint: str
+    architecture: str
+
+    @property
+    def source_path(self) -> str:
+        return f"{_SOURCES}/{_OURS}{self.name}.sources"
+
+    @property
+    def key_path(self) -> str:
+        # apt takes the format from the name: a binary key must end in .gpg, an armored one in .asc.
+        return f"{_KEYRINGS}/{_OURS}{self.name}.gpg"
+
+    def __str__(self) -> str:
+        lines = ["Types: deb", f"URIs: {self.uri}", f"Suites: {self.suite}"]
+        if not self.suite.endswith("/"):
+            lines.append(f"Components: {self.components or 'main'}")
+        lines += [f"Architectures: {self.architecture}", f"Signed-By: {self.key_path}"]
+        return "".join(f"{line}\n" for line in lines)
+
+
+def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]:
+    """Return the repositories that a host shall have besides its distribution's."""
+    debian = _DEBIAN_ARCHITECTURES.get(architecture, architecture)
+    found = [
+        AptRepository(own.name, own.uri, own.suite, own.components, own.key_url, own.key_fingerprint, debian)
+        for own in spec.repositories
+    ]
+    if spec.toolkit == "nvidia":
+        # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
+        base = spec.toolkit_repository.rstrip("/")
+        key = (f"{base}/gpgkey", spec.toolkit_key_fingerprint)
+        found.append(AptRepository("nvidia-container-toolkit", f"{base}/stable/deb/{debian}", "/", "", *key, debian))
+    return tuple(found)
+
+
+def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
+    """Return what in the host's or the user's sources can't be mended by gpuprov."""
+    wanted = repositories(spec, architecture)
+    withdrawn = tuple(
+        Problem(
+            f"the key of repository {one.name} is withdrawn",
+            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
+            "set the fingerprint of the current key",
+        )
+        for one in wanted
+        if one.key_fingerprint in _WITHDRAWN
+    )
+    mixed = tuple(
+        Problem(
+            f"{path} names {uri} too, among others; apt would report conflicting values for Signed-By",
+            f"{path}, line {line}",
+            f"remove that line: gpuprov keeps this repository in {_SOURCES}/{_OURS}*.sources",
+        )
+        for path, uri, line, alone in _doubles(files, wanted)
+        if not alone
+    )
+    return withdrawn + mixed
+
+
+def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
+    """Return the keys and sources to write, and what stands in their way to remove."""
+    wanted = repositories(spec, architecture)
+    changes: list[Change] = []
+    for one in wanted:
+        key = files.get(one.key_path)
+        if key is None or not _is_pinned(key.content, one.key_fingerprint):
+            changes.append(InstallKey(one.key_path, one.key_url, one.key_fingerprint))
+        source = files.get(one.source_path)
+        if source is None or source.content != str(one).encode() or source.mode != 0o644:
+            changes.append(WriteFile(one.source_path, str(one).encode()))
+    for path, uri, _, alone in _doubles(files, wanted):
+        if alone:
+            changes.append(RemoveFile(path, f"a second source for {uri}"))
+    ours = {path for one in wanted for path in (one.source_path, one.key_path)}
+    for path in files:
+        if path.startswith((f"{_SOURCES}/{_OURS}", f"{_KEYRINGS}/{_OURS}")) and path not in ours:
+            changes.append(RemoveFile(path, "no longer asked for"))
+    return tuple(changes)
+
+
+def _is_pinned(content: bytes, fingerprint: str) -> bool:
+    try:
+        return fingerprints(content) == (fingerprint,)
+    except GpuprovError:
+        return False
+
+
+def _doubles(files: Mapping[str, FileFact], wanted: tuple[AptRepository, ...]) -> list[tuple[str, str, int, bool]]:
+    """Return (path, URI, line number, is it alone in its file) of foreign entries for the URIs of `wanted`."""
+    uris = {one.uri.rstrip("/"): one.uri for one in wanted}
+    found = []
+    for path, file in files.items():
+        if not re.fullmatch(r"/etc/apt/sources\.list(\.d/[^/]+\.(list|sources))?", path) or _OURS in path:
+            continue
+        entries = _entries(file.content.decode("utf-8", "replace"))
+        alone = all(uri in uris for _, uri in entries)
+        found += [(path, uris[uri], line, alone) for line, uri in entries if uri in uris]
+    return found
+
+
+def _entries(text: str) -> list[tuple[int, str]]:
+    """Return (line number, URI) of each active entry of a .list or .sources file, a final slash taken off."""
+    pattern = re.compile(r"^(?:deb(?:-src)?(?:\s+\[[^]]*\])?|URIs:)\s+(\S+)")
+    matches = ((number, pattern.match(line)) for number, line in enumerate(text.splitlines(), 1))
+    return [(number, match[1].rstrip("/")) for number, match in matches if match]
+
+
+@dataclass(frozen=True)
+class InstallKey(Change):
+    """The key at a URL shall be trusted, if it is the pinned one and nothing else."""
+
+    path: str
+    url: str
+    fingerprint: str
+
+    def summary(self) -> str:
+        return f"install key {self.fingerprint} to {self.path}"
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, self.path)
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        key = fetch_small(system, self.url)
+        found = fingerprints(key)
+        if found != (self.fingerprint,):
+            raise GpuprovError(
+                "the repository's key is not the one that is pinned",
+                f"{masked(self.url)} holds {', '.join(found)}; pinned is {self.fingerprint}",
+                "if the repository announced a new key, set its fingerprint; else somebody put another key there",
+            )
+        system.make_directory(parent_of(self.path))
+        system.write(self.path, dearmored(key))
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before)
