@@ -10,7 +10,9 @@
 # Not simulated: questions. Without --silent it behaves as if --no-questions --ui=none had been given.
 
 LC_ALL=C
-export LC_ALL
+# ldconfig, depmod and modprobe are looked for where they usually are, even if the caller's PATH lacks that.
+PATH=$PATH:/usr/sbin:/sbin
+export LC_ALL PATH
 umask 022
 
 VERSION=@VERSION@
