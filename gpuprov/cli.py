@@ -224,7 +224,9 @@ def main() -> None:
     try:
         cli.main(prog_name="gpuprov")
     except GpuprovError as error:
-        click.echo(str(error), err=True)
+        from gpuprov.fleet.text import plain
+
+        click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))
     except BrokenPipeError:
         sys.stderr.close()  # the reader has seen enough (`| head`)

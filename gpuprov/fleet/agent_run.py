@@ -24,12 +24,13 @@ _BOOTSTRAP_PATIENCE = 900
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
 
-# $1: the digest. Old agents go, except those that a run may still be using.
+# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
+# may be csh or fish. Old agents go, except those that a run may still be using.
 _STORE = (
-    "umask 077; set -e; d=$HOME/.cache/gpuprov; mkdir -p $HOME/.cache; mkdir -p -m 0700 $d; t=$d/.agent-$$; "
-    'trap "rm -f $t" EXIT; cat > $t; '
-    'test "$(sha256sum < $t | cut -c1-64)" = $1 || { echo digest mismatch after upload >&2; exit 1; }; '
-    'mv -f $t $d/agent-$1.pyz; find $d -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
+    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
+    'cat > "$t" || { rm -f "$t"; exit 1; }; '
+    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
+    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
 )
 
 

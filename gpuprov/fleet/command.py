@@ -14,6 +14,7 @@ from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.target import HostTarget, Inventory
+from gpuprov.fleet.text import one_line
 from gpuprov.request import Request
 from gpuprov.spec import parse_spec, spec_to_json
 
@@ -52,7 +53,7 @@ def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
     inventory = _inventory(options)
     for warning in inventory.warnings:
-        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201
+        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     request = Request(options.command, check=options.check, diff=options.diff)
     results = _run(options, inventory.hosts, request)
     return overall_exit_code(results)
@@ -103,6 +104,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request) -> t
     console = _console()
     settings = RunSettings(
         build_agent,
+        lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         SshSettings(options.accept_new_host_keys, options.connect_timeout),
         options.bootstrap_python,
         options.forks,

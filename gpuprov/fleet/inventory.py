@@ -5,16 +5,16 @@ ansible-core costs half a second to import, so every import of it stands inside 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.fleet.ansible_messages import ansible_error, ansible_said, clean, explained, vault_hint, worth_telling
 from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
@@ -22,6 +22,7 @@ from gpuprov.spec import PREFIX, spec_from_variables
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
 _PYTHON = re.compile(r"[A-Za-z0-9/._+-]+")
+_ADDRESS = re.compile(r"[\w.:%-]+")
 _TRUE = frozenset((True, 1, "true", "yes", "on", "1", "y", "t"))
 
 
@@ -41,13 +42,13 @@ def read_inventory(
     for source in sources:
         if "," not in source and not Path(source).exists():
             raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory")
-    with _ansible_said() as said:
+    with ansible_said() as said:
         try:
             hosts = _load(sources, limit, extra_vars, vault_password_file, said)
-        except _ansible_error() as error:
-            raise _usage("Ansible cannot read the inventory", _explained(error), _vault_hint(str(error))) from None
+        except ansible_error() as error:
+            raise _usage("Ansible cannot read the inventory", explained(error), vault_hint(str(error))) from None
     targets, warnings = _targets(hosts, sources)
-    return Inventory(targets, tuple(dict.fromkeys((*_worth_telling(said), *warnings))))
+    return Inventory(targets, tuple(dict.fromkeys((*worth_telling(said), *warnings))))
 
 
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
@@ -57,13 +58,13 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
         from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
 
-        with _ansible_said():
+        with ansible_said():
             try:
                 loader = DataLoader()
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
-            except _ansible_error() as error:
-                raise _usage("Ansible cannot read the extra variables", _explained(error)) from None
+            except ansible_error() as error:
+                raise _usage("Ansible cannot read the extra variables", explained(error)) from None
     return replace(target_from_variables("localhost", values), connection="local")
 
 
@@ -84,7 +85,7 @@ def _load(
     for source, place in zip(sources, places):
         before = len(said)
         if not manager.parse_source(place):
-            raise _usage(f"Ansible cannot read the inventory {source}", _clean("\n".join(said[before:])))
+            raise _usage(f"Ansible cannot read the inventory {source}", clean("\n".join(said[before:])))
     manager.reconcile_inventory()
     variables = _variable_manager(loader, manager, extra_vars)
     if not manager.get_hosts():
@@ -141,9 +142,9 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
         if name.startswith((PREFIX, "ansible_")):
             try:
                 resolved[str(name)] = template(value)
-            except _ansible_error() as error:
+            except ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
-                    raise _usage(f"{host}: the template in {name} does not resolve", _explained(error)) from None
+                    raise _usage(f"{host}: the template in {name} does not resolve", explained(error)) from None
     return resolved
 
 
@@ -186,7 +187,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     return HostTarget(
         name=name,
         spec=spec_from_variables(values),
-        address=_first(values, "ansible_host", "ansible_ssh_host") or name,
+        address=_address(_first(values, "ansible_host", "ansible_ssh_host") or name),
         port=_port(_first(values, "ansible_port", "ansible_ssh_port")),
         user=_first(values, "ansible_user", "ansible_ssh_user") or _configured("DEFAULT_REMOTE_USER"),
         identity_file=_first(values, "ansible_ssh_private_key_file", "ansible_private_key_file")
@@ -224,6 +225,17 @@ def _first(values: Mapping[str, Any], *names: str) -> str:
     return next((str(values[name]) for name in names if values.get(name) not in (None, "")), "")
 
 
+def _address(text: str) -> str:
+    # It becomes a pattern in an SSH configuration, and Fabric takes apart what looks like user@host:port.
+    if not _ADDRESS.fullmatch(text) or text.count(":") == 1:
+        raise _usage(
+            "ansible_host is neither a name nor an address",
+            repr(text),
+            "user and port go into ansible_user and ansible_port",
+        )
+    return text
+
+
 def _port(text: str) -> int | None:
     if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise _usage("ansible_port is not a port number", repr(text))
@@ -249,56 +261,6 @@ def _configured(name: str) -> str:
     """Return a setting from ansible.cfg or Ansible's environment, if Ansible is loaded."""
     constants = sys.modules.get("ansible.constants")
     return str(getattr(constants, name, None) or "")
-
-
-# -- what Ansible says ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _ansible_said() -> Iterator[list[str]]:
-    """Collect what Ansible would print: it belongs into our errors, not between the lines of a table."""
-    from ansible.utils.display import Display
-
-    said: list[str] = []
-    display = Display()
-    display.display = lambda msg, *_, **__: said.append(_clean(str(msg)))
-    try:
-        yield said
-    finally:
-        del display.display
-
-
-def _ansible_error() -> type[Exception]:
-    from ansible.errors import AnsibleError
-
-    error: type[Exception] = AnsibleError
-    return error
-
-
-def _worth_telling(said: Sequence[str]) -> list[str]:
-    """Return those of Ansible's warnings that tell of a mistake in the call."""
-    return [line for line in said if "Could not match supplied host pattern" in line]
-
-
-def _clean(text: str) -> str:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("[WARNING]: ", "")
-    return "\n".join(line for line in text.splitlines() if line.strip()).strip()
-
-
-def _explained(error: BaseException) -> str:
-    """Return Ansible's message with the place in a file that it is about, which it keeps apart, or deeper down."""
-    texts = [_clean(str(error))]
-    cause: BaseException | None = error
-    while cause is not None:
-        context = _clean(str(getattr(cause, "_formatted_source_context", None) or ""))
-        if context:
-            return "\n".join((*texts, context))
-        cause = cause.__cause__ or cause.__context__
-    return texts[0]
-
-
-def _vault_hint(text: str) -> str:
-    return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
 
 
 def _usage(what: str, evidence: str = "", next_step: str = "") -> GpuprovError:

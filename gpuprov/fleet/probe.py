@@ -35,21 +35,16 @@ fi
 echo "end"
 """
 
-# EL 8's python3 is 3.6, SLES 15's too; their newer ones have names of their own.
-BOOTSTRAP = """
-if command -v apt-get >/dev/null; then
-  DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND
-  apt-get -q update && apt-get -q -y install python3
-elif command -v dnf >/dev/null; then
-  dnf -q -y install python3.12 || dnf -q -y install python39 || dnf -q -y install python3
-elif command -v zypper >/dev/null; then
-  zypper -q -n install python311 || zypper -q -n install python3
-elif command -v yum >/dev/null; then
-  yum -q -y install python3
-else
-  echo 'no apt-get, dnf, zypper or yum here' >&2; exit 1
-fi
-"""
+# EL 8's python3 is 3.6, SLES 15's too; their newer ones have names of their own. One line, for the login shell's sake.
+BOOTSTRAP = (
+    "if command -v apt-get >/dev/null; then DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; "
+    "apt-get -q update && apt-get -q -y install python3; "
+    "elif command -v dnf >/dev/null; then "
+    "dnf -q -y install python3.12 || dnf -q -y install python39 || dnf -q -y install python3; "
+    "elif command -v zypper >/dev/null; then zypper -q -n install python311 || zypper -q -n install python3; "
+    "elif command -v yum >/dev/null; then yum -q -y install python3; "
+    "else echo no apt-get, dnf, zypper or yum here >&2; exit 1; fi"
+)
 
 
 @dataclass(frozen=True)

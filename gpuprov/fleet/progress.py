@@ -177,7 +177,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         for name in ("host", "", "seconds", "step", "message"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name == "seconds" else "left")
         with self._lock:
-            for host, row in self._rows.items():
+            for host, row in self._visible():
                 seconds = (row.ended or time.monotonic()) - row.begun if row.begun else 0
                 count = f"{row.index}/{row.total}" if row.total else ""
                 message = f"{_percent(row.part)}{row.message}"
@@ -186,6 +186,14 @@ class LiveTable(AbstractContextManager["LiveTable"]):
                     Text(one_line(row.step), row.style), Text(one_line(message), "dim"),
                 )  # fmt: skip
         return table
+
+    def _visible(self) -> Sequence[tuple[str, _Row]]:
+        """Return the rows that fit on the screen; where not all do, hosts at work come first."""
+        rows = list(self._rows.items())
+        room = max(self._console.height - 2, 1)
+        if len(rows) <= room:
+            return rows
+        return sorted(rows, key=lambda item: (item[1].ended > 0, item[1].begun == 0))[:room]
 
 
 def _percent(part: tuple[int, int]) -> str:

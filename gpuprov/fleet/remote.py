@@ -18,6 +18,7 @@ _LONGEST_LINE = 16 << 20
 _MOST_OUTPUT = 1 << 20
 _KEPT_LINES = 40
 CONNECTION_LOST = 255
+KILLED = 128  # by a signal; paramiko does not say which
 
 
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
@@ -51,18 +52,21 @@ def stream(
         for line in _lines(channel.recv):
             on_line(line)
         reader.join(5)
-        code = channel.recv_exit_status() if channel.exit_status_ready() or _is_alive(channel) else -1
+        code = channel.recv_exit_status()
+        if code < 0:
+            code = KILLED if _is_alive(connection) else CONNECTION_LOST
     except (OSError, EOFError) as error:
         errors.append(str(error) or type(error).__name__)
-        code = -1
+        code = CONNECTION_LOST
     finally:
         channel.close()
-    return Completed((command,), CONNECTION_LOST if code < 0 else code, "", "\n".join(errors))
+    return Completed((command,), code, "", "\n".join(errors))
 
 
-def _is_alive(channel: Any) -> bool:
-    transport = channel.get_transport()
-    return bool(transport is not None and transport.is_active())
+def _is_alive(connection: Connection) -> bool:
+    """Say whether the connection outlived its command; its thread may be just about to end."""
+    connection.transport.join(0.5)
+    return bool(connection.transport.is_active())
 
 
 def _write(channel: Any, data: bytes, *, last: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +27,13 @@ RunHost = Callable[[HostTarget, Sink], None]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the command line says about a run over hosts. `build`: returns the agent, called once and only for SSH."""
+    """What the command line says about a run over hosts.
+
+    `build` returns the agent; it is called once, and only if a host is reached by SSH. `tell` shows a sentence.
+    """
 
     build: Callable[[], Agent]
+    tell: Callable[[str], None] = lambda _: None
     ssh: SshSettings = field(default_factory=SshSettings)
     bootstrap_python: bool = False
     forks: int = 20
@@ -45,10 +51,12 @@ class Fleet:
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
         self.interruptions += 1
-        if self.interruptions > 1:
-            with self._lock:
-                for connection in self._connections:
-                    close(connection)
+        if self.interruptions == 1:
+            self.settings.tell("no further host begins; those that run are let finish (Ctrl-C again to leave them)")
+            return
+        with self._lock:
+            for connection in self._connections:
+                close(connection)
 
     def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
         """Return what runs the request on one host."""
@@ -75,10 +83,9 @@ class Fleet:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
-        with ThreadPoolExecutor(max_workers=max(1, min(self.settings.forks, len(targets)))) as pool:
-            futures = [pool.submit(self._one, target, run_host, sink) for target in targets]
-            self._wait(futures)
-        return tuple(future.result() for future in futures)
+        forks = max(1, min(self.settings.forks, len(targets)))
+        with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
+            return tuple(pool.map(lambda target: self._one(target, run_host, sink), targets))
 
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
         if self.interruptions:
@@ -95,14 +102,17 @@ class Fleet:
             recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
         return recorder.result(time.monotonic() - begun)
 
-    def _wait(self, futures: Sequence[Future[HostResult]]) -> None:
-        """Wait for all; Ctrl-C reaches the main thread here."""
-        waiting = set(futures)
-        while waiting:
-            try:
-                _, waiting = wait(waiting, timeout=1, return_when=FIRST_COMPLETED)
-            except KeyboardInterrupt:
-                self.interrupt()
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let Ctrl-C call `interrupt`, instead of raising an exception wherever the main thread happens to be."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda number, frame: self.interrupt())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 class Recorder:

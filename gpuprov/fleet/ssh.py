@@ -108,10 +108,12 @@ def _credentials(target: HostTarget) -> dict[str, Any]:
 def _check_key(connection: Connection, settings: SshSettings) -> None:
     """Put our check of the server's key in the place of Fabric's, which accepts every key."""
     options = connection.ssh_config
-    name = known_hosts_name(options.get("hostkeyalias", connection.host), connection.port)
+    # An alias stands in known_hosts without a port (ssh_config(5), HostKeyAlias).
+    name = options.get("hostkeyalias") or known_hosts_name(connection.host, connection.port)
     files = tuple(options.get("userknownhostsfile", " ".join(USER_FILES)).split())
     known = KnownHosts(files, SYSTEM_FILES)
-    accept_new = settings.accept_new_host_keys or options.get("stricthostkeychecking") in ("accept-new", "no", "off")
+    checking = options.get("stricthostkeychecking", "").lower()
+    accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off")
     connection.client.set_missing_host_key_policy(KeyCheck(known, name, accept_new=accept_new))
 
     def transport(sock: Any, **settings: Any) -> Any:

@@ -175,6 +175,15 @@ def test_key_that_does_not_exist_is_said_so(target: HostTarget) -> None:
     assert "the key /nowhere/id that the inventory names does not exist" in str(error)
 
 
+def test_password_opens_the_door_too(target: HostTarget) -> None:
+    right = dataclasses.replace(target, identity_file="", user="open", password=PASSWORD)
+    assert isinstance(run(right)[-1], Finished)
+    wrong = failure(dataclasses.replace(right, password="wrong pony"))
+    assert "refuses to log in open" in str(wrong)
+    assert "tried the password" in str(wrong)
+    assert "wrong pony" not in str(wrong)
+
+
 def test_closed_port_and_unknown_name_are_unreachable(target: HostTarget) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -270,6 +279,11 @@ def test_agent_that_dies_shows_the_end_of_its_stderr(target: HostTarget) -> None
     assert "exit code 1\n        no space left on device" in str(error)
 
 
+def test_agent_that_is_killed_is_no_lost_connection(target: HostTarget) -> None:
+    error = failure(target, body="os.kill(os.getpid(), signal.SIGKILL)")
+    assert "the agent ended without a result" in str(error)
+
+
 # -- root ------------------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +295,7 @@ def test_sudo_without_password_makes_root(target: HostTarget) -> None:
 
 def test_sudo_with_password_makes_root_and_shows_it_to_nobody(target: HostTarget) -> None:
     seen = (
-        "commands = [open(f'/proc/{pid}/cmdline').read() for pid in os.listdir('/proc') if pid.isdigit()]\n"
+        "commands = os.popen('cat /proc/[0-9]*/cmdline 2>/dev/null').read()\n"
         "tell(event='Note', message=repr([commands, dict(os.environ)]))\n"
     )
     asked = dataclasses.replace(target, user="plain", become_password=PASSWORD)
@@ -320,7 +334,7 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
         dataclasses.replace(target, name="lab-c"),
     ]
     seen: list[tuple[str, Event]] = []
-    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ACCEPTING))
+    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ssh=ACCEPTING))
     results = fleet.run(hosts, Request("install"), lambda host, event: seen.append((host, event)))
     assert [(result.host, result.exit_code, result.changed) for result in results] == [
         ("lab-a", ExitCode.DONE, 3), ("gone", ExitCode.UNREACHABLE, 0), ("lab-c", ExitCode.DONE, 3),

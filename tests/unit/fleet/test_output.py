@@ -58,7 +58,8 @@ RUN: Sequence[Event] = (
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("a\x1b[1;31mb", "ab"), ("\x1b]8;;http://x\x1b\\link", "link"), ("a\tb\n", "a\tb\n"), ("a\rb", "ab"),
-     ("\x1bcx", "x"), ("\x9b1mx", "x"), ("\x9d0;title\x9cx", "x"), ("\x1b(Bx", "x"), ("\u202eabc", "abc"), ("ünï → ok", "ünï → ok")],
+     ("\x1bcx", "x"), ("\x9b1mx", "x"),
+     ("\x9d0;title\x9cx", "x"), ("\x1b(Bx", "x"), ("\u202eabc", "abc"), ("ünï → ok", "ünï → ok")],
     ids=repr,
 )  # fmt: skip
 def test_control_sequences_go_and_text_stays(text: str, expected: str) -> None:
@@ -130,6 +131,18 @@ def test_live_table_shows_host_step_count_and_message() -> None:
     shown = output(to)
     for words in ("lab-a", "lab-b", "1/1", "write /etc/docker/daemon.json", "50 % half", "waiting", "no GPU here"):
         assert words in shown
+
+
+def test_more_hosts_than_lines_show_those_at_work() -> None:
+    to = console(terminal=True)
+    hosts = [f"lab-{number}" for number in range(100)]
+    table = LiveTable(to, hosts)
+    table("lab-3", Finished(0))
+    table("lab-99", Started("1", "install", 1))
+    visible = [host for host, _ in table._visible()]
+    assert visible[0] == "lab-99"
+    assert "lab-3" not in visible
+    assert len(visible) == to.height - 2
 
 
 def test_live_table_keeps_hosts_from_writing_to_the_terminal() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -114,6 +116,22 @@ def test_first_interrupt_starts_no_further_host_and_lets_the_running_one_finish(
     results = run(fleet)
     assert (results[0].exit_code, results[0].changed) == (ExitCode.DONE, 1)
     assert {result.problems[0].what for result in results[1:]} == {"not run: stopped by Ctrl-C before it began"}
+
+
+def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
+    told: list[str] = []
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        sink(Finished(0))
+
+    before = signal.getsignal(signal.SIGINT)
+    fleet = Scripted(script, forks=1)
+    fleet.settings = RunSettings(fleet.settings.build, told.append, forks=1)
+    assert [result.exit_code for result in run(fleet)] == [0, 1, 1, 1, 1, 1]
+    assert "no further host begins" in told[0]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 PRECEDENCE = [
