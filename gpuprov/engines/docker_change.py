@@ -1,0 +1,177 @@
+"""Changes daemon.json, makes docker take it up, and goes back to the old file if docker does not come up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.engines.docker_config import DAEMON_JSON
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+
+_UNIT = "docker.service"
+_COMES_UP_SECONDS = 60
+_RESTART_SECONDS = 180
+# Lines of docker's log that only say that it stopped, not why.
+_NOISE = re.compile(r"^(Starting|Stopping|Stopped|Started|Failed to start|docker\.service: )|level=(info|warning)")
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Return a docker version in a form that compares: 20.10.24+dfsg1 → (20, 10, 24)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+@dataclass(frozen=True)
+class ReconfigureDocker(Change):
+    """daemon.json shall have this content (None: it has it already) and the running docker shall know the runtime.
+
+    `restart` is False where that would stop containers: docker takes up runtimes by a reload too, and containers go on.
+    """
+
+    content: str | None
+    runtime_name: str
+    runtime_path: str
+    restart: bool
+    containers: tuple[str, ...] = ()
+    live_restore: bool = False
+    validates: bool = False
+    default_runtime: bool = False
+
+    @property
+    def key(self) -> str:
+        return "configure docker"
+
+    def summary(self) -> str:
+        what = f"write {DAEMON_JSON} and " if self.content is not None else ""
+        how = "restart" if self.restart else "reload"
+        count = len(self.containers)
+        if not count:
+            return f"{what}{how} docker (no container is running)"
+        fate = "they go on, by live-restore" if self.restart and self.live_restore else "they go on"
+        return f"{what}{how} docker ({count} running: {', '.join(self.containers)}; {fate})"
+
+    def diff(self, system: System) -> str:
+        if self.content is None:
+            return ""
+        return text_diff(DAEMON_JSON, system.read_bytes(DAEMON_JSON), self.content.encode())
+
+    def capture(self, system: System) -> Json:
+        return {"file": capture_path(system, DAEMON_JSON), "was_active": _is_active(system), "restart": self.restart}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        before = self.capture(system)
+        if self.content is not None:
+            self._validate(system)
+            self._write(system, before)
+        tell(f"{'restarting' if self.restart else 'reloading'} docker", 0, 0)
+        trouble = self._take_up(system)
+        if trouble:
+            raise self._gone_back(system, before, trouble)
+        return {}
+
+    def _validate(self, system: System) -> None:
+        """Let dockerd itself look at the new text, where its version can (23.0 and later)."""
+        if not self.validates or self.content is None:
+            return
+        folder = system.temporary_directory("/run")
+        try:
+            system.write(f"{folder}/daemon.json", self.content.encode(), mode=0o600)
+            done = system.run(("dockerd", "--validate", "--config-file", f"{folder}/daemon.json"))
+        finally:
+            system.remove_tree(folder)
+        if not done.ok:
+            raise GpuprovError(
+                f"dockerd refuses {DAEMON_JSON}; nothing was changed",
+                done.evidence(4),
+                f"correct what it names, then check: dockerd --validate --config-file {DAEMON_JSON}",
+            )
+
+    def _write(self, system: System, before: Json) -> None:
+        mode = before["file"].get("mode", 0o644)
+        try:
+            system.make_directory(parent_of(DAEMON_JSON))
+            system.write(DAEMON_JSON, (self.content or "").encode(), mode=mode)
+        except OSError as error:
+            raise GpuprovError(
+                f"{DAEMON_JSON} can't be written",
+                str(error),
+                f"lsattr {DAEMON_JSON} shows an immutable file (chattr -i), findmnt a read-only file system",
+            ) from None
+
+    def _take_up(self, system: System) -> str:
+        """Make docker read the file; return what went wrong, or nothing."""
+        verb = "restart" if self.restart else "reload"
+        done = _systemctl(system, "restart" if not _is_active(system) else verb)
+        if done:
+            return done
+        deadline = system.now() + _COMES_UP_SECONDS
+        seen = ""
+        while system.now() < deadline:
+            seen = self._loaded(system)
+            if not seen:
+                return ""
+            system.sleep(0.2)
+        return seen
+
+    def _loaded(self, system: System) -> str:
+        """Return why docker has not taken the runtime up yet, or nothing."""
+        field = f'{{{{with index .Runtimes "{self.runtime_name}"}}}}{{{{.Path}}}}{{{{end}}}} {{{{.DefaultRuntime}}}}'
+        done = system.run(("docker", "info", "--format", field), timeout=20)
+        if not done.ok:
+            return done.stderr.strip() or "docker info fails"
+        path, _, default = done.stdout.strip("\n").partition(" ")
+        if path != self.runtime_path:
+            return f"docker info shows for runtime {self.runtime_name}: {path or 'nothing'}"
+        if self.default_runtime and default != self.runtime_name:
+            return f"docker info shows default runtime {default}"
+        return ""
+
+    def _gone_back(self, system: System, before: Json, trouble: str) -> GpuprovError:
+        """Bring the old file back, and docker with it; return the error that tells."""
+        words = _last_words(system) or trouble
+        if self.content is None:
+            return GpuprovError("docker does not come up", words, "journalctl -u docker -n 50")
+        restore_path(system, before["file"])
+        _systemctl(system, "reset-failed")
+        back = _systemctl(system, "restart" if before["was_active"] and not _is_active(system) else "reload")
+        if _is_active(system):
+            return GpuprovError(
+                f"docker did not come up with the new {DAEMON_JSON}; the old one is back and docker runs with it",
+                words,
+                "mend what docker names, then run the same command again",
+            )
+        return GpuprovError(
+            f"docker did not come up with the new {DAEMON_JSON}, nor with the old one, which is back",
+            f"{words}\nwith the old file: {back or _last_words(system)}",
+            "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
+        )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Bring the old file back and let docker take it up; an unchanged file disturbs nobody."""
+        image = before["file"]
+        if capture_path(system, DAEMON_JSON) == image:
+            return
+        restore_path(system, image)
+        if _is_active(system):
+            _systemctl(system, "restart" if before["restart"] and before["was_active"] else "reload")
+            if not before["was_active"]:
+                _systemctl(system, "stop")
+
+
+def _is_active(system: System) -> bool:
+    return system.run(("systemctl", "is-active", "--quiet", _UNIT)).ok
+
+
+def _systemctl(system: System, verb: str) -> str:
+    """Do something with docker's unit; return what systemctl complains of, or nothing."""
+    done = system.run(("systemctl", verb, _UNIT), timeout=_RESTART_SECONDS)
+    return "" if done.ok else done.evidence(3)
+
+
+def _last_words(system: System) -> str:
+    """Return why docker says it did not start, from its journal."""
+    done = system.run(("journalctl", "--unit", _UNIT, "--lines", "30", "--no-pager", "--output", "cat"))
+    telling = [line for line in done.stdout.splitlines() if line.strip() and not _NOISE.search(line)]
+    return "\n".join(telling[-3:])
