@@ -155,7 +155,7 @@ def _find_libraries(system: System) -> tuple[str, str]:
 
 
 def _libraries(system: System, directory: str, version: str) -> tuple[Library, ...]:
-    """Return the libraries of that very version, with the links in `directory` that end at each (however many hops)."""
+    """Return the libraries of that very version, with the links in `directory` that end at each, over any hops."""
     links: dict[str, list[str]] = {}
     for name in system.list_directory(directory):
         match = _NAME.fullmatch(name)
@@ -163,15 +163,15 @@ def _libraries(system: System, directory: str, version: str) -> tuple[Library, .
             continue
         path = f"{directory}/{name}"
         real = system.real_path(path)
-        if real.endswith(f".so.{version}") or _is_driver_file(name, version):
+        if real.endswith(f".so.{version}") or _has_own_version(name):
             links.setdefault(real, [])
             if real != path:
                 links[real].append(path)
     return tuple(Library(real, tuple(sorted(names))) for real, names in sorted(links.items()) if system.exists(real))
 
 
-def _is_driver_file(name: str, version: str) -> bool:
-    """Say whether a library with a version of its own belongs to the driver: libnvidia-egl-gbm.so.1.1.1 and its like."""
+def _has_own_version(name: str) -> bool:
+    """Say whether it is one of the driver's libraries that count on their own: libnvidia-egl-gbm.so.1.1.1."""
     return re.match(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so", name) is not None
 
 

@@ -15,13 +15,14 @@ ANNOTATION_PREFIX = "gpuprov.io/"
 
 
 def specification(driver: DriverFacts) -> Specification:
-    """Return devices by index, by UUID, and `all`; what every container needs stands in the common edits."""
+    """Return devices by index, by UUID, by PCI bus id, and `all`; what every container needs stands in the common edits."""
     by_path = {node.path: node for node in driver.nodes}
     devices = []
     for gpu in driver.gpus:
         node = by_path[f"/dev/nvidia{gpu.minor}"]
         edits = Edits(device_nodes=(_device_node(node),))
-        devices += [Device(name, edits) for name in (str(gpu.index), gpu.uuid) if name]
+        # PCI bus ids too: people pin GPUs by their slot.
+        devices += [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
     own = tuple(by_path[f"/dev/nvidia{gpu.minor}"] for gpu in driver.gpus)
     if own:
         devices.append(Device("all", Edits(device_nodes=tuple(_device_node(node) for node in own))))
@@ -51,6 +52,4 @@ def _annotations(driver: DriverFacts) -> dict[str, str]:
     """What NVIDIA_REQUIRE_* is held against at container start, without asking a device then."""
     version = driver.library_version
     found = {"driver-version": version, "cuda-version": cuda_version_of_driver(version) if version else ""}
-    brand = driver.gpus[0].model.split()[1] if driver.gpus and " " in driver.gpus[0].model else ""
-    found["gpu-brand"] = brand
     return {f"{ANNOTATION_PREFIX}{name}": value for name, value in found.items() if value}

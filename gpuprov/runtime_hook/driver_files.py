@@ -1,0 +1,56 @@
+"""Which driver capability needs which file: NVIDIA's seven capabilities, as data.
+
+Source: the lists of libnvidia-container (utility, compute, video, graphics, ngx, compat32), and the file lists of
+driver 550.163.01 as its .run and Debian's packages install them.
+"""
+
+from __future__ import annotations
+
+ALL = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
+DEFAULT = ("compute", "utility")
+
+_UTILITY = ("utility",)
+_COMPUTE = ("compute",)
+_VIDEO = ("video",)
+_GRAPHICS = ("display", "graphics")
+# File name up to `.so`, or a program's whole name. What stands nowhere is needed by all but `utility`: a library that
+# a later driver brings is better mounted than missed.
+_FILES = {
+    "libnvidia-ml": _UTILITY, "libnvidia-cfg": _UTILITY, "nvidia-smi": _UTILITY, "nvidia-debugdump": _UTILITY,
+    "nvidia-persistenced": _UTILITY, "libnvidia-nscq": _UTILITY,
+    "libcuda": _COMPUTE, "libcudadebugger": _COMPUTE, "libnvidia-opencl": _COMPUTE, "libnvidia-gpucomp": (
+        "compute", "display", "graphics"),
+    "libnvidia-ptxjitcompiler": _COMPUTE, "libnvidia-nvvm": _COMPUTE, "libnvidia-nvvm70": _COMPUTE,
+    "libnvidia-allocator": ("compute", "display", "graphics"), "libnvidia-compiler": _COMPUTE,
+    "libnvidia-pkcs11": _COMPUTE, "libnvidia-pkcs11-openssl3": _COMPUTE, "libnvidia-fatbinaryloader": _COMPUTE,
+    "libnvidia-sandboxutils": _UTILITY, "nvidia-cuda-mps-control": _COMPUTE, "nvidia-cuda-mps-server": _COMPUTE,
+    "libvdpau_nvidia": _VIDEO, "libnvidia-encode": _VIDEO, "libnvidia-opticalflow": _VIDEO, "libnvcuvid": _VIDEO,
+    "libnvidia-eglcore": _GRAPHICS, "libnvidia-glcore": _GRAPHICS, "libnvidia-tls": _GRAPHICS,
+    "libnvidia-glsi": _GRAPHICS, "libnvidia-fbc": _GRAPHICS, "libnvidia-ifr": _GRAPHICS, "libnvidia-rtcore": _GRAPHICS,
+    "libnvoptix": _GRAPHICS, "libGLX_nvidia": _GRAPHICS, "libEGL_nvidia": _GRAPHICS, "libGLESv2_nvidia": _GRAPHICS,
+    "libGLESv1_CM_nvidia": _GRAPHICS, "libnvidia-glvkspirv": _GRAPHICS, "libnvidia-cbl": _GRAPHICS,
+    "libnvidia-egl-gbm": _GRAPHICS, "libnvidia-egl-wayland": _GRAPHICS, "libnvidia-egl-xcb": _GRAPHICS,
+    "libnvidia-egl-xlib": _GRAPHICS, "libnvidia-gtk2": _GRAPHICS, "libnvidia-gtk3": _GRAPHICS,
+    "libnvidia-vulkan-producer": _GRAPHICS, "libnvidia-wayland-client": _GRAPHICS, "libnvidia-api": _GRAPHICS,
+    "libnvidia-ngx": ("ngx",), "nvidia-ngx-updater": ("ngx",), "_nvngx.dll": ("ngx",), "nvngx.dll": ("ngx",),
+}  # fmt: skip
+_UNKNOWN = ("compute", "display", "graphics", "ngx", "video")
+
+
+def capabilities_of(path: str) -> tuple[str, ...]:
+    """Return the driver capabilities, any of which needs the file at this path in a container."""
+    name = path.rpartition("/")[2]
+    if "/firmware/" in path or name == "socket":
+        return ALL
+    found = _FILES.get(name.partition(".so")[0], _UNKNOWN)
+    # 32-bit libraries go by their folder and by the capability for them.
+    return ("compat32",) if "/i386-linux-gnu/" in path or path.startswith("/usr/lib32/") else found
+
+
+def node_is_needed(path: str, capabilities: frozenset[str]) -> bool:
+    """Say whether a control node is needed: unified memory is for compute, mode setting for a display."""
+    if path.startswith("/dev/nvidia-uvm"):
+        return "compute" in capabilities
+    if path == "/dev/nvidia-modeset":
+        return bool({"display", "graphics"} & capabilities)
+    return True

@@ -1,0 +1,100 @@
+"""NVIDIA_REQUIRE_*: expressions that an image holds against the host's driver, and the words for a driver too old.
+
+Blanks separate alternatives, commas separate conditions that must all hold: `cuda>=12.4,driver>=550 brand=tesla`.
+Table: NVIDIA CUDA Toolkit release notes, "CUDA Toolkit and Corresponding Driver Versions" (Linux x86_64).
+"""
+
+from __future__ import annotations
+
+from .errors import Refused
+
+# CUDA release, and the first driver that has it.
+_FIRST_DRIVERS = (
+    ("8.0", "367.48"), ("9.0", "384.81"), ("9.1", "390.46"), ("9.2", "396.26"), ("10.0", "410.48"),
+    ("10.1", "418.39"), ("10.2", "440.33"), ("11.0", "450.36.06"), ("11.1", "455.23"), ("11.2", "460.27.03"),
+    ("11.3", "465.19.01"), ("11.4", "470.42.01"), ("11.5", "495.29.05"), ("11.6", "510.39.01"), ("11.7", "515.43.04"),
+    ("11.8", "520.61.05"), ("12.0", "525.60.13"), ("12.1", "530.30.02"), ("12.2", "535.54.03"), ("12.3", "545.23.06"),
+    ("12.4", "550.54.14"), ("12.5", "555.42.02"), ("12.6", "560.28.03"), ("12.8", "570.26"), ("12.9", "575.51.03"),
+    ("13.0", "580.65.06"),
+)  # fmt: skip
+_OPERATORS = ("!=", "<=", ">=", "=", "<", ">")
+
+
+def version_key(text: str) -> tuple[int, ...]:
+    """Return a version that compares; missing components count as 0. Raises ValueError for anything but numbers."""
+    parts = text.split(".")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is no version")
+    key = [int(part) for part in parts]
+    while key and key[-1] == 0:
+        key.pop()
+    return tuple(key)
+
+
+def cuda_version_of_driver(driver: str) -> str:
+    """Return the newest CUDA release that a driver has, nothing for one older than all."""
+    found = [cuda for cuda, first in _FIRST_DRIVERS if version_key(first) <= version_key(driver)]
+    return found[-1] if found else ""
+
+
+def require(expressions: list[str], host: dict[str, str]) -> None:
+    """Raise Refused for the first expression that the host (cuda, driver, arch, brand → value) does not satisfy."""
+    for expression in expressions:
+        alternatives = [part for part in expression.split(" ") if part]
+        if alternatives and not any(_holds(alternative, host) for alternative in alternatives):
+            raise Refused(_violation(alternatives, host))
+
+
+def _holds(alternative: str, host: dict[str, str]) -> bool:
+    conditions = [_condition(part) for part in alternative.split(",") if part]
+    return all(_condition_holds(*condition, host) for condition in conditions)
+
+
+def _condition(text: str) -> tuple[str, str, str]:
+    """Return (property, operator, value). Raises Refused for what is no condition."""
+    places = [place for place in (text.find(mark) for mark in "!<>=") if place >= 0]
+    place = min(places) if places else 0
+    operator = next((mark for mark in _OPERATORS if text.startswith(mark, place)), "")
+    name, value = text[:place], text[place + len(operator) :]
+    if not name or not operator or not value or value[0] in "!<>=":
+        raise Refused(f"the image's requirement {text!r} is no condition such as cuda>=12.4: mend NVIDIA_REQUIRE_*")
+    return name, operator, value
+
+
+def _condition_holds(name: str, operator: str, value: str, host: dict[str, str]) -> bool:
+    # A property that nobody knows is dropped, as NVIDIA's toolkit does; so is one that this host can't tell.
+    if name not in ("cuda", "driver", "arch", "brand") or not host.get(name):
+        return True
+    if name == "brand":
+        same = host[name].lower() == value.lower()
+        if operator not in ("=", "!="):
+            raise Refused(f"the image's requirement brand{operator}{value} can't be: brands are = or !=")
+        return same if operator == "=" else not same
+    try:
+        ours, theirs = version_key(host[name]), version_key(value)
+    except ValueError as error:
+        raise Refused(f"the image's requirement {name}{operator}{value} can't be held against: {error}") from None
+    return {
+        "=": ours == theirs, "!=": ours != theirs, "<": ours < theirs,
+        "<=": ours <= theirs, ">": ours > theirs, ">=": ours >= theirs,
+    }[operator]  # fmt: skip
+
+
+def _violation(alternatives: list[str], host: dict[str, str]) -> str:
+    asked = " or ".join(alternatives)
+    message = f"requires {asked}, this host's driver {host.get('driver', '?')} supports {host.get('cuda', '?')}"
+    needed = _driver_needed(alternatives)
+    if needed:
+        major = needed.partition(".")[0]
+        cuda = host.get("cuda", "")
+        return f"{message}: update the driver to >= {major} or use an image for CUDA <= {cuda}"
+    return f"{message}: use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better"
+
+
+def _driver_needed(alternatives: list[str]) -> str:
+    """Return the first driver for the CUDA release that the first alternative asks for, if it asks for one."""
+    for part in alternatives[0].split(","):
+        name, operator, value = _condition(part)
+        if name == "cuda" and operator in (">=", "="):
+            return next((first for cuda, first in _FIRST_DRIVERS if version_key(cuda) >= version_key(value)), "")
+    return ""
