@@ -9,6 +9,7 @@ from gpuprov import driver_run, kernel, repos, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import find_distribution, supported_names
 from gpuprov.engines import docker
+from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import InstallPackages, RefreshPackageIndex
@@ -63,8 +64,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
-        driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.CompileRuntime, toolkit.WriteCdiSpecification,
-        docker.ReconfigureDocker,
+        driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
+        ReconfigureDocker,
     )
 }  # fmt: skip
 

@@ -8,18 +8,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import render_json
-from gpuprov.changes import (
-    Change,
-    Json,
-    MakeNode,
-    RemoveFile,
-    Tell,
-    WriteFile,
-    capture_path,
-    parent_of,
-    restore_path,
-    text_diff,
-)
+from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.driver_run import installs
 from gpuprov.facts import FileFact, HostFacts
 from gpuprov.runtime_hook import deploy
@@ -42,23 +31,15 @@ def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what brings the bundled runtime's files to this version, file by file."""
+    """Return what brings the bundled runtime's files, and their byte code, to this version."""
     if spec.toolkit != "bundled":
         return ()
-    files = {path: (mode, content) for path, mode, content in deploy.deployed_files()}
-    writes = [
-        WriteFile(path, content, mode)
-        for path, (mode, content) in files.items()
-        if not _is_there(facts.files.get(path), mode, content)
-    ]
+    files = deploy.deployed_files()
+    wanted = {path for path, _, _ in files}
     # A module of an older version that this one lacks would otherwise stay importable.
-    stale = [
-        RemoveFile(path, "of an older version")
-        for path in facts.files
-        if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in files
-    ]
-    compile_step = [] if facts.bytecode_current and not writes else [CompileRuntime()]
-    return (*writes, *stale, *compile_step)
+    stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
+    current = all(_is_there(facts.files.get(path), mode, content) for path, mode, content in files)
+    return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, stale),)
 
 
 def _is_there(found: FileFact | None, mode: int, content: bytes) -> bool:
@@ -66,20 +47,34 @@ def _is_there(found: FileFact | None, mode: int, content: bytes) -> bool:
 
 
 @dataclass(frozen=True)
-class CompileRuntime(Change):
-    """The bundled runtime's modules shall be compiled for this host's Python: a container start then saves 4 ms."""
+class InstallRuntime(Change):
+    """The bundled runtime shall be there: its files (path, mode, content), compiled for this host's Python."""
 
-    directory: str = _HOOK_DIRECTORY
+    files: tuple[tuple[str, int, bytes], ...]
+    stale: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        return f"compile {self.directory}"
+        return f"install the bundled container runtime ({deploy.LAUNCHER_PATH}, {_HOOK_DIRECTORY})"
+
+    def diff(self, system: System) -> str:
+        """Name the files; a program's text is nobody's configuration."""
+        lines = [f"+{path}" for path, _, content in self.files if system.read_bytes(path) != content]
+        return "\n".join([*lines, *(f"-{path}" for path in self.stale)])
 
     def capture(self, system: System) -> Json:
-        cache = f"{self.directory}/__pycache__"
-        return {"files": [capture_path(system, f"{cache}/{name}") for name in system.list_directory(cache)]}
+        cache = f"{_HOOK_DIRECTORY}/__pycache__"
+        compiled = [f"{cache}/{name}" for name in system.list_directory(cache)]
+        paths = [*(path for path, _, _ in self.files), *self.stale, *compiled]
+        return {"files": [capture_path(system, path) for path in paths]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        deploy.compile_bytecode(str(system.path(self.directory)))
+        for path in self.stale:
+            system.remove(path)
+        # The launcher comes last: it must not start what is half there.
+        for path, mode, content in sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH):
+            system.make_directory(parent_of(path))
+            system.write(path, content, mode=mode, owner=(0, 0))
+        deploy.compile_bytecode(str(system.path(_HOOK_DIRECTORY)))
         return {}
 
     @classmethod

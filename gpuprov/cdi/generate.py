@@ -1,7 +1,7 @@
 """The CDI specification of a driver. Pure: what is not in the facts is not in the specification.
 
 No hooks: each link by which the loader finds a library (libcuda.so.1) is a mount of its own, of the same file. So a
-container start needs no process of ours in engines that read CDI themselves, and nothing is written into the container.
+container start needs no process of ours in engines that read CDI themselves, and nothing is written into it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ANNOTATION_PREFIX = "gpuprov.io/"
 
 
 def specification(driver: DriverFacts) -> Specification:
-    """Return devices by index, by UUID, by PCI bus id, and `all`; what every container needs stands in the common edits."""
+    """Return devices by index, UUID, PCI bus id, and `all`; what every container needs stands in the common edits."""
     by_path = {node.path: node for node in driver.nodes}
     devices = []
     for gpu in driver.gpus:

@@ -12,7 +12,7 @@ LIBRARY_PATH = "/usr/lib/gpuprov"
 _NOT_DEPLOYED = ("deploy",)
 # PEP 552: magic number, flags (checked hash), hash of the source.
 _CHECKED_HASH = b"\x03\x00\x00\x00"
-# A shell starts in 0.7 ms, Python in 6: only `create` needs Python. The paths are fixed: a caller's PATH decides nothing.
+# A shell starts in 0.7 ms, Python in 6: only `create` needs Python. Paths are fixed: a caller's PATH decides nothing.
 _LAUNCHER = """#!/bin/sh
 # gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else straight to runc or crun.
 for low_level in {candidates}; do

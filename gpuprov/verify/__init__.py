@@ -1,0 +1,7 @@
+"""The proof: what the GPUs are in the host's own eyes and in a container's. Changes nothing but its own image."""
+
+from __future__ import annotations
+
+from gpuprov.verify.checks import verify
+
+__all__ = ["verify"]
