@@ -262,6 +262,7 @@ def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget) -> None:
         "up = lambda pid: int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])\n"
         "pid = os.getppid()\n"
         "while 'sshd' not in open(f'/proc/{pid}/comm').read(): pid = up(pid)\n"
+        "time.sleep(0.5)  # sshd first has to pass the event on\n"
         "os.kill(pid, signal.SIGKILL)\n"
         "time.sleep(2)\n"
     )
