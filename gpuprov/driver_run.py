@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov import runfile
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import LIBRARY_DIRECTORIES, discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
 from gpuprov.errors import GpuprovError, Problem
@@ -178,7 +178,7 @@ class InstallDriver(Change):
         """A full disk shows up as exit code 15 or a SIGBUS in the middle: look before."""
         found = system.status(self.path)
         need = (found.size if found else 0) * _UNPACKED_RATIO
-        for place in ("/var/tmp", "/usr"):
+        for place in (CACHE_DIRECTORY, "/usr"):
             free = system.free_bytes(place)
             if free < need:
                 raise GpuprovError(
@@ -189,10 +189,15 @@ class InstallDriver(Change):
 
     def _install(self, system: System, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
-        temporary = system.temporary_directory("/var/tmp")
+        has_libgl = any(system.exists(f"{directory}/libGL.so.1") for directory in LIBRARY_DIRECTORIES)
+        # Always the same folder, root's own: what a killed run left there goes now.
+        temporary = f"{CACHE_DIRECTORY}/unpack"
+        system.remove_tree(temporary)
+        system.make_directory(temporary, 0o700)
         try:
             arguments = runfile.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=self.module_type, dkms=dkms,
+                has_libgl=has_libgl,
                 temporary=temporary, log=INSTALLER_LOG,
             )  # fmt: skip
             # An old log must not be taken for this run's.

@@ -13,7 +13,7 @@ from gpuprov.errors import GpuprovError
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {
     "--dkms": (304, 22),
-    "--no-install-libglvnd": (361, 16),
+    "--install-libglvnd": (361, 16),
     "-m=kernel-open": (470, 42, 1),
     "--no-kernel-modules": (515, 43, 4),
     "--kernel-module-type": (555, 42, 2),
@@ -64,12 +64,12 @@ def knows(version: str, option: str) -> bool:
 
 
 def install_arguments(
-    version: str, *, kernel_modules: bool, module_type: str, dkms: bool, temporary: str, log: str
+    version: str, *, kernel_modules: bool, module_type: str, dkms: bool, has_libgl: bool, temporary: str, log: str
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
-    `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again
-    without quotes, so `temporary` and `log` must hold no blanks.
+    `has_libgl`: the distribution's own libGL is installed. `--tmpdir` and its value are two words: the stub ignores
+    `--tmpdir=DIR`. It also expands its arguments again without quotes, so `temporary` and `log` must hold no blanks.
     """
     arguments = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
     if not kernel_modules:
@@ -79,9 +79,10 @@ def install_arguments(
         arguments.append("--dkms")
     if kernel_modules and module_type != "auto":
         arguments += _module_type(version, module_type)
-    # A headless host without libgl1 fails the installer's sanity check on libGL.so.1, with exit code 0.
-    if knows(version, "--no-install-libglvnd"):
-        arguments.append("--no-install-libglvnd")
+    # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
+    # on a missing libGL.so.1 even on a headless host, and with exit code 0.
+    if knows(version, "--install-libglvnd"):
+        arguments.append("--no-install-libglvnd" if has_libgl else "--install-libglvnd")
     return tuple(arguments)
 
 

@@ -42,7 +42,9 @@ class Progress(Protocol):
 def words_for(event: Event, *, verbose: bool) -> str:
     """Return the line that tells of an event; empty where there is nothing to tell."""
     if isinstance(event, Note):
-        return event.message if event.level == "info" else f"{event.level}: {event.message}"
+        if event.level == "debug" and not verbose:
+            return ""
+        return event.message if event.level in ("info", "debug") else f"{event.level}: {event.message}"
     if isinstance(event, ChangeStarted):
         return f"[{event.index}/{event.total}] {event.summary}"
     if isinstance(event, CheckDone):
@@ -169,7 +171,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             _update(row, event)
             if isinstance(event, Planned) and event.changes:
                 self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
-            if isinstance(event, Note) and event.level != "info":
+            if isinstance(event, Note) and event.level == "warning":
                 self._console.print(Text(f"{plain(host)}: {one_line(event.message)}", "yellow"), soft_wrap=True)
 
     def _table(self) -> RenderableType:
@@ -213,6 +215,8 @@ def _update(row: _Row, event: Event) -> None:
         row.message, row.part = event.message, (event.done, event.total)
     elif isinstance(event, CheckDone):
         row.step = event.name
+    elif isinstance(event, Note) and event.level == "debug":
+        row.step = event.message
     elif isinstance(event, Note):
         row.message = event.message
     elif isinstance(event, Finished):

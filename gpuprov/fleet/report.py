@@ -35,7 +35,7 @@ def print_report(
         parts += list(_facts(results, verbose=verbose))
     if any(result.checks for result in results):
         parts.append(_checks_table(results))
-    if len(results) > 1:
+    if len(results) > 1 and (command != "facts" or overall_exit_code(tuple(results)) != ExitCode.DONE):
         parts.append(_summary_table(results, foreseen=check))
     for part in parts:
         console.print(part)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, Sink
+from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Note, Planned, Sink
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.ssh import SshSettings, close, connected
@@ -92,6 +92,7 @@ class Fleet:
             return _not_run(target)
         recorder = Recorder(target.name, sink)
         begun = time.monotonic()
+        recorder(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
         try:
             run_host(target, recorder)
         except GpuprovError as error:

@@ -70,7 +70,13 @@ def test_install_arguments(
     version: str, modules: bool, kind: str, dkms: bool, expected: list[str], unexpected: list[str]
 ) -> None:
     found = install_arguments(
-        version, kernel_modules=modules, module_type=kind, dkms=dkms, temporary="/var/tmp/x", log="/var/log/l"
+        version,
+        kernel_modules=modules,
+        module_type=kind,
+        dkms=dkms,
+        has_libgl=True,
+        temporary="/var/tmp/x",
+        log="/var/log/l",
     )
     assert set(expected) <= set(found)
     assert not set(unexpected) & set(found)
@@ -80,7 +86,15 @@ def test_install_arguments(
 
 def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
     with pytest.raises(GpuprovError, match="no open kernel modules"):
-        install_arguments("460.32.03", kernel_modules=True, module_type="open", dkms=False, temporary="/t", log="/l")
+        install_arguments(
+            "460.32.03",
+            kernel_modules=True,
+            module_type="open",
+            dkms=False,
+            has_libgl=True,
+            temporary="/t",
+            log="/l",
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,3 +140,17 @@ def test_a_clean_log_and_exit_code_0_are_no_failure() -> None:
 
 def test_versions_compare_by_number() -> None:
     assert version_key("550.54.14") < version_key("550.163.01")
+
+
+@pytest.mark.parametrize(("has_libgl", "option"), [(True, "--no-install-libglvnd"), (False, "--install-libglvnd")])
+def test_the_distributions_libgl_is_kept_and_a_headless_host_gets_one(has_libgl: bool, option: str) -> None:
+    found = install_arguments(
+        "550.163.01",
+        kernel_modules=False,
+        module_type="auto",
+        dkms=False,
+        has_libgl=has_libgl,
+        temporary="/t",
+        log="/l",
+    )
+    assert option in found
