@@ -72,13 +72,17 @@ def _prepare(server: Server, path: str) -> None:
     folder = server.folder
     for name in ("etc", "var/cache", "home/root", "home/plain", "home/open"):
         (folder / name).mkdir(parents=True)
-    for name in ("host_key", "identity"):
-        subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name), check=True)
+    for name, kind in (("host_key", "ed25519"), ("other_host_key", "ecdsa"), ("identity", "ed25519")):
+        subprocess.run(("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", folder / name), check=True)
     hashed = subprocess.run(
         ("openssl", "passwd", "-6", PASSWORD), check=True, capture_output=True, text=True
     ).stdout.strip()  # fmt: skip
     ids = {"root": 0, "plain": 4242, "open": 4243}
-    users = "".join(f"{name}:x:{uid}:{uid}::{folder}/home/{name}:/bin/sh\n" for name, uid in ids.items())
+    # bash gives way to the one command that it is called with, dash stays: a signal is seen in two ways.
+    shells = {"root": "/bin/bash"}
+    users = "".join(
+        f"{name}:x:{uid}:{uid}::{folder}/home/{name}:{shells.get(name, '/bin/sh')}\n" for name, uid in ids.items()
+    )
     (folder / "etc/passwd").write_text(users + "sshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n")
     (folder / "etc/shadow").write_text("".join(f"{name}:{hashed}:20000::::::\n" for name in ids))
     (folder / "etc/sudoers").write_text("plain ALL=(ALL) ALL\nopen ALL=(ALL) NOPASSWD: ALL\n")
@@ -86,12 +90,12 @@ def _prepare(server: Server, path: str) -> None:
     for name, uid in ids.items():
         shutil.chown(folder / "home" / name, uid, uid)
     Path("/run/sshd").mkdir(exist_ok=True)
-    settings = {
-        "Port": server.port, "ListenAddress": "127.0.0.1", "HostKey": folder / "host_key", "PidFile": "none",
-        "AuthorizedKeysFile": folder / "identity.pub", "StrictModes": "no", "UsePAM": "no", "SetEnv": f"PATH={path}",
-        "PermitRootLogin": "yes", "MaxStartups": "100",
-    }  # fmt: skip
-    (folder / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+    settings = (
+        f"Port {server.port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host_key", f"HostKey {folder}/other_host_key",
+        "PidFile none", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
+        "PermitRootLogin yes", "MaxStartups 100", f"SetEnv PATH={path}",
+    )  # fmt: skip
+    (folder / "sshd_config").write_text("\n".join(settings) + "\n")
 
 
 def _free_port() -> int:

@@ -133,6 +133,12 @@ def test_changed_host_key_is_refused_whatever_the_option(
     assert known_hosts(target).read_bytes() == before
 
 
+def test_any_key_of_the_server_that_is_known_will_do(server: Server, target: HostTarget) -> None:
+    known = " ".join((server.folder / "other_host_key.pub").read_text().split()[:2])
+    known_hosts(target).write_text(f"[127.0.0.1]:{server.port} {known}\n")
+    run(target, REFUSING)
+
+
 def test_revoked_host_key_is_refused(server: Server, target: HostTarget) -> None:
     known_hosts(target).write_text(f"@revoked * {server.host_key}\n")
     assert "revoked" in str(failure(target, ACCEPTING))
@@ -280,8 +286,9 @@ def test_agent_that_dies_shows_the_end_of_its_stderr(target: HostTarget) -> None
     assert "exit code 1\n        no space left on device" in str(error)
 
 
-def test_agent_that_is_killed_is_no_lost_connection(target: HostTarget) -> None:
-    error = failure(target, body="os.kill(os.getpid(), signal.SIGKILL)")
+@pytest.mark.parametrize("user", ["root", "open"])
+def test_agent_that_is_killed_is_no_lost_connection(target: HostTarget, user: str) -> None:
+    error = failure(dataclasses.replace(target, user=user), body="os.kill(os.getpid(), signal.SIGKILL)")
     assert "the agent ended without a result" in str(error)
 
 
