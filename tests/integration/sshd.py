@@ -91,8 +91,8 @@ def _prepare(server: Server, path: str) -> None:
         shutil.chown(folder / "home" / name, uid, uid)
     Path("/run/sshd").mkdir(exist_ok=True)
     settings = (
-        f"Port {server.port}", "ListenAddress 127.0.0.1", f"HostKey {folder}/host_key", f"HostKey {folder}/other_host_key",
-        "PidFile none", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
+        f"Port {server.port}", "ListenAddress 127.0.0.1", "PidFile none", f"HostKey {folder}/host_key",
+        f"HostKey {folder}/other_host_key", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
         "PermitRootLogin yes", "MaxStartups 100", f"SetEnv PATH={path}",
     )  # fmt: skip
     (folder / "sshd_config").write_text("\n".join(settings) + "\n")
