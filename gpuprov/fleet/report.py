@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +24,7 @@ _WORDS = {
     ExitCode.REBOOT_NEEDED: ("reboot needed", "yellow"),
     ExitCode.UNREACHABLE: ("unreachable", "red"),
 }
+_MOST_DETAILED = 3  # hosts side by side with what was measured; more do not fit on a terminal
 _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -69,7 +71,8 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
         table.add_column(name, justify="right" if name in ("changes", "would change", "seconds") else "left")
     for result in results:
         word, style = _WORDS[result.exit_code]
-        reason = result.problems[0].what if result.problems else result.summary
+        failed = next((check for check in result.checks if check.status == "failed"), None)
+        reason = result.problems[0].what if result.problems else _told(failed) if failed else result.summary
         table.add_row(
             Text(plain(result.host)), Text(word, style), str(result.changed), f"{result.seconds:.1f}",
             Text(one_line(reason)),
@@ -79,32 +82,38 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
 
 def _checks_table(results: Sequence[HostResult]) -> Table:
     """Return hosts across and checks down: there are more checks than hosts, mostly."""
+    detailed = len(results) <= _MOST_DETAILED
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("check")
     for result in results:
         table.add_column(Text(plain(result.host)))
     for name in dict.fromkeys(check.name for result in results for check in result.checks):
-        table.add_row(Text(one_line(name)), *(_check_cell(result, name) for result in results))
+        table.add_row(Text(one_line(name)), *(_check_cell(result, name, detailed=detailed) for result in results))
     return table
 
 
-def _check_cell(result: HostResult, name: str) -> Text:
+def _told(check: CheckDone) -> str:
+    return f"{check.name}: {check.reason}" if check.reason else check.name
+
+
+def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
     found = next((check for check in result.checks if check.name == name), None)
     if found is None:
         return Text("–", "dim")
     cell = Text(plain(found.status), _CHECK_STYLES.get(found.status, ""))
-    if found.status == "failed" and (found.host or found.container):
+    if detailed and found.status == "failed" and (found.host or found.container):
         cell.append(f" host {one_line(found.host) or '–'}, container {one_line(found.container) or '–'}", "")
-    elif found.status == "ok" and found.container:
-        cell.append(f" {one_line(found.container)}", "dim")
+    elif detailed and found.status == "ok":
+        cell.append(f" {one_line(found.container or found.host)}", "dim")
     return cell
 
 
 def problems_text(results: Iterable[HostResult]) -> Text:
-    """Return the problems of all hosts; those with the same cause and cure stand together."""
+    """Return the problems and failed checks of all hosts; those with the same cause and cure stand together."""
     groups: dict[tuple[str, str], list[tuple[str, Problem]]] = {}
     for result in results:
-        for problem in result.problems:
+        failed = (Problem(_told(check)) for check in result.checks if check.status == "failed")
+        for problem in (*failed, *result.problems):
             groups.setdefault((problem.what, problem.next_step), []).append((result.host, problem))
     text = Text()
     for (what, next_step), members in groups.items():
@@ -180,6 +189,7 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     return f"{hosts} {_PARTICIPLES[command]}: {changes} {noun}{follow_up}"
 
 
+_ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
 _PARTICIPLES = {"install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back"}
 
 
@@ -195,9 +205,7 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
 
 
 def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
-    """Return the number that a check about GPUs measured in a container, or None."""
-    numbers = (
-        check.container for check in checks
-        if check.status == "ok" and "gpu" in check.name.lower() and check.container.isdecimal()
-    )  # fmt: skip
-    return next((int(number) for number in numbers), None)
+    """Return the number of GPUs that a container with all of them was seen to have, or None."""
+    seen = (check.container for check in checks if check.status == "ok" and check.name == _ALL_GPUS)
+    number = re.match(r"(\d+) GPUs?\b", next(seen, ""))
+    return int(number.group(1)) if number else None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import gpuprov
 from gpuprov.errors import ExitCode, Problem
 from gpuprov.events import (
     ChangeDone,
@@ -24,7 +26,7 @@ from gpuprov.events import (
     Started,
 )
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
-from gpuprov.fleet.report import last_line, print_report, problems_text, summary_json
+from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.text import listed, one_line, plain
 
@@ -171,7 +173,13 @@ def seen(host: str, count: str, status: str = "ok") -> HostResult:
     code = ExitCode.DONE if status == "ok" else ExitCode.FAILED
     checks = (
         CheckDone("nvidia-smi", "ok", "550", "550"),
-        CheckDone("GPUs", status, count, count if status == "ok" else "0"),
+        CheckDone(
+            "container, all GPUs",
+            status,
+            count,
+            count if status == "ok" else "0 GPUs",
+            "" if status == "ok" else "no nodes",
+        ),
     )
     return HostResult(host, code, checks=checks)
 
@@ -180,9 +188,9 @@ LAST_LINES = [
     ("install", (DONE, SAME), False, "2 hosts installed: 9 + 0 changes; next: gpuprov verify"),
     ("install", (DONE,), True, "1 host: 9 changes would be made, nothing was touched"),
     ("install", (DONE, FAILED, GONE), False, "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"),
-    ("verify", (seen("a", "2"), seen("b", "4")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
-    ("verify", (seen("a", "1"),), False, "1 host ready: containers see 1 GPU"),
-    ("verify", (seen("a", "2"), seen("b", "4", "failed")), False, "1 of 2 hosts ready; failed: b"),
+    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
+    ("verify", (seen("a", "1 GPU, every field the same"),), False, "1 host ready: containers see 1 GPU"),
+    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", "failed")), False, "1 of 2 hosts ready; failed: b"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
@@ -218,20 +226,31 @@ def test_problems_with_the_same_cause_stand_together() -> None:
 
 
 def test_verify_shows_hosts_against_checks() -> None:
-    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed"), GONE))
+    text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed"), GONE))
     assert text.splitlines()[0].split() == ["check", "lab-a", "lab-b", "lab-d"]
-    assert "GPUs        ok 2    failed host 4, container 0  –" in text
+    assert "container, all GPUs  ok 2 GPUs  failed host 4 GPUs, container 0 GPUs  –" in text
+    assert "lab-b: container, all GPUs: no nodes\n" in text
+
+
+def test_many_hosts_show_the_bare_words() -> None:
+    text = report("verify", [seen(f"lab-{letter}", "2 GPUs") for letter in "abcd"])
+    assert "container, all GPUs  ok     ok     ok     ok" in text
+
+
+def test_name_of_the_check_that_counts_is_that_of_verify() -> None:
+    source = (Path(gpuprov.__file__).parent / "verify/checks.py").read_text()
+    assert f'"{_ALL_GPUS}"' in source
 
 
 def test_checks_are_green_and_red() -> None:
-    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed")), terminal=True)
+    text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed")), terminal=True)
     assert "\x1b[32mok" in text
     assert "\x1b[1;31mfailed" in text
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    text = report("verify", (seen("lab-a", "2"), seen("lab-b", "4", "failed")), terminal=True)
+    text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed")), terminal=True)
     assert "\x1b[32m" not in text
     assert "31m" not in text
 
