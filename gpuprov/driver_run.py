@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov import runfile
-from gpuprov.cdi.discover import LIBRARY_DIRECTORIES, discover
+from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
 from gpuprov.errors import GpuprovError, Problem
@@ -25,6 +25,9 @@ _INSTALLER_SECONDS = 3600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
 _HEADER_BYTES = 8192
+# The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
+# installer takes it away before it looks.
+_LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -69,6 +72,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         kernel_modules=builds_modules(facts, spec),
         module_type=spec.kernel_module_type,
         replaces=facts.driver_installed_version,
+        has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
     )
     return (install,) if local else (FetchRunfile(source, path, spec.driver_sha256), install)
 
@@ -130,6 +134,7 @@ class InstallDriver(Change):
     kernel_modules: bool
     module_type: str = "auto"
     replaces: str = ""
+    has_libgl: bool = False
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
@@ -189,7 +194,6 @@ class InstallDriver(Change):
 
     def _install(self, system: System, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
-        has_libgl = any(system.exists(f"{directory}/libGL.so.1") for directory in LIBRARY_DIRECTORIES)
         # Always the same folder, root's own: what a killed run left there goes now.
         temporary = f"{CACHE_DIRECTORY}/unpack"
         system.remove_tree(temporary)
@@ -197,7 +201,7 @@ class InstallDriver(Change):
         try:
             arguments = runfile.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=self.module_type, dkms=dkms,
-                has_libgl=has_libgl,
+                has_libgl=self.has_libgl,
                 temporary=temporary, log=INSTALLER_LOG,
             )  # fmt: skip
             # An old log must not be taken for this run's.

@@ -1,0 +1,185 @@
+"""The main job on real hosts: install, again, verify, break, mend, roll back; over SSH and on the machine itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests import simgpu
+from tests.lab import Host
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.host import Snapshot
+from tests.lab.lab import REPOSITORY
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+# What the host itself makes up: its own clock, its own random numbers.
+_VOLATILE = re.compile(r"^/etc/(machine-id|resolv\.conf|\.pwd\.lock|\.updated|docker/key\.json)$")
+
+
+def etc(host: Host) -> Snapshot:
+    """Return /etc, and where programs of ours would lie."""
+    found = host.snapshot("/etc", "/usr/lib/gpuprov", "/usr/bin")
+    return {path: value for path, value in found.items() if not _VOLATILE.match(path)}
+
+
+def packages(host: Host) -> str:
+    return host.ssh("dpkg-query -W").stdout
+
+
+def docker_start(host: Host) -> str:
+    return host.ssh("systemctl show docker --property=ActiveEnterTimestampMonotonic,MainPID").stdout
+
+
+@pytest.fixture(scope="module")
+def installed(site: Site) -> Host:
+    """A host with everything on it."""
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    host = site.hosts["main"]
+    other = "libnvidia-ml.so.535.261.03"
+    shutil.copyfile(simgpu.build_libraries("535.261.03") / other, host.root / "root" / other)
+    return host
+
+
+def test_check_says_what_would_change_and_changes_nothing(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    before = (etc(host), packages(host), docker_start(host))
+    done = gpuprov("install", "--hosts", site.inventory("main"), "--check", "--diff")
+    assert done.returncode == 0, done.stdout
+    assert f"install NVIDIA driver {DRIVER} (libraries only)" in done.stdout
+    assert re.search(r'^\s*\+.*"path": "/usr/bin/gpuprov-container-runtime"', done.stdout, re.MULTILINE)
+    assert (etc(host), packages(host), docker_start(host)) == before
+    assert not (host.root / "var/lib/gpuprov").exists()
+
+
+def test_a_container_sees_the_hosts_gpus(installed: Host) -> None:
+    """The sentence of the README: docker run … nvidia-smi -L prints the host's GPUs."""
+    gpuprov_image = installed.ssh("docker images -q gpuprov-verify").stdout.split()
+    assert len(gpuprov_image) <= 1
+    host_list = installed.ssh("nvidia-smi -L").stdout
+    assert host_list.count("UUID: GPU-") == 2
+
+
+def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) -> None:
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert "1 host ready" in done.stdout
+    image = installed.ssh("docker images -q gpuprov-verify").stdout.strip()
+    run = f"docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all {image} nvidia-smi -L"
+    assert installed.ssh(run).stdout == installed.ssh("nvidia-smi -L").stdout
+    lines = gpuprov("verify", "--hosts", site.inventory("main"), "--json").stdout.splitlines()
+    events = [json.loads(line) for line in lines]
+    checks = [event for event in events if event.get("event") == "CheckDone"]
+    assert len(checks) >= 8
+    assert {check["status"] for check in checks} == {"ok"}
+
+
+def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, installed: Host) -> None:
+    before = (etc(installed), packages(installed), docker_start(installed))
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0
+    assert "0 changes" in done.stdout
+    assert (etc(installed), packages(installed), docker_start(installed)) == before
+
+
+BREAKAGES = {
+    "docker stopped": ("systemctl stop docker.socket docker", "docker does not answer"),
+    "runtime removed": ("echo '{}' > /etc/docker/daemon.json", "does not have runtime nvidia"),
+    "device node deleted": ("rm /dev/nvidia1", "/dev/nvidia1 is missing"),
+    "driver library swapped": (
+        "cd /usr/lib/x86_64-linux-gnu && cp /root/libnvidia-ml.so.535.261.03 . "
+        "&& ln -sf libnvidia-ml.so.535.261.03 libnvidia-ml.so.1",
+        "version mismatch",
+    ),
+    "CDI specification spoiled": ("echo '{}' > /etc/cdi/nvidia.json", "does not describe the driver"),
+    "runtime's program deleted": ("rm /usr/bin/gpuprov-container-runtime", "is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_verify_fails_plainly_and_install_mends(site: Site, installed: Host, name: str) -> None:
+    command, reason = BREAKAGES[name]
+    installed.ssh(command)
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 1, done.stdout
+    assert reason in done.stdout
+    assert "Traceback" not in done.stdout
+    mended = gpuprov("install", "--hosts", site.inventory("main"))
+    assert mended.returncode == 0, mended.stdout
+    again = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert again.returncode == 0, again.stdout
+
+
+def test_invalid_daemon_json_is_named_by_line_and_column_and_left_alone(site: Site, installed: Host) -> None:
+    path = installed.root / "etc/docker/daemon.json"
+    good = path.read_bytes()
+    bad = b'{\n  "log-driver": "journald",\n  "runtimes": {,}\n}\n'
+    path.write_bytes(bad)
+    try:
+        done = gpuprov("install", "--hosts", site.inventory("main"))
+        assert done.returncode == 1
+        assert "line 3, column 16" in done.stdout
+        assert path.read_bytes() == bad
+    finally:
+        path.write_bytes(good)
+
+
+def test_docker_that_does_not_come_back_gets_its_old_file(site: Site, installed: Host) -> None:
+    path = installed.root / "etc/docker/daemon.json"
+    good = path.read_bytes()
+    # docker runs, and has not read this yet: it will refuse it at its next start.
+    bad = b'{\n  "storage-driver": "no-such-driver"\n}\n'
+    path.write_bytes(bad)
+    try:
+        done = gpuprov("install", "--hosts", site.inventory("main"))
+        assert done.returncode == 1
+        assert "no-such-driver" in done.stdout
+        assert path.read_bytes() == bad
+    finally:
+        path.write_bytes(good)
+        installed.ssh("systemctl reset-failed docker; systemctl restart docker")
+    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+
+
+def test_on_the_machine_itself_the_result_is_the_same(site: Site, installed: Host) -> None:
+    over_ssh = etc(installed)
+    installed.reset()
+    options = [f"-e {key}={site.variables[key]}" for key in ("gpuprov_driver_version", "gpuprov_driver_url")]
+    more = {key: site.variables[key] for key in ("gpuprov_repositories", "gpuprov_packages")}
+    command = f"{GPUPROV} install {' '.join(options)} -e '{json.dumps(more)}'"
+    assert str(GPUPROV).startswith(str(REPOSITORY))
+    done = installed.ssh(command, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert etc(installed) == over_ssh
+    again = installed.ssh(f"{GPUPROV} verify", check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def test_roll_back_gives_back_every_byte(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    before = (etc(host), packages(host))
+    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    assert etc(host) != before[0]
+    done = gpuprov("rollback", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    after = (etc(host), packages(host))
+    changed = {path for path in {*before[0], *after[0]} if before[0].get(path) != after[0].get(path)}
+    # The loader's cache is a binary file that ldconfig writes anew; its content is the same, not its order of bytes.
+    assert changed <= {"/etc/ld.so.cache"}
+    assert after[1] == before[1]
+
+
+@pytest.mark.parametrize("release", ["bullseye", "trixie"])
+def test_other_releases(site: Site, release: str) -> None:
+    """Debian 11 has Python 3.9 and docker 20.10; Debian 13 has docker 26 and apt with sqv."""
+    inventory = site.inventory(release)
+    done = gpuprov("install", "--hosts", inventory)
+    assert done.returncode == 0, done.stdout
+    verified = gpuprov("verify", "--hosts", inventory)
+    assert verified.returncode == 0, verified.stdout
+    assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout

@@ -1,0 +1,84 @@
+"""The lab for pytest: hosts booted once a session, and the command line as a user would type it against them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import simgpu
+from tests.lab.host import Host, HostRequest
+from tests.lab.lab import REPOSITORY, Lab
+
+GPUPROV = Path(sys.executable).with_name("gpuprov")
+DRIVER = simgpu.DRIVER_VERSION
+# One lab for the whole session, beside the demo's.
+_NUMBER = 1
+_HOSTS = {
+    "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),)),
+    "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse"),
+    "bare": HostRequest("bare", gpus=0, python=False),
+    "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
+    "trixie": HostRequest("trixie", release="trixie", gpus=2),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A lab, its hosts by name, and inventories that name them."""
+
+    lab: Lab
+    hosts: dict[str, Host]
+    directory: Path
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def inventory(self, *names: str, **variables: Any) -> Path:
+        """Write an inventory with these hosts; `variables` add to, or with None take away from, the lab's own."""
+        merged = {key: value for key, value in {**self.variables, **variables}.items() if value is not None}
+        hosts = {name: {"ansible_host": self.hosts[name].address} for name in names}
+        path = self.directory / f"{'-'.join(names)}.yml"
+        path.write_text(yaml.safe_dump({"all": {"hosts": hosts, "vars": merged}}))
+        return path
+
+
+def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the command line; stdout and stderr come together, as a user sees them."""
+    argv = [str(GPUPROV), *(str(word) for word in words)]
+    return subprocess.run(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The session's lab: all hosts up, the test driver and a signed repository served."""
+    lab = Lab(_NUMBER)
+    try:
+        hosts = lab.up(list(_HOSTS.values()))
+        run_file = simgpu.build_run(lab.www)
+        variables = {
+            "ansible_user": "root",
+            "ansible_ssh_private_key_file": str(lab.key),
+            "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
+            "gpuprov_driver_version": DRIVER,
+            "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
+            "gpuprov_repositories": [
+                {
+                    "name": "site",
+                    "uri": f"{lab.url}/apt",
+                    "key_url": f"{lab.url}/apt/key.asc",
+                    "key_fingerprint": (lab.www / "apt/fingerprint").read_text(),
+                }
+            ],
+            "gpuprov_packages": ["site-gpu-tools"],
+        }
+        directory = tmp_path_factory.mktemp("inventories")
+        yield Site(lab, {host.name: host for host in hosts}, directory, variables)
+    finally:
+        lab.down()
