@@ -34,6 +34,8 @@ _MANAGED_DIRECTORIES = (
     "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
 )  # fmt: skip
 _LARGEST_MANAGED_FILE = 4 << 20
+# Where an installation writes; often file systems of their own.
+_WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", "/var/cache/gpuprov")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class FileFact:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a machine is."""
+    """What a machine is. `free_bytes`: place → free space on its file system."""
 
     os: OperatingSystem
     architecture: str
@@ -98,6 +100,7 @@ class HostFacts:
     python: str
     bytecode_current: bool
     user_id: int
+    free_bytes: Mapping[str, int]
 
     @property
     def driver_installed_version(self) -> str:
@@ -127,6 +130,7 @@ def gather(system: System) -> HostFacts:
         python=".".join(str(part) for part in sys.version_info[:3]),
         bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
         user_id=system.user_id(),
+        free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
     )
 
 

@@ -16,6 +16,10 @@ from gpuprov.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
 
 
+# Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
+_LEAST_FREE_BYTES = 100 << 20
+
+
 @dataclass(frozen=True)
 class Step:
     """A part of the work: `plan` returns what this part must change, nothing if it is as it should be."""
@@ -85,6 +89,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     # On a machine of the wrong kind the rest would only be noise.
     return _machine_problems(facts) or (
         *_gpu_problems(facts),
+        *_room_problems(facts),
         *kernel.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *software.problems(facts, spec),
@@ -103,6 +108,19 @@ def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
         seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version or '(none)'}"
         return (Problem(f"{facts.os.name} is not supported", seen, f"supported are: {supported_names()}"),)
     return ()
+
+
+def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """A disk that fills up in the middle leaves half of everything: better not begin."""
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place}",
+            f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, free in facts.free_bytes.items()
+        if free < _LEAST_FREE_BYTES
+    )
 
 
 def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:

@@ -179,10 +179,18 @@ def _explained(target: HostTarget, connection: Connection, settings: SshSettings
             "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
         )  # fmt: skip
     except (OSError, EOFError, ProxyCommandFailure) as error:
-        problem = Problem(f"{place} cannot be reached", str(error), f"try: ssh -v {_ssh_words(connection)}")
+        problem = Problem(f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(connection)}")
     else:
         return
     raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
+
+
+def _reasons(error: Exception) -> str:
+    """Return why a connection failed: paramiko's own sentence names none of the reasons that it holds."""
+    errors = getattr(error, "errors", None)
+    if not isinstance(errors, dict):
+        return str(error)
+    return "\n".join(dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in errors.values()))
 
 
 def _authentication_problem(target: HostTarget, connection: Connection, error: Exception) -> Problem:

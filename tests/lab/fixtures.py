@@ -22,7 +22,7 @@ DRIVER = simgpu.DRIVER_VERSION
 _NUMBER = 1
 _HOSTS = {
     "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),)),
-    "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse"),
+    "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse", docker=False),
     "bare": HostRequest("bare", gpus=0, python=False),
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),

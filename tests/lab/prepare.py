@@ -36,12 +36,12 @@ def prepare(host: Host) -> None:
     if request.user:
         _login_user(host)
     if not request.docker:
-        run(("chroot", str(root), "apt-get", "-qq", "purge", "--yes", "docker.io", "containerd", "runc"), timeout=120)
+        run(("chroot", str(root), "dpkg", "--purge", "docker.io", "containerd", "runc"), timeout=120)
     if request.gpus:
         _simulated_gpu(root, request.gpus, request.driver_version)
     if not request.python:
-        for path in (root / "usr/bin").glob("python3*"):
-            path.unlink()
+        names = run(("chroot", str(root), "dpkg-query", "--show", "--showformat=${Package}\n", "*python3*")).split()
+        run(("chroot", str(root), "dpkg", "--purge", "--force-all", *names))
 
 
 def _identity(host: Host) -> None:

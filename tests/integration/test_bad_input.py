@@ -1,0 +1,196 @@
+"""What can be wrong before a run: each with a clear error, the right exit code, and nothing changed on the host."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import Host
+from tests.lab.fixtures import GPUPROV, Site, gpuprov
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake: on which host, how it is made and unmade there, by which variables, and what is said of it."""
+
+    exit_code: int
+    says: tuple[str, ...]
+    host: str = "ops"
+    break_: str = ""
+    mend: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "no GPU": Case(
+        1,
+        ("there is no NVIDIA GPU in this machine", "lspci -d 10de:"),
+        break_="umount /sys/bus/pci/devices",
+        mend="mount --bind /usr/lib/simgpu/sys/bus/pci/devices /sys/bus/pci/devices",
+    ),
+    "driver not loaded outside": Case(
+        1,
+        ("the NVIDIA driver is not loaded in the machine outside",),
+        break_="umount /proc/driver",
+        mend="mount --bind /usr/lib/simgpu/proc/driver /proc/driver",
+    ),
+    "another version loaded outside": Case(
+        1,
+        ("535.261.03 is asked for, but the machine outside runs 550.163.01", "gpuprov_driver_version: 550.163.01"),
+        variables={"gpuprov_driver_version": "535.261.03"},
+    ),
+    "kernel without modules": Case(
+        1, ("this kernel takes no modules", "/proc/modules"), variables={"gpuprov_kernel_modules": "build"}
+    ),
+    "no version given": Case(
+        1, ("which driver version to install is not said",), variables={"gpuprov_driver_version": None}
+    ),
+    "not root": Case(
+        1, ("needs root on the host", "ansible_become"), variables={"ansible_user": "ops", "ansible_become": False}
+    ),
+    "wrong sudo password": Case(
+        1,
+        ("sudo on the host refuses the password", "-K"),
+        variables={"ansible_user": "ops", "ansible_become": True, "ansible_become_password": "wrong"},
+    ),
+    "unsupported distribution": Case(
+        1,
+        ("Arch Linux is not supported", "supported are: debian 11, 12, 13"),
+        break_="cp -a --remove-destination /etc/os-release /root/os-release; "
+        "printf 'ID=arch\\nPRETTY_NAME=\"Arch Linux\"\\n' > /usr/lib/os-release.arch; "
+        "ln -sf /usr/lib/os-release.arch /etc/os-release; mv /usr/lib/os-release /usr/lib/os-release.real; "
+        "cp /usr/lib/os-release.arch /usr/lib/os-release",
+        mend="mv /usr/lib/os-release.real /usr/lib/os-release; rm /usr/lib/os-release.arch /root/os-release; "
+        "ln -sf ../usr/lib/os-release /etc/os-release",
+    ),
+    "unknown variable": Case(
+        2,
+        ("there is no variable gpuprov_driver_verison", "did you mean gpuprov_driver_version?"),
+        variables={"gpuprov_driver_verison": "550.163.01"},
+    ),
+    "wrong type": Case(2, ("must be true or false",), variables={"gpuprov_docker_default_runtime": "perhaps"}),
+    "unreachable host": Case(4, ("no route",), variables={"ansible_host": "10.213.1.199"}),
+    "wrong SSH key": Case(
+        4, ("refuses to log in root", "ansible_ssh_private_key_file"), variables={"ansible_ssh_private_key_file": "KEY"}
+    ),
+    "unknown host key": Case(
+        4, ("--accept-new-host-keys",), variables={"ansible_ssh_common_args": "-o UserKnownHostsFile=/dev/null"}
+    ),
+    "no Python": Case(1, ("--bootstrap-python",), host="bare"),
+    "no room": Case(
+        1,
+        ("not enough room", "df -h"),
+        break_="mkdir -p /var/cache/gpuprov && mount -t tmpfs -o size=300k tmpfs /var/cache/gpuprov",
+        mend="umount /var/cache/gpuprov",
+    ),
+    "wrong digest": Case(
+        1, ("is not the file that was asked for",), variables={"gpuprov_driver_sha256": "0" * 64}
+    ),
+    "no such file": Case(
+        1, ("HTTP 404", "check version and URL"),
+        variables={"gpuprov_driver_url": "http://10.213.1.1:8000/nothing.run", "gpuprov_driver_sha256": "0" * 64},
+    ),
+    "wrong key": Case(
+        1,
+        ("the repository's key is not the one that is pinned",),
+        variables={
+            "gpuprov_repositories": [
+                {
+                    "name": "site",
+                    "uri": "http://10.213.1.1:8000/apt",
+                    "key_url": "http://10.213.1.1:8000/apt/key.asc",
+                    "key_fingerprint": "A" * 40,
+                }
+            ]
+        },
+    ),
+    "no such package": Case(
+        1, ("no repository has such a package",), variables={"gpuprov_packages": ["no-such-package-anywhere"]}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def state() -> Callable[[Host], tuple[object, ...]]:
+    """Return what tells whether a host was changed: configuration, packages, the driver, docker's process."""
+
+    def look(host: Host) -> tuple[object, ...]:
+        etc = {path: value for path, value in host.snapshot("/etc").items() if "ld.so.cache" not in path}
+        kept = ("gpuprov-site", "/etc/apt/keyrings")
+        commands = ("dpkg-query -W", "ls /usr/bin/nvidia-smi", "pidof dockerd")
+        # Earlier changes of a failed run stand, as documented: the site's repository is one.
+        return (
+            {path: value for path, value in etc.items() if not any(part in path for part in kept)},
+            *(host.ssh(command, check=False).stdout for command in commands),
+        )
+
+    return look
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(
+    site: Site, name: str, state: Callable[[Host], tuple[object, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = CASES[name]
+    host = site.hosts[case.host]
+    key = tmp_path_factory.mktemp("key") / "id"
+    key.write_text((site.lab.directory / "host-keys/main/ssh_host_ed25519_key").read_text())
+    key.chmod(0o600)
+    variables = {name: str(key) if value == "KEY" else value for name, value in case.variables.items()}
+    # Without packages of its own, nothing comes before the driver.
+    inventory = site.inventory(case.host, **{"gpuprov_packages": None, **variables})
+    if "ansible_host" in variables:
+        text = inventory.read_text().replace(
+            f"ansible_host: {host.address}", f"ansible_host: {variables['ansible_host']}"
+        )
+        inventory.write_text(text)
+    if case.break_:
+        host.ssh(case.break_)
+    try:
+        before = state(host) if case.host != "bare" else ()
+        done = gpuprov("install", "--hosts", inventory)
+        after = state(host) if case.host != "bare" else ()
+    finally:
+        if case.mend:
+            host.ssh(case.mend)
+    for sentence in case.says:
+        assert sentence.lower() in done.stdout.lower()
+    assert done.returncode == case.exit_code, done.stdout
+    assert "Traceback" not in done.stdout
+    assert after == before
+
+
+def test_bootstrap_python_installs_what_is_missing(site: Site) -> None:
+    """On a host without Python; it has no GPU, so the run then ends there, saying so."""
+    done = gpuprov("install", "--hosts", site.inventory("bare"), "--bootstrap-python")
+    assert "there is no NVIDIA GPU in this machine" in done.stdout
+    assert done.returncode == 1
+    assert site.hosts["bare"].ssh("python3 --version").stdout.startswith("Python 3")
+
+
+def test_not_root_on_the_machine_itself(tmp_path: Path) -> None:
+    """As a user without rights, in this very process tree."""
+    command = ("setpriv", "--reuid=65534", "--clear-groups", str(GPUPROV), "install")
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert "sudo" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_user_with_sudo_and_a_password_installs_docker_too(site: Site) -> None:
+    """This host has no docker at first: the distribution's comes in the same run."""
+    assert site.hosts["ops"].ssh("command -v dockerd", check=False).returncode != 0
+    login = {"ansible_user": "ops", "ansible_become": True, "ansible_become_password": "correct horse"}
+    inventory = site.inventory("ops", **login)
+    done = gpuprov("install", "--hosts", inventory)
+    assert done.returncode == 0, done.stdout
+    assert "correct horse" not in done.stdout
+    assert gpuprov("verify", "--hosts", inventory).returncode == 0

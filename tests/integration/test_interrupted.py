@@ -1,0 +1,104 @@
+"""Runs that are cut off: killed at any moment, disconnected, started twice; the next one ends where it should."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+
+import pytest
+
+from tests.integration.test_install import etc, packages
+from tests.lab import Host
+from tests.lab.fixtures import GPUPROV, Site, gpuprov
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_KILLS = 10
+# What the installer itself dates or what a cut-off run cannot help leaving in other order.
+_ORDER = {"/etc/ld.so.cache"}
+_AGENT = "python3 -I /root/.cache/gpuprov/agent-"
+
+
+def start(site: Site, host: str) -> subprocess.Popen[str]:
+    """Start an installation and return at once."""
+    argv = [str(GPUPROV), "install", "--hosts", str(site.inventory(host))]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_agent(host: Host) -> None:
+    """Wait until the agent's worker is at work."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if host.ssh("ls /var/lib/gpuprov/runs/*.jsonl", check=False).returncode == 0:
+            return
+    raise AssertionError("the agent did not begin")
+
+
+def test_killed_at_ten_moments_the_next_run_ends_as_an_undisturbed_one(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    begun = time.monotonic()
+    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    seconds = time.monotonic() - begun
+    undisturbed = (etc(host), packages(host))
+    moments = random.Random(20)
+    survived = 0
+    for number in range(_KILLS):
+        host.reset()
+        with start(site, "main") as process:
+            # The first second is the connection's; a kill there would meet no agent.
+            time.sleep(1 + moments.random() * (seconds - 1))
+            killed = host.ssh(f"pkill -9 -f '^{_AGENT}'", check=False).returncode == 0
+            process.communicate(timeout=120)
+        survived += not killed
+        done = gpuprov("install", "--hosts", site.inventory("main"))
+        assert done.returncode == 0, f"kill {number}:\n{done.stdout}"
+        found = (etc(host), packages(host))
+        different = {path for path in {*found[0], *undisturbed[0]} if found[0].get(path) != undisturbed[0].get(path)}
+        assert different <= _ORDER, f"kill {number}"
+        assert found[1] == undisturbed[1]
+        assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == ""
+        assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    assert survived < _KILLS // 2, "most kills came too late to mean anything"
+    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+
+
+def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    with start(site, "main") as process:
+        wait_for_agent(host)
+        process.kill()
+        process.communicate()
+    # As if the network were gone: the server's side of all connections ends too.
+    host.ssh("pkill -9 -f 'sshd: root@notty'", check=False)
+    deadline = time.monotonic() + 120
+    while host.ssh(f"pgrep -f '^{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+
+
+def test_the_second_of_two_runs_names_who_holds_the_lock(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    with start(site, "main") as first:
+        wait_for_agent(host)
+        second = gpuprov("install", "--hosts", site.inventory("main"))
+        output, _ = first.communicate(timeout=120)
+    assert second.returncode == 1
+    assert "another gpuprov run holds this host" in second.stdout
+    assert "gpuprov install, since" in second.stdout
+    assert first.returncode == 0, output
+
+
+def test_ctrl_c_ends_the_run_and_leaves_no_mess(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    with start(site, "main") as process:
+        wait_for_agent(host)
+        process.send_signal(2)
+        output, _ = process.communicate(timeout=120)
+    assert "Traceback" not in output
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
