@@ -15,7 +15,6 @@ from gpuprov.facts import HostFacts
 from gpuprov.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
 
-
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
 _LEAST_FREE_BYTES = 100 << 20
 

@@ -1,0 +1,172 @@
+"""A host at the System seam: a real tree of files below a temporary root, and programs that act on it.
+
+What its programs answer was recorded from Debian 12 with docker 20.10; the real programs run in tests/integration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+from gpuprov.system import NOT_FOUND, Completed, System
+from tests import simgpu
+
+RELEASE = "6.1.0-13-amd64"
+_OS_RELEASE = 'ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'
+_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+Tree = dict[str, tuple[int, int, int, int, bytes]]
+
+
+class FakeHost(System):
+    """Debian 12 in a system container, with GPUs, docker and no driver libraries."""
+
+    def __init__(self, root: Path, gpus: int = 2) -> None:
+        super().__init__(str(root))
+        self.installed = {"dpkg": "1.21.22", "docker.io": "20.10.24+dfsg1-1+deb12u1+b2"}
+        self.available = {"site-gpu-tools": "1.0"}
+        self.docker_active = True
+        self.docker_loaded: dict[str, str] = {"runc": "runc"}
+        self.docker_starts = 0
+        self.commands: list[tuple[str, ...]] = []
+        self._driver_files: list[Path] = []
+        for folder in (
+            "etc/apt/sources.list.d",
+            "etc/docker",
+            "run/systemd",
+            "usr/bin",
+            "var/lib",
+            "var/log",
+            "dev",
+            "usr/lib",
+        ):
+            (root / folder).mkdir(parents=True)
+        (root / "etc/os-release").write_text(_OS_RELEASE)
+        (root / "run/systemd/container").write_text("systemd-nspawn\n")
+        simgpu.write_kernel_tree(root, gpus)
+        for program in ("apt-get", "dpkg-query", "docker", "dockerd", "systemctl"):
+            (root / "usr/bin" / program).write_text("#!/bin/sh\n")
+            (root / "usr/bin" / program).chmod(0o755)
+
+    def user_id(self) -> int:
+        return 0
+
+    def kernel_release(self) -> str:
+        return RELEASE
+
+    def architecture(self) -> str:
+        return "x86_64"
+
+    def free_bytes(self, path: str) -> int:
+        return 10 << 30
+
+    def sleep(self, seconds: float) -> None:
+        """Nobody waits in a test."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        self.commands.append(argv)
+        programs = {
+            "apt-get": self._apt_get, "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
+            "docker": self._docker, "systemctl": self._systemctl, "journalctl": lambda words: (0, ""),
+            "sh": self._runfile, "nvidia-uninstall": self._uninstall,
+        }  # fmt: skip
+        program = programs.get(argv[0].rpartition("/")[2])
+        if program is None:
+            return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
+        code, output = program(argv[1:])
+        return Completed(argv, code, output if code == 0 else "", "" if code == 0 else output)
+
+    def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return 0, "".join(f"installed {name} {version}\n" for name, version in sorted(self.installed.items()))
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "update" in words:
+            return 0, "Reading package lists...\n"
+        names = words[words.index("--") + 1 :]
+        if "purge" in words:
+            for name in names:
+                del self.installed[name]
+            return 0, ""
+        unknown = [name for name in names if name not in self.available]
+        if unknown:
+            return 100, f"E: Unable to locate package {unknown[0]}"
+        self.installed.update({name: self.available[name] for name in names})
+        return 0, ""
+
+    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if not self.docker_active:
+            return (
+                1,
+                "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+            )
+        if words[0] == "ps":
+            return 0, ""
+        if words[-1] == "{{json .}}":
+            runtimes = {name: {"path": path} for name, path in self.docker_loaded.items()}
+            info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": "runc"}
+            return 0, json.dumps({**info, "LiveRestoreEnabled": False, "ContainersRunning": 0, "CgroupVersion": "2"})
+        return 0, f"{self.docker_loaded.get('nvidia', '')} runc\n"
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "is-active":
+            return (0 if self.docker_active else 3), ""
+        if words[0] in ("restart", "reload"):
+            self.docker_starts += words[0] == "restart"
+            self.docker_active = True
+            text = self.read_text("/etc/docker/daemon.json") or "{}"
+            runtimes = json.loads(text).get("runtimes", {})
+            self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
+        return 0, ""
+
+    def _runfile(self, words: tuple[str, ...]) -> tuple[int, str]:
+        """Install as the .run does: libraries, programs, its log."""
+        before = set(self.root.rglob("*"))
+        simgpu.install_tree(self.root)
+        (self.root / "var/log/nvidia-installer.log").write_text("-> now complete.\n")
+        self._driver_files = sorted(set(self.root.rglob("*")) - before, reverse=True)
+        return 0, ""
+
+    def _uninstall(self, words: tuple[str, ...]) -> tuple[int, str]:
+        for path in self._driver_files:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+            elif not any(path.iterdir()):
+                path.rmdir()
+        return 0, ""
+
+    def tree(self) -> Tree:
+        """Return all that lies below the root: mode, owner, device numbers, content; the journal left out."""
+        found: Tree = {}
+        for path in self.root.rglob("*"):
+            name = "/" + str(path.relative_to(self.root))
+            if name.startswith(("/var/lib/gpuprov", "/run/gpuprov.lock", "/var/cache")):
+                continue
+            status = path.lstat()
+            content = str(path.readlink()).encode() if path.is_symlink() else b""
+            if stat.S_ISREG(status.st_mode):
+                content = path.read_bytes()
+            found[name] = (status.st_mode, status.st_uid, status.st_gid, status.st_rdev, content)
+        return found
+
+    def state(self) -> tuple[Tree, dict[str, str], dict[str, str], int]:
+        """Return all that a run could have changed."""
+        return self.tree(), dict(self.installed), dict(self.docker_loaded), self.docker_starts
+
+
+def write_runfile(path: Path) -> None:
+    """Write a file with a driver .run's header and nothing behind it."""
+    label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {simgpu.DRIVER_VERSION}"
+    path.write_text(f'#!/bin/sh\nlabel="{label}"\n')
+    os.utime(path, (0, 0))

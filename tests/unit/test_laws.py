@@ -1,0 +1,214 @@
+"""The six laws that hold for every step: what a user relies on without reading how a step works."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpuprov.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.errors import ExitCode
+from gpuprov.events import ChangeDone, Event, Finished, Planned
+from gpuprov.facts import gather
+from gpuprov.journal import new_journal, read_runs
+from gpuprov.plan import CHANGE_KINDS, STEPS, make_plan
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.system import System
+from tests import simgpu
+from tests.lab.repository import build_repository
+from tests.unit.fake_host import FakeHost, write_runfile
+
+pytestmark = pytest.mark.root
+STEP_NAMES = tuple(step.name for step in STEPS)
+# What others keep where the steps work; none of it is gpuprov's.
+FOREIGN = {
+    "etc/apt/sources.list.d/other.sources": "Types: deb\nURIs: http://other.example/debian\nSuites: ./\n",
+    "etc/apt/keyrings/other.gpg": "not ours",
+    "etc/docker/daemon.json": '{\n  "runtimes": {"kata": {"path": "/usr/bin/kata"}},\n  "log-driver": "journald"\n}\n',
+    "etc/cdi/other.json": "{}",
+    "usr/lib/gpuprov/README": "a note of the administrator's",
+    "dev/null-like": "",
+}
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
+    """A spec that gives every step something to do, with its files on a real web server."""
+    folder = tmp_path_factory.mktemp("www")
+    fingerprint = build_repository(folder / "apt", tmp_path_factory.mktemp("gpg") / "home")
+    run_file = folder / "driver.run"
+    write_runfile(run_file)
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        repository = {"name": "site", "uri": f"{url}/apt", "key_url": f"{url}/apt/key.asc"}
+        yield parse_spec(
+            {
+                "driver_version": simgpu.DRIVER_VERSION,
+                "driver_url": f"{url}/driver.run",
+                "driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
+                "repositories": [{**repository, "key_fingerprint": fingerprint}],
+                "packages": ["site-gpu-tools"],
+            }
+        )
+        server.shutdown()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    for path, text in FOREIGN.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    # docker runs with the file that it finds here.
+    made.run(("systemctl", "reload", "docker.service"))
+    return made
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a step did: the keys it planned and those that the journal says were done."""
+
+    planned: tuple[str, ...]
+    done: tuple[str, ...]
+
+
+def apply_step(host: System, spec: HostSpec, name: str) -> Applied:
+    """Plan one step and carry it out, as a run of its own."""
+    step = next(step for step in STEPS if step.name == name)
+    changes = step.plan(gather(host), spec)
+    journal = new_journal(host, "install")
+    apply_changes(changes, host, journal, ignore)
+    journal.end("done")
+    entries = read_runs(host)[-1].entries
+    planned = tuple(change.key for change in changes)
+    return Applied(planned, tuple(entry.key for entry in entries if entry.state == "done"))
+
+
+def bring_up_to(host: System, spec: HostSpec, name: str) -> None:
+    """Carry out all steps before the named one; without nodes, so that there are some to make."""
+    for before in STEP_NAMES[: STEP_NAMES.index(name)]:
+        apply_step(host, spec, before)
+
+
+def install(host: FakeHost, spec: HostSpec, *, check: bool = False) -> list[Event]:
+    events: list[Event] = []
+    run_request(Request("install", spec_to_json(spec), check=check, diff=check), events.append, host)
+    return events
+
+
+def finished(events: list[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_every_step_has_something_to_do_here(host: FakeHost, spec: HostSpec, name: str) -> None:
+    """Else the laws below would hold for nothing."""
+    bring_up_to(host, spec, name)
+    assert apply_step(host, spec, name).planned
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> None:
+    bring_up_to(host, spec, name)
+    before = host.state()
+    host.commands.clear()
+    events = install(host, spec, check=True)
+    assert finished(events).exit_code == ExitCode.DONE
+    assert any(isinstance(event, Planned) and event.changes for event in events)
+    assert host.state() == before
+    assert {command[0] for command in host.commands} <= {"dpkg-query", "docker"}
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_applying_twice_changes_once(host: FakeHost, spec: HostSpec, name: str) -> None:
+    bring_up_to(host, spec, name)
+    apply_step(host, spec, name)
+    before = host.state()
+    assert apply_step(host, spec, name).planned == ()
+    assert host.state() == before
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_the_forecast_equals_what_was_done(host: FakeHost, spec: HostSpec, name: str) -> None:
+    bring_up_to(host, spec, name)
+    forecast = make_plan(gather(host), spec)
+    keys = [item.change.key for item in forecast.changes]
+    events = install(host, spec)
+    assert finished(events).exit_code == ExitCode.DONE
+    assert [event.key for event in events if isinstance(event, ChangeDone)] == keys
+    assert [entry.key for entry in read_runs(host)[-1].entries if entry.state == "done"] == keys
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_what_is_not_ours_survives(host: FakeHost, spec: HostSpec, name: str) -> None:
+    bring_up_to(host, spec, name)
+    apply_step(host, spec, name)
+    for path, text in FOREIGN.items():
+        found = (host.root / path).read_text()
+        if path.endswith("daemon.json"):
+            assert '"log-driver": "journald"' in found
+            assert '"/usr/bin/kata"' in found
+        else:
+            assert found == text
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_undo_gives_back_every_byte_owner_and_mode(host: FakeHost, spec: HostSpec, name: str) -> None:
+    (host.root / "etc/docker/daemon.json").chmod(0o640)
+    bring_up_to(host, spec, name)
+    tree, installed, loaded, _ = host.state()
+    apply_step(host, spec, name)
+    run = last_undoable_run(host)
+    assert run is not None
+    roll_back(host, run, CHANGE_KINDS, ignore)
+    after, installed_after, loaded_after, _ = host.state()
+    log = {"/var/log/nvidia-installer.log"}
+    assert {path: after.get(path) for path in {*tree, *after} - log if after.get(path) != tree.get(path)} == {}
+    assert installed_after == installed
+    assert loaded_after == loaded
+
+
+@pytest.mark.parametrize("name", STEP_NAMES)
+def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> None:
+    """Somebody undoes a step's work behind the run's back: the run must not call itself done."""
+    steps = {item.change.key: item.step for item in make_plan(gather(host), spec).changes}
+    bring_up_to(host, spec, name)
+    if name not in steps.values():
+        steps.update({item.change.key: item.step for item in make_plan(gather(host), spec).changes})
+    undone = False
+
+    def sabotage(event: Event) -> None:
+        nonlocal undone
+        if isinstance(event, ChangeDone) and event.key == last:
+            run = read_runs(host)[-1]
+            for entry in run.undoable:
+                if steps.get(entry.key) == name:
+                    CHANGE_KINDS[entry.kind].undo(host, entry.before, entry.outcome)
+                    undone = True
+
+    last = [item.change.key for item in make_plan(gather(host), spec).changes][-1]
+    events: list[Event] = []
+
+    def sink(event: Event) -> None:
+        events.append(event)
+        sabotage(event)
+
+    run_request(Request("install", spec_to_json(spec)), sink, host)
+    assert undone
+    assert finished(events).exit_code == ExitCode.FAILED
+    assert "did not settle" in finished(events).problems[0].what
