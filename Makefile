@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-fast lint bench agent clean
+.PHONY: help setup demo demo-down test test-fast lint docs bench agent clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -42,6 +42,10 @@ test: lint  ## All tests, real hosts included.
 
 test-fast: setup  ## The tests that need neither root nor hosts.
 	$(BIN)/python -m pytest tests/unit
+
+docs: setup  ## Write the configuration reference from the schema.
+	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
+	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
 agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 	$(BIN)/gpuprov agent build -o build/gpuprov-agent.pyz

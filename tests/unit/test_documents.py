@@ -1,0 +1,33 @@
+"""Documents that are written by a program say what the program says; examples are valid."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gpuprov.fleet.inventory import read_inventory
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_configuration_reference_is_the_schemas_own() -> None:
+    command = (Path(sys.executable).with_name("gpuprov"), "options", "--markdown")
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table.strip() in (ROOT / "docs/configuration.md").read_text(), "next: make docs"
+
+
+def test_example_inventory_is_valid() -> None:
+    hosts = {host.name: host for host in read_inventory((str(ROOT / "inventories/example"),)).hosts}
+    assert len(hosts) == 7
+    assert hosts["train01.example.org"].spec.kernel_module_type == "open"
+    assert hosts["infer03.example.org"].spec.docker == "preinstalled"
+    assert hosts["infer02.example.org"].port == 2222
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    import re
+
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
