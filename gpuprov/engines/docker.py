@@ -68,8 +68,10 @@ def gather(system: System) -> DockerFacts:
 def parse_info(text: str) -> DockerFacts:
     """Return what `docker info --format '{{json .}}'` says; a daemon that does not answer shows up as not active."""
     try:
-        info: dict[str, Any] = json.loads(text)
+        info: Any = json.loads(text)
     except ValueError:
+        info = None
+    if not isinstance(info, dict):
         return DockerFacts(error=text.strip()[:200])
     errors = info.get("ServerErrors") or []
     if errors or not info.get("ServerVersion"):

@@ -12,6 +12,7 @@ from gpuprov.system import System
 
 _UNIT = "docker.service"
 _COMES_UP_SECONDS = 60
+_RELOAD_SECONDS = 15
 _RESTART_SECONDS = 180
 # Lines of docker's log that only say that it stopped, not why.
 _NOISE = re.compile(r"^(Starting|Stopping|Stopped|Started|Failed to start|docker\.service: )|level=(info|warning)")
@@ -57,7 +58,7 @@ class ReconfigureDocker(Change):
         return text_diff(DAEMON_JSON, system.read_bytes(DAEMON_JSON), self.content.encode())
 
     def capture(self, system: System) -> Json:
-        return {"file": capture_path(system, DAEMON_JSON), "was_active": _is_active(system), "restart": self.restart}
+        return {"file": capture_path(system, DAEMON_JSON), "was_active": _is_active(system)}
 
     def apply(self, system: System, tell: Tell) -> Json:
         before = self.capture(system)
@@ -101,18 +102,24 @@ class ReconfigureDocker(Change):
 
     def _take_up(self, system: System) -> str:
         """Make docker read the file; return what went wrong, or nothing."""
-        verb = "restart" if self.restart else "reload"
-        done = _systemctl(system, "restart" if not _is_active(system) else verb)
-        if done:
-            return done
-        deadline = system.now() + _COMES_UP_SECONDS
-        seen = ""
-        while system.now() < deadline:
-            seen = self._loaded(system)
-            if not seen:
-                return ""
+        if not _is_active(system):
+            # A unit that failed too often is not started again without this.
+            _systemctl(system, "reset-failed")
+            return _systemctl(system, "restart") or self._wait(system, _COMES_UP_SECONDS)
+        # A reload reads the file as a start does, but a docker that can't use it goes on as before: so it comes first.
+        trouble = _systemctl(system, "reload") or self._wait(system, _RELOAD_SECONDS)
+        if trouble or not self.restart:
+            return trouble
+        return _systemctl(system, "restart") or self._wait(system, _COMES_UP_SECONDS)
+
+    def _wait(self, system: System, seconds: float) -> str:
+        """Wait until docker has the runtime; return why it has not, or nothing."""
+        deadline = system.now() + seconds
+        while seen := self._loaded(system):
+            if system.now() > deadline:
+                return seen
             system.sleep(0.2)
-        return seen
+        return ""
 
     def _loaded(self, system: System) -> str:
         """Return why docker has not taken the runtime up yet, or nothing."""
@@ -131,10 +138,9 @@ class ReconfigureDocker(Change):
         """Bring the old file back, and docker with it; return the error that tells."""
         words = _last_words(system) or trouble
         if self.content is None:
-            return GpuprovError("docker does not come up", words, "journalctl -u docker -n 50")
+            return GpuprovError(f"docker does not take up {DAEMON_JSON}", words, "journalctl -u docker -n 50")
         restore_path(system, before["file"])
-        _systemctl(system, "reset-failed")
-        back = _systemctl(system, "restart" if before["was_active"] and not _is_active(system) else "reload")
+        back = _make_active(system)
         if _is_active(system):
             return GpuprovError(
                 f"docker did not come up with the new {DAEMON_JSON}; the old one is back and docker runs with it",
@@ -143,7 +149,7 @@ class ReconfigureDocker(Change):
             )
         return GpuprovError(
             f"docker did not come up with the new {DAEMON_JSON}, nor with the old one, which is back",
-            f"{words}\nwith the old file: {back or _last_words(system)}",
+            f"{words}\nwith the old file: {_last_words(system) or back}",
             "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
         )
 
@@ -154,14 +160,29 @@ class ReconfigureDocker(Change):
         if capture_path(system, DAEMON_JSON) == image:
             return
         restore_path(system, image)
-        if _is_active(system):
-            _systemctl(system, "restart" if before["restart"] and before["was_active"] else "reload")
-            if not before["was_active"]:
-                _systemctl(system, "stop")
+        if not _is_active(system):
+            return
+        # docker forgets a runtime only at a restart; where that would stop containers, it may know it until the next.
+        _systemctl(system, "reload" if _restart_stops_containers(system) else "restart")
+        if not before["was_active"]:
+            _systemctl(system, "stop")
 
 
 def _is_active(system: System) -> bool:
     return system.run(("systemctl", "is-active", "--quiet", _UNIT)).ok
+
+
+def _make_active(system: System) -> str:
+    """Let a docker that runs read its file again, and start one that does not; return what went wrong, or nothing."""
+    if _is_active(system):
+        return _systemctl(system, "reload")
+    _systemctl(system, "reset-failed")
+    return _systemctl(system, "restart")
+
+
+def _restart_stops_containers(system: System) -> bool:
+    asked = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
+    return asked.ok and asked.stdout.split()[:1] != ["0"] and "true" not in asked.stdout
 
 
 def _systemctl(system: System, verb: str) -> str:

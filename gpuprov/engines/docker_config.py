@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,10 +22,11 @@ def parse_config(text: str | None) -> tuple[Mapping[str, Any], tuple[Problem, ..
     if text is None or not text.strip():
         return {}, ()
     try:
-        config = json.loads(text, object_pairs_hook=_without_duplicates)
+        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:
-        line = (text.splitlines() or [""])[error.lineno - 1 : error.lineno]
-        seen = f"line {error.lineno}, column {error.colno}: {error.msg}: {' '.join(line).strip()}"
+        # Not splitlines: JSON counts line feeds only.
+        line = text.split("\n")[error.lineno - 1]
+        seen = f"line {error.lineno}, column {error.colno}: {error.msg}: {line.strip()}"
         return {}, (Problem(f"{DAEMON_JSON} is not valid JSON", seen, f"correct it, then check: {_VALIDATE}"),)
     except (ValueError, RecursionError) as error:
         return {}, (
@@ -43,6 +45,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice is not None:
         raise ValueError(f'"{twice}" stands twice in the same object')
     return dict(pairs)
+
+
+def _number(text: str) -> float:
+    """Refuse NaN, Infinity and what overflows to it: Python would write them back, docker could not read them."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number in JSON")
+    return value
 
 
 def _wrong_shape(config: Any) -> str:
@@ -69,4 +79,7 @@ def render_config(config: Mapping[str, Any], like: str | None) -> str:
     """Return the text of a configuration, indented as the text `like` is (four blanks without one)."""
     found = re.search(r"^([ \t]+)\"", like or "", re.MULTILINE)
     indent = found[1] if found else "    "
-    return json.dumps(config, indent=indent, ensure_ascii=False) + "\n"
+    plain = json.dumps(config, indent=indent, ensure_ascii=False) + "\n"
+    # Half of a surrogate pair ("\ud800") is valid JSON but has no UTF-8: then every such character stays escaped.
+    is_utf8 = not re.search("[\ud800-\udfff]", plain)
+    return plain if is_utf8 else json.dumps(config, indent=indent) + "\n"

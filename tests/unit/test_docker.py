@@ -1,0 +1,303 @@
+"""daemon.json as docker's administrators write it, what becomes of it, and when docker must take it up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
+from gpuprov.engines.docker_change import ReconfigureDocker, version_key
+from gpuprov.engines.docker_config import parse_config
+
+RUNTIME = "/usr/local/bin/gpuprov-runtime"
+ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
+
+# `docker info --format '{{json .}}'` of docker 20.10.24, what no plan looks at left out.
+INFO_20_10 = """{"Containers":3,"ContainersRunning":2,
+"ContainersPaused":0,"ContainersStopped":1,"Images":1,"Driver":"overlay2","CgroupDriver":"cgroupfs","CgroupVersion":"1",
+"KernelVersion":"6.1.0-26-amd64","OperatingSystem":"Debian GNU/Linux 12 (bookworm)","ServerVersion":"20.10.24+dfsg1",
+"Runtimes":{"io.containerd.runc.v2":{"path":"runc"},"io.containerd.runtime.v1.linux":{"path":"runc"},
+"nvidia":{"path":"/usr/local/bin/gpuprov-runtime"},"runc":{"path":"runc"}},"DefaultRuntime":"runc",
+"Swarm":{"NodeID":"","LocalNodeState":"inactive"},"LiveRestoreEnabled":false,"Warnings":null}"""
+# The same client where no daemon runs; it answers 0 (20.10) or says why on stderr and answers 1 (28).
+INFO_NO_DAEMON = (
+    '{"ServerErrors":["Cannot connect to the Docker daemon at unix:///var/run/docker.sock. '
+    'Is the docker daemon running?"],"ClientInfo":{"Debug":false,"Context":"default","Plugins":[],"Warnings":null}}'
+)
+INFO_NO_DAEMON_28 = (
+    '{"ID":"","ContainersRunning":0,"ServerVersion":"","Runtimes":null,"DefaultRuntime":"",'
+    '"ClientInfo":{"Debug":false,"Version":"28.2.2","Context":"default","Plugins":[],"Warnings":null}}'
+)
+
+
+def running(text: str | None, **changes: Any) -> DockerFacts:
+    """A docker that runs, with that daemon.json, and has loaded the runtime."""
+    facts: dict[str, Any] = {
+        "installed": True,
+        "config_text": text,
+        "active": True,
+        "version": "20.10.24+dfsg1",
+        "runtimes": {"runc": "runc", "nvidia": RUNTIME},
+        "default_runtime": "runc",
+    }
+    return DockerFacts(**{**facts, **changes})
+
+
+def the_change(facts: DockerFacts, *, set_default: bool = False) -> ReconfigureDocker:
+    (change,) = plan(facts, runtime_path=RUNTIME, set_default=set_default)
+    assert isinstance(change, ReconfigureDocker)
+    return change
+
+
+def written(text: str | None, *, set_default: bool = False) -> str:
+    content = the_change(running(text), set_default=set_default).content
+    assert content is not None
+    return content
+
+
+ONLY_OURS = '{"runtimes": {"nvidia": ' + ENTRY + "}}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, ONLY_OURS),
+        ("", ONLY_OURS),
+        (" \n\t\n", ONLY_OURS),
+        ("{}", ONLY_OURS),
+        ('{"runtimes": null}', ONLY_OURS),
+        ('{"runtimes": {}}', ONLY_OURS),
+        (
+            '{"zeta": 1, "no-such-option": [1, {"b": null}], "alpha": true}',
+            '{"zeta": 1, "no-such-option": [1, {"b": null}], "alpha": true, "runtimes": {"nvidia": ' + ENTRY + "}}",
+        ),
+        (
+            '{"runtimes": {"kata": {"path": "/k", "runtimeArgs": ["-x"]}}, "debug": true}',
+            '{"runtimes": {"kata": {"path": "/k", "runtimeArgs": ["-x"]}, "nvidia": ' + ENTRY + '}, "debug": true}',
+        ),
+        (
+            '{"runtimes": {"nvidia": {"path": "/old", "runtimeArgs": ["--x"], "args": ["y"]}, "b": {"path": "/b"}}}',
+            '{"runtimes": {"nvidia": ' + ENTRY + ', "b": {"path": "/b"}}}',
+        ),
+        ('{"runtimes": {"nvidia": {"path": "' + RUNTIME + '", "args": ["--debug"]}}}', ONLY_OURS),
+        ('{"runtimes": {"nvidia": "a word"}}', ONLY_OURS),
+        (
+            '{"features": {"cdi": true, "buildkit": false}}',
+            '{"features": {"cdi": true, "buildkit": false}, "runtimes": {"nvidia": ' + ENTRY + "}}",
+        ),
+        (
+            '{"max": 123456789012345678901234567890, "x": 1.5}',
+            '{"max": 123456789012345678901234567890, "x": 1.5, "runtimes": {"nvidia": ' + ENTRY + "}}",
+        ),
+    ],
+)
+def test_the_runtime_comes_in_and_everything_else_stays(before: str | None, after: str) -> None:
+    found = written(before)
+    assert json.loads(found) == json.loads(after)
+    # Objects compare equal in any order; people's files keep theirs.
+    assert json.dumps(json.loads(found)) == json.dumps(json.loads(after))
+    assert found.endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ONLY_OURS,
+        '{"runtimes":{"nvidia":{"path":"' + RUNTIME + '"}}}',
+        '{"runtimes": {"nvidia": {"args": null, "path": "' + RUNTIME + '"}},\n\n   "debug": true}',
+    ],
+)
+def test_a_file_that_is_right_is_not_touched(text: str) -> None:
+    assert plan(running(text), runtime_path=RUNTIME, set_default=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "second_line"),
+    [
+        (None, '    "runtimes": {'),
+        ('{"debug": true}', '    "debug": true,'),
+        ('{\n  "debug": true\n}', '  "debug": true,'),
+        ('{\n    "debug": true\n}', '    "debug": true,'),
+        ('{\n\t"debug": true\n}\n', '\t"debug": true,'),
+    ],
+)
+def test_indentation_stays_as_it_was(before: str | None, second_line: str) -> None:
+    assert written(before).splitlines()[1] == second_line
+
+
+def test_letters_of_other_scripts_stay_readable() -> None:
+    assert '"rack": "Gebäude 3 – 東"' in written('{"rack": "Gebäude 3 – 東"}')
+
+
+def test_what_has_no_utf8_stays_escaped() -> None:
+    found = written('{"odd": "\\ud800"}')
+    assert '"odd": "\\ud800"' in found
+    found.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "evidence"),
+    [
+        ('{"debug": true,}', "not valid JSON", "line 1, column 1"),
+        ('{\n  "debug": true\n  "hosts": []\n}', "not valid JSON", 'line 3, column 3: Expecting \',\' delimiter'),
+        ('{\n"a": "\u2028",\n"b" 1}', "not valid JSON", 'line 3, column 5: Expecting \':\' delimiter: "b" 1}'),
+        ("{", "not valid JSON", "line 1, column 2"),
+        ("\n\nhello", "not valid JSON", "line 3, column 1"),
+        ("\ufeff{}", "not valid JSON", "line 1, column 1: Unexpected UTF-8 BOM"),
+        ("// comment\n{}", "not valid JSON", "line 1, column 1"),
+        ("[1]", "wrong shape", "it holds a list, not an object"),
+        ("3", "wrong shape", "it holds a int, not an object"),
+        ('{"runtimes": ["nvidia"]}', "wrong shape", '"runtimes" is a list, not an object'),
+        ('{"runtimes": "nvidia"}', "wrong shape", '"runtimes" is a str, not an object'),
+        ('{"debug": true, "debug": false}', "can't be edited safely", '"debug" stands twice'),
+        ('{"runtimes": {"a": {"path": "x", "path": "y"}}}', "can't be edited safely", '"path" stands twice'),
+        ('{"a": NaN}', "can't be edited safely", "NaN"),
+        ('{"a": 1e999}', "can't be edited safely", "1e999"),
+        ("[" * 100_000, "can't be edited safely", ""),
+        ('{"a": ' + "9" * 5000 + "}", "can't be edited safely", "4300"),
+    ],
+)  # fmt: skip
+def test_what_docker_could_not_read_is_a_problem_and_is_not_touched(text: str, what: str, evidence: str) -> None:
+    (problem,) = problems(running(text))
+    assert what in problem.what
+    assert evidence in problem.evidence
+    assert "dockerd --validate" in problem.next_step
+    assert plan(running(text), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_docker_from_snap_is_a_problem() -> None:
+    (problem,) = problems(DockerFacts(snap=True))
+    assert "snap" in problem.what and "snap remove docker" in problem.next_step
+
+
+def test_default_runtime_is_set_when_asked_for() -> None:
+    found = json.loads(written('{"default-runtime": "runc", "debug": true}', set_default=True))
+    assert list(found) == ["default-runtime", "debug", "runtimes"]
+    assert found["default-runtime"] == "nvidia"
+
+
+def test_default_runtime_of_others_stays_when_not_asked_for() -> None:
+    assert json.loads(written('{"default-runtime": "kata"}'))["default-runtime"] == "kata"
+
+
+@pytest.mark.parametrize(
+    ("changes", "set_default", "restart", "summary"),
+    [
+        ({}, False, True, "write /etc/docker/daemon.json and restart docker (no container is running)"),
+        (
+            {"running_containers": ("db", "web")}, False, False,
+            "write /etc/docker/daemon.json and reload docker (2 running: db, web; they go on)",
+        ),
+        (
+            {"running_containers": ("db",), "live_restore": True}, False, True,
+            "write /etc/docker/daemon.json and restart docker (1 running: db; they go on, by live-restore)",
+        ),
+        (
+            {"running_containers": ("db",)}, True, False,
+            "write /etc/docker/daemon.json and reload docker (1 running: db; they go on)",
+        ),
+    ],
+)  # fmt: skip
+def test_running_containers_go_on(changes: dict[str, Any], set_default: bool, restart: bool, summary: str) -> None:
+    change = the_change(running("{}", **changes), set_default=set_default)
+    assert (change.restart, change.summary()) == (restart, summary)
+
+
+@pytest.mark.parametrize(
+    ("changes", "set_default"),
+    [
+        ({"runtimes": {"runc": "runc"}}, False),
+        ({"runtimes": {"runc": "runc", "nvidia": "/usr/bin/nvidia-container-runtime"}}, False),
+        ({"runtimes": None}, False),
+        ({"config_text": '{"default-runtime": "nvidia", ' + ONLY_OURS[1:]}, True),
+        ({"active": False}, False),
+    ],
+)
+def test_a_file_that_docker_has_not_loaded_is_only_taken_up(changes: dict[str, Any], set_default: bool) -> None:
+    change = the_change(running(ONLY_OURS, **{"config_text": ONLY_OURS, **changes}), set_default=set_default)
+    assert change.content is None
+    assert change.summary() == "restart docker (no container is running)"
+
+
+@pytest.mark.parametrize(
+    ("version", "validates"),
+    [("20.10.24+dfsg1", False), ("23.0.0", True), ("26.1.5+dfsg1", True), ("28.5.2", True), ("", False)],
+)
+def test_dockerd_checks_the_file_itself_from_23_on(version: str, validates: bool) -> None:
+    assert the_change(running("{}", version=version)).validates is validates
+
+
+def test_versions_compare_as_numbers() -> None:
+    assert version_key("20.10.24+dfsg1") == (20, 10, 24)
+    assert version_key("9.0.0") < version_key("20.10.5+dfsg1-1+deb11u2") < version_key("26.1.5")
+
+
+def test_info_of_docker_20_10() -> None:
+    facts = parse_info(INFO_20_10)
+    assert facts == DockerFacts(
+        active=True,
+        version="20.10.24+dfsg1",
+        runtimes={
+            "io.containerd.runc.v2": "runc",
+            "io.containerd.runtime.v1.linux": "runc",
+            "nvidia": RUNTIME,
+            "runc": "runc",
+        },
+        default_runtime="runc",
+        running_containers=("#0", "#1"),
+        cgroup_version="1",
+        cgroup_driver="cgroupfs",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (INFO_NO_DAEMON, "Cannot connect to the Docker daemon"),
+        (INFO_NO_DAEMON_28, ""),
+        ("", ""),
+        ("permission denied", "permission denied"),
+        ("null", "null"),
+        ("[]", "[]"),
+    ],
+)
+def test_a_daemon_that_does_not_answer_is_not_active(text: str, error: str) -> None:
+    facts = parse_info(text)
+    assert not facts.active
+    assert error in facts.error
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(
+    config=st.dictionaries(st.text().filter(lambda name: name != "runtimes"), json_values, max_size=4),
+    runtimes=st.none() | st.dictionaries(st.text() | st.just("nvidia"), json_values, max_size=3),
+    set_default=st.booleans(),
+)
+def test_unknown_keys_survive_and_a_second_plan_is_empty(
+    config: dict[str, Any], runtimes: dict[str, Any] | None, set_default: bool
+) -> None:
+    before = {**config, "runtimes": runtimes}
+    changes = plan(running(json.dumps(before)), runtime_path=RUNTIME, set_default=set_default)
+    content = changes[0].content if changes and isinstance(changes[0], ReconfigureDocker) else None
+    text = json.dumps(before) if content is None else content
+    after, wrong = parse_config(text)
+    assert wrong == ()
+    ours = {"runtimes", "default-runtime"} if set_default else {"runtimes"}
+    assert [(key, value) for key, value in after.items() if key not in ours] == [
+        (key, value) for key, value in before.items() if key not in ours
+    ]
+    others = {name: entry for name, entry in (runtimes or {}).items() if name != "nvidia"}
+    assert {name: entry for name, entry in after["runtimes"].items() if name != "nvidia"} == others
+    settled = running(text, default_runtime="nvidia" if set_default else "runc")
+    assert plan(settled, runtime_path=RUNTIME, set_default=set_default) == ()
