@@ -1,0 +1,139 @@
+"""A real dockerd of a test's own: its own data, socket and /etc/docker, and systemctl's verbs for its unit."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+from gpuprov.system import Completed, System
+
+_STARTS_SECONDS = 30
+_STOPS_SECONDS = 20
+# In a mount namespace of its own, so that the machine's /etc/docker stays unseen; $1: the folder that stands for it.
+_START = 'mkdir -p /etc/docker && mount --bind "$1" /etc/docker && shift && exec dockerd "$@"'
+
+
+class DockerHost(System):
+    """A machine below a folder whose docker is a private dockerd; it has no other commands than docker's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder / "root"))
+        self.folder = folder
+        self.socket = f"unix://{folder}/docker.sock"
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        (folder / "root/etc/docker").mkdir(parents=True)
+
+    @property
+    def daemon_json(self) -> Path:
+        return self.path("/etc/docker/daemon.json")
+
+    @property
+    def pid(self) -> int:
+        """The running dockerd's process id, 0 if none runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
+    def docker(self, *words: str, stdin: bytes = b"") -> str:
+        """Run docker's client; return its output without the last line end."""
+        done = self.run(("docker", *words), stdin=stdin)
+        assert done.ok, done.evidence()
+        return done.stdout.strip()
+
+    def which(self, program: str) -> str | None:
+        return System().which(program)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        if argv[0] == "systemctl":
+            return self._systemctl(argv)
+        if argv[0] == "journalctl":
+            return Completed(argv, 0, "\n".join(self._log().splitlines()[-30:]))
+        environment = {**(env or {}), "DOCKER_HOST": self.socket}
+        return super().run(argv, timeout=timeout, stdin=stdin, env=environment, on_line=on_line)
+
+    def now(self) -> float:
+        """Return a clock that runs faster, so that waiting in vain for docker costs seconds, not a quarter minute."""
+        return super().now() * 10
+
+    def start(self) -> bool:
+        """Start dockerd; say whether it came up."""
+        folder = self.folder
+        arguments = (
+            "--data-root", f"{folder}/data", "--exec-root", f"{folder}/run", "--pidfile", f"{folder}/docker.pid",
+            "--host", self.socket, "--iptables=false", "--ip6tables=false", "--bridge=none",
+        )  # fmt: skip
+        command = ("unshare", "--mount", "sh", "-c", _START, "sh", f"{self.root}/etc/docker", *arguments)
+        with (folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + _STARTS_SECONDS
+        while self.pid and time.monotonic() < deadline:
+            if self.run(("docker", "version")).ok:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def stop(self) -> None:
+        """Stop dockerd, and with it its containers."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOPS_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _log(self) -> str:
+        log = self.folder / "log"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def _systemctl(self, argv: tuple[str, ...]) -> Completed:
+        """Do what systemctl does with docker.service, a unit of type notify whose ExecReload sends SIGHUP."""
+        verb, unit = argv[1], argv[-1]
+        assert unit == "docker.service"
+        if verb == "is-active":
+            return Completed(argv, 0 if self.pid else 3)
+        if verb == "reload":
+            if not self.pid:
+                return Completed(argv, 1, "", "docker.service is not active, cannot reload.")
+            assert self._process is not None
+            self._process.send_signal(signal.SIGHUP)
+        elif verb in ("restart", "stop"):
+            self.stop()
+            if verb == "restart":
+                self.restarts += 1
+                if not self.start():
+                    return Completed(argv, 1, "", "Job for docker.service failed.")
+        else:
+            assert verb == "reset-failed", verb
+        return Completed(argv, 0)
+
+
+@contextlib.contextmanager
+def docker_host(*, started: bool = True) -> Iterator[DockerHost]:
+    """Give a machine with a dockerd; take both away in the end."""
+    # Not pytest's own folder: containerd's socket in it would have too long a path (unix(7): 108 bytes).
+    with tempfile.TemporaryDirectory(prefix="gpuprov-docker-") as folder:
+        host = DockerHost(Path(folder))
+        try:
+            if started:
+                assert host.start(), host._log()
+            yield host
+        finally:
+            if host.pid and (running := host.run(("docker", "ps", "--all", "--quiet")).stdout.split()):
+                host.run(("docker", "rm", "--force", *running))
+            host.stop()

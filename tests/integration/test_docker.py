@@ -1,0 +1,221 @@
+"""daemon.json changed under a real dockerd: taken up, refused, gone back, undone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.changes import Json
+from gpuprov.engines import docker
+from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+from gpuprov.verify.image import verification_image
+from tests.integration.dockerd import DockerHost, docker_host
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd"),
+    pytest.mark.skipif(shutil.which("dockerd") is None, reason="needs docker: apt-get install docker.io"),
+]
+
+# What stood in the file before and was never loaded: a start with it fails.
+UNKNOWN_OPTION = b'{\n\t"no-such-option": true,  "debug": true}'
+
+
+@pytest.fixture
+def host() -> Iterator[DockerHost]:
+    with docker_host() as running:
+        yield running
+
+
+@pytest.fixture
+def runtime(host: DockerHost) -> str:
+    """A runtime that leaves a mark and lets runc do the work."""
+    path = host.folder / "runtime"
+    path.write_text(f'#!/bin/sh\ntouch {host.folder}/runtime-was-called\nexec runc "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def tell(message: str, done: int, total: int) -> None:
+    assert message
+
+
+def planned(host: DockerHost, runtime: str, *, set_default: bool = False) -> ReconfigureDocker:
+    (change,) = docker.plan(docker.gather(host), runtime_path=runtime, set_default=set_default)
+    assert isinstance(change, ReconfigureDocker)
+    return change
+
+
+def configure(host: DockerHost, runtime: str, *, set_default: bool = False) -> Json:
+    """Plan, apply, and look again; return what was captured before."""
+    change = planned(host, runtime, set_default=set_default)
+    before = json.loads(json.dumps(change.capture(host)))
+    change.apply(host, tell)
+    assert docker.plan(docker.gather(host), runtime_path=runtime, set_default=set_default) == ()
+    return before  # type: ignore[no-any-return]
+
+
+def image(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DOCKER_HOST", host.socket)
+    return verification_image(System())
+
+
+def start_container(host: DockerHost, image: str, *options: str) -> str:
+    """Start a container that runs until its input ends, which it never does."""
+    return host.docker("run", "--detach", "--interactive", "--network=none", "--name=web", *options, image, "cat")
+
+
+def is_running(host: DockerHost, container: str) -> bool:
+    return host.docker("inspect", "--format", "{{.State.Running}}", container) == "true"
+
+
+def runtimes(host: DockerHost) -> dict[str, str]:
+    return dict(docker.gather(host).runtimes or {})
+
+
+def test_the_runtime_is_there_and_runs_containers(
+    host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(host, runtime)
+    assert runtimes(host)["nvidia"] == runtime
+    assert host.restarts == 1
+    tag = image(host, monkeypatch)
+    said = host.docker("run", "--rm", "--network=none", "--runtime=nvidia", tag, "sh", "-c", "echo $((6 * 7))")
+    assert said == "42"
+    assert (host.folder / "runtime-was-called").exists()
+
+
+def test_the_default_runtime_is_loaded(host: DockerHost, runtime: str) -> None:
+    configure(host, runtime, set_default=True)
+    assert docker.gather(host).default_runtime == "nvidia"
+
+
+def test_a_running_container_survives(host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    container = start_container(host, image(host, monkeypatch))
+    pid = host.pid
+    change = planned(host, runtime)
+    assert change.containers == ("web",)
+    change.apply(host, tell)
+    assert runtimes(host)["nvidia"] == runtime
+    assert is_running(host, container)
+    assert (host.pid, host.restarts) == (pid, 0)
+
+
+def test_a_file_that_was_written_before_is_only_taken_up(host: DockerHost, runtime: str) -> None:
+    text = json.dumps({"runtimes": {"nvidia": {"path": runtime}}})
+    host.daemon_json.write_text(text)
+    assert planned(host, runtime).content is None
+    configure(host, runtime)
+    assert host.daemon_json.read_text() == text
+
+
+def test_a_stopped_docker_is_started(host: DockerHost, runtime: str) -> None:
+    host.stop()
+    configure(host, runtime)
+    assert host.pid
+
+
+def test_a_file_that_docker_can_not_use_never_stops_docker(host: DockerHost, runtime: str) -> None:
+    host.daemon_json.write_bytes(UNKNOWN_OPTION)
+    pid = host.pid
+    with pytest.raises(GpuprovError) as caught:
+        planned(host, runtime).apply(host, tell)
+    (problem,) = caught.value.problems
+    assert "the old one is back and docker runs with it" in problem.what
+    assert "no-such-option" in problem.evidence and "configuration option" in problem.evidence
+    assert host.daemon_json.read_bytes() == UNKNOWN_OPTION
+    assert (host.pid, host.restarts) == (pid, 0)
+
+
+def test_a_stopped_docker_that_neither_file_can_start_is_told_apart(host: DockerHost, runtime: str) -> None:
+    host.stop()
+    host.daemon_json.write_bytes(UNKNOWN_OPTION)
+    with pytest.raises(GpuprovError) as caught:
+        planned(host, runtime).apply(host, tell)
+    (problem,) = caught.value.problems
+    assert "nor with the old one, which is back" in problem.what
+    assert "no-such-option" in problem.evidence
+    assert host.daemon_json.read_bytes() == UNKNOWN_OPTION
+
+
+def test_a_mistake_that_only_a_start_finds_brings_the_old_file_back(host: DockerHost, runtime: str) -> None:
+    old = b'{"debug": true}\n'
+    host.daemon_json.write_bytes(old)
+    content = json.dumps({"storage-driver": "no-such-driver", "runtimes": {"nvidia": {"path": runtime}}})
+    change = ReconfigureDocker(content, "nvidia", runtime, restart=True)
+    with pytest.raises(GpuprovError) as caught:
+        change.apply(host, tell)
+    (problem,) = caught.value.problems
+    assert "the old one is back and docker runs with it" in problem.what
+    assert "no-such-driver" in problem.evidence
+    assert host.daemon_json.read_bytes() == old
+    assert host.pid and "nvidia" not in runtimes(host)
+
+
+def test_a_file_that_can_not_be_written_changes_nothing(host: DockerHost, runtime: str) -> None:
+    old = b'{"debug": true}\n'
+    host.daemon_json.write_bytes(old)
+    if subprocess.run(("chattr", "+i", str(host.daemon_json)), capture_output=True, check=False).returncode != 0:
+        pytest.skip("this file system knows no immutable files")
+    pid = host.pid
+    try:
+        with pytest.raises(GpuprovError) as caught:
+            planned(host, runtime).apply(host, tell)
+    finally:
+        subprocess.run(("chattr", "-i", str(host.daemon_json)), check=True)
+    (problem,) = caught.value.problems
+    assert "/etc/docker/daemon.json can't be written" in problem.what
+    assert "lsattr" in problem.next_step
+    assert host.daemon_json.read_bytes() == old
+    assert [path.name for path in host.daemon_json.parent.iterdir() if "gpuprov" in path.name] == []
+    assert (host.pid, host.restarts) == (pid, 0)
+
+
+def seen(path: Path) -> tuple[bytes, int, int, int]:
+    found = path.stat()
+    return path.read_bytes(), stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid
+
+
+def test_undo_gives_back_content_mode_and_owner(host: DockerHost, runtime: str) -> None:
+    host.daemon_json.write_bytes(b'{"debug":true}')
+    host.daemon_json.chmod(0o640)
+    os.chown(host.daemon_json, 12, 34)
+    old = seen(host.daemon_json)
+    before = configure(host, runtime)
+    assert seen(host.daemon_json)[1:] == old[1:]
+    for _ in range(2):
+        ReconfigureDocker.undo(host, before, {})
+        assert seen(host.daemon_json) == old
+        assert "nvidia" not in runtimes(host)
+    # One for the change, one for its undoing; the second undoing found nothing to do.
+    assert host.restarts == 2
+
+
+def test_undo_gives_back_absence(host: DockerHost, runtime: str) -> None:
+    before = configure(host, runtime)
+    ReconfigureDocker.undo(host, before, None)
+    assert not host.daemon_json.exists()
+    assert "nvidia" not in runtimes(host)
+
+
+def test_undo_leaves_containers_running_that_came_later(
+    host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = configure(host, runtime)
+    container = start_container(host, image(host, monkeypatch), "--runtime=nvidia")
+    restarts = host.restarts
+    ReconfigureDocker.undo(host, before, {})
+    assert not host.daemon_json.exists()
+    time.sleep(0.2)
+    assert is_running(host, container)
+    assert host.restarts == restarts
