@@ -88,7 +88,8 @@ def _devices(
 def _mounted_devices(config: dict[str, Any]) -> list[str]:
     """Return the devices named by mounts of /dev/null below the agreed folder: a pod can't make these by itself."""
     found = []
-    for mount in config.get("mounts") or ():
+    mounts = config.get("mounts")
+    for mount in mounts if isinstance(mounts, list) else ():
         if not isinstance(mount, dict) or mount.get("source") != "/dev/null":
             continue
         destination = str(mount.get("destination", "")).rstrip("/")
