@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit, urlunsplit
 
 from gpuprov.changes import Tell
 from gpuprov.errors import GpuprovError
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
 
 _TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
 _RETRIES = 4
-_CHUNK = 1 << 20
+# What is lost of a connection that breaks; small, so that a poor line gets on all the same.
+_CHUNK = 1 << 16
 _SMALL = 1 << 20
 _PROGRESS_SECONDS = 0.5
 # The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
@@ -34,24 +34,39 @@ def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell
     if system.sha256(destination) == sha256:
         return
     part = f"{destination}.part"
+    resumed = system.status(part) is not None
+    _bring(system, url, part, tell)
+    if resumed and system.sha256(part) != sha256:
+        tell("what an earlier download left does not belong to this file, beginning anew", 0, 0)
+        system.remove(part)
+        _bring(system, url, part, tell)
+    _require_digest(system, url, part, sha256)
+    system.rename(part, destination)
+
+
+def _bring(system: System, url: str, part: str, tell: Tell) -> None:
     if url.startswith("file://"):
         _copy(system, url[len("file://") :], part)
     else:
         _transfer(system, url, part, tell)
+
+
+def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
+    """Raise GpuprovError, and take the file away, if its digest is another."""
     found = system.sha256(part)
-    if found != sha256:
-        start = system.read_start(part, 512) or b""
-        system.remove(part)
-        if re.match(rb"\s*<(!doctype|html)", start, re.IGNORECASE):
-            seen = start[:120].decode("utf-8", "replace").strip()
-            what = f"{masked(url)} gave a web page instead of a file"
-            raise GpuprovError(what, seen, "check the URL, and the proxy's log-in")
-        raise GpuprovError(
-            f"what {masked(url)} gave is not the file that was asked for",
-            f"its SHA-256 is {found}, expected {sha256}",
-            "correct the digest if it is wrong; else the mirror is damaged or hostile",
-        )
-    system.rename(part, destination)
+    if found == sha256:
+        return
+    start = system.read_start(part, 512) or b""
+    system.remove(part)
+    if re.match(rb"\s*<(!doctype|html)", start, re.IGNORECASE):
+        seen = start[:120].decode("utf-8", "replace").strip()
+        what = f"{masked(url)} gave a web page instead of a file"
+        raise GpuprovError(what, seen, "check the URL, and the proxy's log-in")
+    raise GpuprovError(
+        f"what {masked(url)} gave is not the file that was asked for",
+        f"its SHA-256 is {found}, expected {sha256}",
+        "correct the digest if it is wrong; else the mirror is damaged or hostile",
+    )
 
 
 def fetch_small(system: System, url: str) -> bytes:
@@ -61,12 +76,24 @@ def fetch_small(system: System, url: str) -> bytes:
         if content is None:
             raise GpuprovError(f"there is no file {url}", "", "check the path")
     else:
-        with _get(system, url, 0) as response:
-            content = next(response.iter_content(_SMALL + 1), b"")
-            while len(content) <= _SMALL and (more := next(response.iter_content(_SMALL + 1), b"")):
-                content += more
+        content = _read_small(system, url)
     if len(content) > _SMALL:
         raise GpuprovError(f"{masked(url)} is larger than expected", f"more than {_SMALL} bytes", "check the URL")
+    return content
+
+
+def _read_small(system: System, url: str) -> bytes:
+    import requests
+
+    content = b""
+    try:
+        with _get(system, url, 0) as response:
+            for chunk in response.iter_content(_CHUNK):
+                content += chunk
+                if len(content) > _SMALL:
+                    break
+    except requests.RequestException as error:
+        raise _explained(url, error) from None
     return content
 
 
@@ -75,7 +102,7 @@ def published_sha256(system: System, url: str) -> str:
     try:
         text = fetch_small(system, f"{url}.sha256sum").decode("ascii", "replace")
     except GpuprovError as error:
-        if "404" in str(error) or "no file" in str(error):
+        if "HTTP 404" in str(error) or "no file" in str(error):
             return ""
         raise
     found = re.match(r"\s*([0-9a-f]{64})\b", text)
@@ -83,12 +110,8 @@ def published_sha256(system: System, url: str) -> str:
 
 
 def masked(url: str) -> str:
-    """Return a URL for messages: without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+    """Return a URL, or a text with URLs in it, for messages: without passwords."""
+    return re.sub(r"(//[^/\s:@]*):[^/\s]*@", r"\1:***@", url)
 
 
 def _copy(system: System, source: str, part: str) -> None:
@@ -112,6 +135,8 @@ def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
                 raise _explained(url, error) from None
             tell(f"connection lost, trying again ({attempt + 2} of {_RETRIES})", 0, 0)
             system.sleep(2**attempt)
+        except requests.RequestException as error:
+            raise _explained(url, error) from None
 
 
 def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
@@ -125,8 +150,9 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
             return
         resumed = response.status_code == 206
         have = have if resumed else 0
-        total = have + int(response.headers.get("Content-Length") or 0)
-        _require_room(system, part, total - have, url)
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isdecimal() else 0
+        _require_room(system, part, max(total - have, 0), url)
         told = system.now()
         with system.path(part).open("ab" if resumed else "wb") as file:
             for chunk in response.iter_content(_CHUNK):
@@ -141,18 +167,17 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     """Return the open response. Raises GpuprovError for an HTTP error; lets connection errors through when resuming."""
     import requests
 
-    headers = {"Range": f"bytes={start}-"} if start else {}
+    # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
+    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
     try:
         response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
-    except requests.exceptions.InvalidURL as error:
-        raise _explained(url, error) from None
     except requests.ConnectionError as error:
         if _is_hopeless(error) or not start:
             raise _explained(url, error) from None
         raise
-    except requests.Timeout as error:
+    except requests.RequestException as error:
         raise _explained(url, error) from None
-    if response.status_code not in (200, 206, 416):
+    if response.status_code not in ((200, 206, 416) if start else (200,)):
         status, reason = response.status_code, response.reason
         response.close()
         next_step = _HTTP_HINTS.get(status, "try again later")
@@ -202,7 +227,7 @@ _CAUSES = (
 
 
 def _explained(url: str, error: Exception) -> GpuprovError:
-    said = str(error)
+    said = masked(str(error))
     for part, meaning, next_step in _CAUSES:
         if part in said:
             return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)

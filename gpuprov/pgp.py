@@ -14,7 +14,7 @@ from gpuprov.errors import GpuprovError
 
 _PUBLIC_KEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 5, 7
 _ARMOR = re.compile(
-    r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
+    r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*[ \t]*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
     r"(?:\r?\n=[A-Za-z0-9+/]{4})?\r?\n-----END PGP PUBLIC KEY BLOCK-----"
 )
 
@@ -61,6 +61,8 @@ def _fingerprint(body: bytes) -> str:
         raise GpuprovError(
             f"keys of version {version} are not supported", "", "get the version 4 key of this repository"
         )
+    if len(body) > 0xFFFF:
+        raise GpuprovError("this key is too long to be one", f"{len(body)} bytes", "check the URL")
     return hashlib.sha1(b"\x99" + len(body).to_bytes(2, "big") + body).hexdigest().upper()
 
 

@@ -1,0 +1,316 @@
+"""Downloads from a real server on loopback that breaks off, lies, refuses and hides."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from gpuprov.download import fetch, fetch_small, masked, published_sha256
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+
+CONTENT = bytes(range(256)) * 12_000  # 3 MB, so that it comes in several pieces
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+PIECE = 1 << 16
+LOGIN_PAGE = b"\n<!DOCTYPE html><html><title>Proxy log-in</title></html>"
+
+
+@dataclass
+class Site:
+    """What the server holds and how it behaves; `asked` records each request's path and Range."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    # The connection is cut after that many bytes of the body, once for each number.
+    cuts: list[int] = field(default_factory=list)
+    ranges: bool = True
+    status: int = 0
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    url: str = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    site: Site
+
+    def do_GET(self) -> None:
+        site = self.site
+        wanted = self.headers.get("Range", "")
+        site.asked.append((self.path, wanted))
+        assert self.headers.get("Accept-Encoding") == "identity"
+        content = site.files.get(self.path)
+        if site.status or content is None:
+            self.send_error(site.status or 404)
+            return
+        start = int(re.findall(r"\d+", wanted)[0]) if wanted and site.ranges else 0
+        if start >= len(content) > 0:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        end = start + site.cuts.pop(0) if site.cuts else len(content)
+        self.wfile.write(content[start:end])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("SiteHandler", (Handler,), {"site": made}))
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield made
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Impatient(System):
+    """A machine that does not wait between attempts."""
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 1
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return Impatient(str(tmp_path))
+
+
+def download(system: System, url: str, sha256: str = DIGEST) -> list[str]:
+    """Fetch to /file; return what was told."""
+    told: list[str] = []
+    fetch(system, url, "/file", sha256=sha256, tell=lambda message, done, total: told.append(message))
+    return told
+
+
+def names(system: System) -> tuple[str, ...]:
+    return system.list_directory("/")
+
+
+def test_a_file_comes_whole_and_only_once(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    download(system, f"{site.url}/run")
+    download(system, f"{site.url}/run")
+    assert system.read_bytes("/file") == CONTENT
+    assert names(system) == ("file",)
+    assert site.asked == [("/run", "")]
+
+
+def test_a_cut_connection_is_taken_up_where_it_broke(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    site.cuts = [20 * PIECE + 1, 10 * PIECE]
+    told = download(system, f"{site.url}/run")
+    assert system.read_bytes("/file") == CONTENT
+    assert [wanted for _, wanted in site.asked] == ["", f"bytes={20 * PIECE}-", f"bytes={30 * PIECE}-"]
+    assert told == ["connection lost, trying again (2 of 4)", "connection lost, trying again (3 of 4)"]
+
+
+def test_a_server_without_ranges_begins_anew(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    site.cuts = [1_500_000]
+    site.ranges = False
+    download(system, f"{site.url}/run")
+    assert system.read_bytes("/file") == CONTENT
+
+
+def test_a_connection_that_always_breaks_is_given_up_and_what_came_is_kept(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    site.cuts = [PIECE] * 4
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        download(system, f"{site.url}/run")
+    assert len(site.asked) == 4
+    assert system.read_bytes("/file.part") == CONTENT[: 4 * PIECE]
+    assert system.read_bytes("/file") is None
+
+
+@pytest.mark.parametrize(
+    ("part", "ranges"),
+    [
+        (CONTENT[:1000], ["bytes=1000-"]),
+        (CONTENT, ["bytes=3072000-", ""]),
+        (CONTENT + b"more", ["bytes=3072004-", ""]),
+        (b"of another file", ["bytes=15-", ""]),
+        (b"", [""]),
+    ],
+)
+def test_what_an_earlier_run_left_is_gone_on_with_or_thrown_away(
+    system: System, site: Site, part: bytes, ranges: list[str]
+) -> None:
+    site.files["/run"] = CONTENT
+    system.write("/file.part", part)
+    download(system, f"{site.url}/run")
+    assert system.read_bytes("/file") == CONTENT
+    assert [wanted for _, wanted in site.asked] == ranges
+    assert names(system) == ("file",)
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "evidence"),
+    [
+        (b"something else", "is not the file that was asked for", f"expected {DIGEST}"),
+        (b"", "is not the file that was asked for", "e3b0c44298fc1c149afbf4c8996fb924"),
+        (LOGIN_PAGE, "gave a web page instead of a file", "Proxy log-in"),
+    ],
+)
+def test_a_wrong_digest_leaves_nothing(system: System, site: Site, content: bytes, what: str, evidence: str) -> None:
+    site.files["/run"] = content
+    with pytest.raises(GpuprovError) as caught:
+        download(system, f"{site.url}/run")
+    assert what in caught.value.problems[0].what
+    assert evidence in caught.value.problems[0].evidence
+    assert names(system) == ()
+
+
+def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Site) -> None:
+    site.files["/run"] = b"something else"
+    system.write("/file", b"of last year")
+    with pytest.raises(GpuprovError):
+        download(system, f"{site.url}/run")
+    assert system.read_bytes("/file") == b"of last year"
+
+
+@pytest.mark.parametrize(
+    ("status", "evidence", "next_step"),
+    [
+        (401, "HTTP 401", "log-in"),
+        (403, "HTTP 403", "proxy"),
+        (404, "HTTP 404", "version and URL"),
+        (407, "HTTP 407", "https_proxy="),
+        (416, "HTTP 416", "again later"),
+        (503, "HTTP 503", "again later"),
+    ],
+)
+def test_an_answer_without_the_file_is_told(
+    system: System, site: Site, status: int, evidence: str, next_step: str
+) -> None:
+    site.status = status
+    with pytest.raises(GpuprovError) as caught:
+        download(system, f"{site.url}/run")
+    (problem,) = caught.value.problems
+    assert evidence in problem.evidence and next_step in problem.next_step
+    assert len(site.asked) == 1
+    assert names(system) == ()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("url", "meaning"),
+    [
+        ("http://127.0.0.1:{port}/x", "the connection is refused"),
+        ("http://no-such-host.invalid/x", "its name is not known"),
+        ("http://[::1/x", "can't be reached"),
+        ("http://user:secret@:80/x", "can't be reached"),
+        ("ftp://127.0.0.1/x", "can't be reached"),
+    ],
+)
+def test_what_can_not_be_reached_says_why(system: System, url: str, meaning: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        download(system, url.format(port=free_port()))
+    assert meaning in str(caught.value)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch_small(system, url.format(port=free_port()))
+
+
+def test_an_untrusted_certificate_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "HTTPSConnectionPool: Max retries exceeded (Caused by SSLError([SSL: CERTIFICATE_VERIFY_FAILED]))"
+
+    def refuse(url: str, **_: object) -> None:
+        import requests
+
+        raise requests.exceptions.SSLError(said)
+
+    monkeypatch.setattr("requests.get", refuse)
+    with pytest.raises(GpuprovError, match="its certificate is not trusted"):
+        download(system, "https://example.org/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://example.org/a:b@c", "https://example.org/a:b@c"),
+        ("https://user:secret@example.org/x?y=1", "https://user:***@example.org/x?y=1"),
+        ("https://user:sec:r@et@example.org:8443/", "https://user:***@example.org:8443/"),
+        ("https://user@example.org/", "https://user@example.org/"),
+        ("http://user:secret@[::1", "http://user:***@[::1"),
+        ("see http://a:b@c/ and http://d:e@f/", "see http://a:***@c/ and http://d:***@f/"),
+    ],
+)
+def test_passwords_are_masked(url: str, shown: str) -> None:
+    assert masked(url) == shown
+
+
+def test_a_password_never_gets_into_an_error(system: System, site: Site) -> None:
+    url = site.url.replace("//", "//user:secret@")
+    with pytest.raises(GpuprovError) as caught:
+        download(system, f"{url}/missing")
+    assert "secret" not in str(caught.value) and "user:***@127.0.0.1" in str(caught.value)
+
+
+def test_a_local_file_is_copied(system: System) -> None:
+    system.write("/media.run", CONTENT)
+    download(system, "file:///media.run")
+    assert system.read_bytes("/file") == system.read_bytes("/media.run") == CONTENT
+    with pytest.raises(GpuprovError, match=r"there is no file /nothing\.run"):
+        fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
+
+
+def test_small_files_have_a_limit(system: System, site: Site) -> None:
+    site.files = {"/key": b"x" * (1 << 20), "/huge": b"x" * ((1 << 20) + 1)}
+    assert fetch_small(system, f"{site.url}/key") == site.files["/key"]
+    with pytest.raises(GpuprovError, match="larger than expected"):
+        fetch_small(system, f"{site.url}/huge")
+    system.write("/huge", site.files["/huge"])
+    with pytest.raises(GpuprovError, match="larger than expected"):
+        fetch_small(system, "file:///huge")
+    with pytest.raises(GpuprovError, match="there is no file"):
+        fetch_small(system, "file:///nothing")
+
+
+def test_a_small_file_that_breaks_off_is_an_error(system: System, site: Site) -> None:
+    site.files["/key"] = b"x" * 1000
+    site.cuts = [10]
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch_small(system, f"{site.url}/key")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{DIGEST}  NVIDIA-Linux-x86_64-550.163.01.run\n", DIGEST),
+        (DIGEST, DIGEST),
+        (f"{DIGEST}0", ""),
+        ("<html>not here</html>", ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_the_digest_beside_the_file(system: System, site: Site, text: str | None, found: str) -> None:
+    if text is not None:
+        site.files["/a.run.sha256sum"] = text.encode()
+    assert published_sha256(system, f"{site.url}/a.run") == found
+
+
+def test_a_refused_digest_is_no_missing_one(system: System, site: Site) -> None:
+    site.status = 403
+    with pytest.raises(GpuprovError, match="can't be had"):
+        published_sha256(system, f"{site.url}/404.run")

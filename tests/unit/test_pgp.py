@@ -1,0 +1,156 @@
+"""Keys from a real gpg, and everything that people put where a key belongs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.errors import GpuprovError
+from gpuprov.pgp import dearmored, fingerprints
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A gpg with keys of its own; `prints` maps algorithm → fingerprint, as gpg itself tells it."""
+
+    home: Path
+    prints: dict[str, str]
+
+    def export(self, *algorithms: str, armored: bool = False, secret: bool = False) -> bytes:
+        verb = "--export-secret-keys" if secret else "--export"
+        armor = ("--armor",) if armored else ()
+        return gpg(self.home, *armor, verb, *(self.prints[name] for name in algorithms))
+
+
+def gpg(home: Path, *words: str) -> bytes:
+    argv = ("gpg", "--homedir", str(home), "--batch", "--passphrase", "", *words)
+    return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keys]:
+    home = tmp_path_factory.mktemp("gnupg")
+    home.chmod(0o700)
+    prints = {}
+    for algorithm in ("rsa2048", "ed25519", "nistp256"):
+        gpg(home, "--quick-gen-key", f"{algorithm} <{algorithm}@example.org>", algorithm, "sign", "never")
+        listed = gpg(home, "--with-colons", "--list-keys", f"{algorithm}@example.org").decode()
+        found = re.search(r"^fpr:+([0-9A-F]{40}):", listed, re.MULTILINE)
+        assert found is not None
+        prints[algorithm] = found[1]
+    # A subkey has a fingerprint too; it is not the key's.
+    gpg(home, "--quick-add-key", prints["rsa2048"], "rsa2048", "sign", "never")
+    yield Keys(home, prints)
+    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+
+
+@pytest.mark.parametrize("armored", [False, True])
+@pytest.mark.parametrize(
+    "algorithms",
+    [("rsa2048",), ("ed25519",), ("nistp256",), ("rsa2048", "ed25519"), ("rsa2048", "ed25519", "nistp256")],
+)
+def test_fingerprints_are_those_that_gpg_tells(keys: Keys, algorithms: tuple[str, ...], armored: bool) -> None:
+    exported = keys.export(*algorithms, armored=armored)
+    assert sorted(fingerprints(exported)) == sorted(keys.prints[name] for name in algorithms)
+    assert dearmored(exported) == keys.export(*algorithms)
+
+
+def test_several_armored_blocks_in_one_file_all_count(keys: Keys) -> None:
+    both = keys.export("rsa2048", armored=True) + b"\n" + keys.export("ed25519", armored=True)
+    assert fingerprints(both) == (keys.prints["rsa2048"], keys.prints["ed25519"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b"\n", b"\r\n"),
+        lambda text: b"\n\n" + text,
+        lambda text: text.replace(b"BLOCK-----\n", b"BLOCK-----\nVersion: GnuPG v2\nComment: a: b\n", 1),
+        lambda text: text.replace(b"BLOCK-----\n\n", b"BLOCK-----\n \t\n", 1),
+        lambda text: re.sub(rb"\n=[A-Za-z0-9+/]{4}\n", b"\n", text),
+        lambda text: text.rstrip(b"\n"),
+    ],
+    ids=["windows-lines", "blank-lines-before", "headers", "blanks-after-headers", "no-checksum", "no-last-line-end"],
+)
+def test_armor_as_others_write_it(keys: Keys, change: object) -> None:
+    assert callable(change)
+    assert fingerprints(change(keys.export("rsa2048", armored=True))) == (keys.prints["rsa2048"],)
+
+
+def test_secret_keys_are_refused(keys: Keys) -> None:
+    with pytest.raises(GpuprovError, match="secret key"):
+        fingerprints(keys.export("rsa2048", secret=True))
+    with pytest.raises(GpuprovError, match="no armored public key"):
+        fingerprints(keys.export("rsa2048", secret=True, armored=True))
+    with pytest.raises(GpuprovError, match="secret key"):
+        fingerprints(keys.export("ed25519") + keys.export("rsa2048", secret=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "no public key"),
+        (b"<!DOCTYPE html><html>404</html>", "web page, not a key"),
+        (b"\n  <HTML><body>log in</body>", "web page, not a key"),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "web page, not a key"),
+        (b"Not Found\n", "no OpenPGP key"),
+        (b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n", "no armored public key"),
+        (b"-----BEGIN PGP SIGNATURE-----\n\niQ==\n-----END PGP SIGNATURE-----\n", "no armored public key"),
+        (b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nmQ=\n-----END PGP PUBLIC KEY BLOCK-----\n", "damaged"),
+        (b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nmQINBF\n", "no armored public key"),
+        (b"\xb4\x03abc", "no public key"),  # a user id without its key
+        (b"\x98\x00", "version 0 are not supported"),
+        (b"\x98\x01\x03", "version 3 are not supported"),
+        (b"\xc6\x01\x06", "version 6 are not supported"),
+        (b"\x9b\x04", "no OpenPGP key"),  # a length that is not given
+        (b"\xc6\xe1\x04", "no OpenPGP key"),  # a partial length
+        (b"\x99\x01", "no OpenPGP key"),  # ends within its length
+        (b"\xc6\xff\x00\x00", "no OpenPGP key"),
+        (b"\xc6", "no OpenPGP key"),
+        (b"\x9a\x00\x01\x00\x00" + b"\x04" * 0x10000, "too long"),
+    ],
+)
+def test_what_is_no_key_is_named(content: bytes, what: str) -> None:
+    with pytest.raises(GpuprovError, match=what):
+        fingerprints(content)
+
+
+def test_a_truncated_key_is_refused_wherever_it_ends(keys: Keys) -> None:
+    whole = keys.export("rsa2048")
+    first_packet = 3 + int.from_bytes(whole[1:3], "big")
+    for end in range(first_packet):
+        with pytest.raises(GpuprovError):
+            fingerprints(whole[:end])
+    for end in range(first_packet + 1, len(whole)):
+        try:
+            found = fingerprints(whole[:end])
+        except GpuprovError:
+            continue
+        # Cut between two packets: what is left is the same key.
+        assert found == (keys.prints["rsa2048"],)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.binary()
+    | st.binary().map(lambda tail: b"\x99" + tail)
+    | st.binary().map(lambda tail: b"\xc6" + tail)
+    | st.text().map(lambda text: f"-----BEGIN PGP PUBLIC KEY BLOCK-----\n{text}".encode())
+    | st.text().map(
+        lambda text: f"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\n{text}\n-----END PGP PUBLIC KEY BLOCK-----".encode()
+    )
+)
+def test_random_bytes_give_fingerprints_or_a_plain_error(content: bytes) -> None:
+    try:
+        found = fingerprints(content)
+    except GpuprovError as error:
+        assert error.problems[0].what
+    else:
+        assert all(re.fullmatch("[0-9A-F]{40}", one) for one in found) and found
