@@ -7,14 +7,18 @@ import pkgutil
 import py_compile
 from pathlib import Path
 
+from .settings import SETTINGS_PATH
+
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
 _NOT_DEPLOYED = ("deploy",)
 # PEP 552: magic number, flags (checked hash), hash of the source.
 _CHECKED_HASH = b"\x03\x00\x00\x00"
-# A shell starts in 0.7 ms, Python in 6: only `create` needs Python. Paths are fixed: a caller's PATH decides nothing.
+# A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json names one of the words by which
+# containers ask for GPUs comes to Python. A settings file may name other words (swarm-resource): then Python looks.
+# Paths are fixed: a caller's PATH decides nothing.
 _LAUNCHER = """#!/bin/sh
-# gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else straight to runc or crun.
+# gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else to runc or crun.
 for low_level in {candidates}; do
     [ -x "$low_level" ] && break
     low_level=
@@ -23,10 +27,23 @@ if [ -z "$low_level" ]; then
     echo "gpuprov: neither runc nor crun is installed: apt-get install runc" >&2
     exit 1
 fi
+create= bundle=. previous=
 for word do
-    [ "$word" = create ] && exec {python} -I -S -E -B -c '{start}' "$low_level" "$@"
+    case $word in
+        create) create=yes ;;
+        -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
+    esac
+    case $previous in
+        -b|-bundle|--bundle) bundle=$word ;;
+    esac
+    previous=$word
 done
-exec "$low_level" "$@"
+[ -n "$create" ] || exec "$low_level" "$@"
+if [ ! -e {settings} ]; then
+    PATH=/usr/bin:/bin grep -qF -e NVIDIA_ -e CUDA_VERSION "$bundle/config.json" 2>/dev/null
+    [ $? = 1 ] && exec "$low_level" "$@"
+fi
+exec {python} -I -S -E -B -c '{start}' "$low_level" "$@"
 """
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 _START = (
@@ -42,7 +59,8 @@ def render_launcher(
     candidates = [
         path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in _FOLDERS])
     ]
-    return _LAUNCHER.format(candidates=" ".join(candidates), python=python, start=_START.format(library=library))
+    start = _START.format(library=library)
+    return _LAUNCHER.format(candidates=" ".join(candidates), python=python, start=start, settings=SETTINGS_PATH)
 
 
 def deployed_files() -> tuple[tuple[str, int, bytes], ...]:

@@ -32,8 +32,11 @@ def loads(text: str) -> Any:
     start = len(text) - len(text.lstrip(" \t\r\n"))
     try:
         value, end = scan(text, start)
-    except StopIteration:
-        raise ValueError("not a JSON document") from None
+    except (StopIteration, SystemError):
+        # Without json.decoder loaded, some versions' scanner fails with no exception set: let json say what is wrong.
+        import json
+
+        return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if text[end:].strip(" \t\r\n"):

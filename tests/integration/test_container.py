@@ -1,0 +1,282 @@
+"""The runtime with the real runc: containers get what they ask for, others are left alone, refusals say why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, render_json
+from gpuprov.runtime_hook import deploy
+
+pytestmark = pytest.mark.root
+LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+# What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
+_REPORT = """
+for node in /dev/nvidia*; do
+    [ -e "$node" ] || continue
+    result=$( (exec 3<"$node") 2>&1 ) && result=opened
+    echo "node $node $(stat -c '%t:%T %a' "$node") ${result##*: }"
+done
+find /usr -name '*nvidia*' -o -name 'libcuda*' | sort | while read -r file; do echo "file $file $(cat $file)"; done
+grep -E 'libcuda|nvidia' /proc/mounts | while read -r a b c options d; do echo "mount $b $options"; done
+echo "visible $NVIDIA_VISIBLE_DEVICES"
+(echo x > /usr/bin/nvidia-smi) 2>/dev/null && echo "wrote nvidia-smi"
+"""
+
+
+class Bench:
+    """A deployed runtime over a low-level one, and a bundle with busybox in it."""
+
+    def __init__(self, folder: Path, low_level: str) -> None:
+        self.folder = folder
+        self.low_level = shutil.which(low_level, path="/usr/sbin:/usr/bin:/usr/local/sbin") or low_level
+        self.root = folder / "bundle/rootfs"
+        self.specification = folder / "nvidia.json"
+        self._deploy()
+        self._driver()
+        self._bundle()
+
+    def _deploy(self) -> None:
+        for path, mode, content in deploy.deployed_files():
+            place = self.folder / "host" / path.lstrip("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            text = content.replace(b"/etc/cdi/nvidia.json", str(self.specification).encode())
+            place.write_bytes(text.replace(b"/etc/gpuprov/container-runtime.json", str(self.settings).encode()))
+            place.chmod(mode)
+        library = self.folder / "host" / deploy.LIBRARY_PATH.lstrip("/")
+        deploy.compile_bytecode(str(library / "runtime_hook"))
+        self.runtime = self.folder / "gpuprov-container-runtime"
+        launcher = deploy.render_launcher("/usr/bin/python3", str(library), (self.low_level,))
+        self.runtime.write_text(launcher.replace("/etc/gpuprov/container-runtime.json", str(self.settings)))
+        self.runtime.chmod(0o755)
+
+    @property
+    def settings(self) -> Path:
+        return self.folder / "settings.json"
+
+    def _driver(self) -> None:
+        driver = self.folder / "driver"
+        driver.mkdir()
+        mounts = []
+        for name, path in (
+            ("cuda", f"{LIBRARIES}/libcuda.so.550"), ("cuda", f"{LIBRARIES}/libcuda.so.1"),
+            ("ml", f"{LIBRARIES}/libnvidia-ml.so.1"), ("smi", "/usr/bin/nvidia-smi"),
+        ):  # fmt: skip
+            (driver / name).write_text(name)
+            mounts.append(Mount(str(driver / name), path))
+        devices = tuple(
+            Device(name, Edits(device_nodes=(DeviceNode(f"/dev/nvidia{minor}", 195, minor),)))
+            for minor in range(2)
+            for name in (str(minor), f"GPU-{minor}")
+        )
+        every = Device(
+            "all", Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", 195, minor) for minor in range(2)))
+        )
+        common = Edits(("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts))
+        annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
+        self.specification.write_bytes(render_json(Specification((*devices, every), common, annotations)))
+
+    def _bundle(self) -> None:
+        (self.root / "bin").mkdir(parents=True)
+        shutil.copy("/bin/busybox", self.root / "bin/busybox")
+        for name in ("sh", "stat", "find", "sort", "cat", "grep"):
+            (self.root / "bin" / name).symlink_to("busybox")
+        (self.root / LIBRARIES.lstrip("/")).mkdir(parents=True)
+        subprocess.run((self.low_level, "spec"), cwd=self.folder / "bundle", check=True)
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "bundle/config.json"
+
+    def configure(self, *environment: str, **changes: Any) -> None:
+        config = json.loads(self.config.read_text())
+        process = {**config["process"], "terminal": False, "args": ["sh", "-c", _REPORT]}
+        process["env"] = ["PATH=/bin:/usr/bin", *environment]
+        root = {"path": "rootfs", "readonly": False}
+        self.config.write_text(json.dumps({**config, "process": process, "root": root, **changes}))
+
+    def create(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run `create`, with the container's own output in a file: it outlives the command."""
+        argv = (str(self.runtime), *words, "create", "--bundle", str(self.folder / "bundle"), "gpuprov-test")
+        with (self.folder / "output").open("w") as output, (self.folder / "errors").open("w") as errors:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, check=False)
+        said = (self.folder / "errors").read_text()
+        return subprocess.CompletedProcess(argv, done.returncode, "", said)
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run((str(self.runtime), *words), capture_output=True, text=True, check=False)
+
+    def report(self, *environment: str, **changes: Any) -> list[str]:
+        """Return what a container with this environment says of itself."""
+        self.configure(*environment, **changes)
+        done = self.create()
+        assert done.returncode == 0, done.stderr
+        assert self.call("start", "gpuprov-test").returncode == 0
+        for _ in range(200):
+            state = json.loads(self.call("state", "gpuprov-test").stdout)
+            if state["status"] == "stopped":
+                break
+        self.delete()
+        return (self.folder / "output").read_text().splitlines()
+
+    def delete(self) -> None:
+        subprocess.run((self.low_level, "delete", "--force", "gpuprov-test"), capture_output=True, check=False)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, "runc")
+    yield made
+    made.delete()
+
+
+def nodes(report: list[str]) -> list[str]:
+    return [line for line in report if line.startswith("node ")]
+
+
+def test_a_container_gets_all_gpus_their_files_and_may_open_them(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=all")
+    # No driver is loaded here: ENXIO says that the device cgroup let the call through; it forbids by EPERM.
+    assert nodes(report) == [
+        "node /dev/nvidia0 c3:0 666 No such device or address",
+        "node /dev/nvidia1 c3:1 666 No such device or address",
+        "node /dev/nvidiactl c3:ff 666 No such device or address",
+    ]
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    assert f"file {LIBRARIES}/libnvidia-ml.so.1 ml" in report
+    assert "visible void" in report
+    mounts = [line for line in report if line.startswith("mount ")]
+    assert len(mounts) == 4
+    assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
+    assert "wrote nvidia-smi" not in report
+
+
+def test_a_subset_is_that_subset_and_the_cgroup_forbids_the_rest(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=GPU-1")
+    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia1", "/dev/nvidiactl"]
+    config = json.loads(bench.config.read_text())
+    allowed = [
+        (rule.get("major"), rule.get("minor")) for rule in config["linux"]["resources"]["devices"] if rule["allow"]
+    ]
+    assert (195, 1) in allowed
+    assert (195, 0) not in allowed
+
+
+def test_a_node_that_was_not_asked_for_cannot_be_opened_even_if_it_is_made(bench: Bench) -> None:
+    (bench.root / "made").mkdir()
+    os.mknod(bench.root / "made/nvidia0", stat.S_IFCHR | 0o666, os.makedev(195, 0))
+    bench.configure("NVIDIA_VISIBLE_DEVICES=1")
+    config = json.loads(bench.config.read_text())
+    config["process"]["args"] = ["sh", "-c", "exec 3</made/nvidia0"]
+    bench.config.write_text(json.dumps(config))
+    assert bench.create().returncode == 0
+    bench.call("start", "gpuprov-test")
+    for _ in range(200):
+        if json.loads(bench.call("state", "gpuprov-test").stdout)["status"] == "stopped":
+            break
+    assert "Operation not permitted" in (bench.folder / "errors").read_text() + (bench.folder / "output").read_text()
+
+
+def test_none_is_files_without_devices(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=none")
+    assert nodes(report) == []
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+def test_a_driver_capability_brings_its_files_alone(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=utility")
+    files = {line.split()[1] for line in report if line.startswith("file ")}
+    assert files == {f"{LIBRARIES}/libnvidia-ml.so.1", "/usr/bin/nvidia-smi"}
+
+
+def test_a_container_that_asks_for_nothing_is_left_alone_bit_for_bit(bench: Bench) -> None:
+    bench.specification.unlink()
+    bench.configure("A=1")
+    before = bench.config.read_bytes()
+    assert bench.create().returncode == 0
+    assert bench.config.read_bytes() == before
+
+
+def test_config_json_keeps_mode_and_owner(bench: Bench) -> None:
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0")
+    bench.config.chmod(0o640)
+    os.chown(bench.config, 0, 12)
+    assert bench.create().returncode == 0
+    found = bench.config.stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_gid) == (0o640, 12)
+    assert sorted(path.name for path in bench.config.parent.iterdir()) == ["config.json", "rootfs"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (("NVIDIA_VISIBLE_DEVICES=7",), "there is no GPU '7' on this host; there are 0, 1"),
+        (("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_REQUIRE_CUDA=cuda>=13.0"), "requires cuda>=13.0, this host's driver"),
+        (("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=magic"), "asks for magic"),
+    ],
+)
+def test_a_refusal_is_one_line_for_people_and_for_the_engine(
+    bench: Bench, environment: tuple[str, ...], says: str
+) -> None:
+    bench.configure(*environment)
+    log = bench.folder / "log.json"
+    done = bench.create("--log", str(log), "--log-format", "json")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("gpuprov: ")
+    assert says in done.stderr
+    entry = json.loads(log.read_text().splitlines()[-1])
+    assert (entry["level"], entry["msg"]) == ("error", done.stderr.strip())
+    assert bench.call("state", "gpuprov-test").returncode != 0
+
+
+@pytest.mark.parametrize("spoiled", ["specification", "settings"])
+def test_what_is_broken_on_the_host_closes_the_door_for_gpu_containers_alone(bench: Bench, spoiled: str) -> None:
+    getattr(bench, spoiled).write_text("{broken")
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0")
+    done = bench.create()
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    bench.configure("A=1")
+    assert bench.create().returncode == 0
+
+
+def test_other_commands_go_straight_through(bench: Bench) -> None:
+    version = subprocess.run((bench.low_level, "--version"), capture_output=True, text=True, check=True)
+    assert bench.call("--version").stdout == version.stdout
+    direct = subprocess.run((bench.low_level, "state", "no such 'one'"), capture_output=True, text=True, check=False)
+    passed = bench.call("state", "no such 'one'")
+    assert (passed.returncode, passed.stdout) == (direct.returncode, direct.stdout)
+    assert passed.stderr.partition("msg=")[2] == direct.stderr.partition("msg=")[2] != ""
+
+
+def test_an_image_in_which_usr_is_a_link_to_the_host_gets_nothing_there(bench: Bench, tmp_path: Path) -> None:
+    """runc resolves mount targets inside the root; what the runtime itself does must not reach out either."""
+    outside = tmp_path / "outside"
+    (outside / "lib/x86_64-linux-gnu").mkdir(parents=True)
+    shutil.rmtree(bench.root / "usr")
+    (bench.root / "usr").symlink_to(outside)
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0")
+    bench.create()
+    assert [path for path in outside.rglob("*") if not path.is_dir()] == []
+
+
+def test_crun_serves_as_well(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "crun")
+    try:
+        bench.configure("NVIDIA_VISIBLE_DEVICES=7")
+        assert "there is no GPU '7'" in bench.create().stderr
+        bench.configure("NVIDIA_VISIBLE_DEVICES=0")
+        bench.create()
+        config = json.loads(bench.config.read_text())
+        assert [one["path"] for one in config["linux"]["devices"]] == ["/dev/nvidiactl", "/dev/nvidia0"]
+    finally:
+        bench.delete()
