@@ -1,0 +1,119 @@
+"""Facts from a tree of files: what machines show, and what they don't."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpuprov.facts import facts_to_json, gather, gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.system import System
+from tests.unit.fake_host import FakeHost
+
+DEVICES = {
+    "0000:00:02.0": ("0x8086", "0x030000", "0x3e92"),  # another maker's display
+    "0000:17:00.0": ("0x10de", "0x030200", "0x2330"),  # an H100: 3D controller
+    "0000:01:00.0": ("0x10de", "0x030000", "0x2684"),  # a GeForce: VGA
+    "0000:01:00.1": ("0x10de", "0x040300", "0x22ba"),  # its audio function
+    "0000:65:00.0": ("0x10de", "0x068000", "0x22a3"),  # an NVSwitch: a bridge
+    "0000:66:00.0": ("0x10de", "0x038000", "0x1db6"),  # "other" display controller, as some Teslas are
+}
+
+
+def put(root: Path, path: str, text: str | bytes) -> None:
+    place = root / path.lstrip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_gpus_are_display_controllers_of_nvidia(tmp_path: Path) -> None:
+    for bus_id, (vendor, kind, device) in DEVICES.items():
+        for name, value in (("vendor", vendor), ("class", kind), ("device", device)):
+            put(tmp_path, f"/sys/bus/pci/devices/{bus_id}/{name}", f"{value}\n")
+    found = gather_gpus(System(str(tmp_path)))
+    assert [(gpu.bus_id, gpu.device_id) for gpu in found] == [
+        ("0000:01:00.0", "2684"), ("0000:17:00.0", "2330"), ("0000:66:00.0", "1db6"),
+    ]  # fmt: skip
+
+
+def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
+    assert gather_gpus(System(str(tmp_path))) == ()
+
+
+OS_RELEASES = (
+    ('ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n',
+     ("debian", "12", "bookworm", ())),
+    ('NAME="Ubuntu"\nID=ubuntu\nID_LIKE=debian\nVERSION_ID="24.04"\nVERSION_CODENAME=noble\n',
+     ("ubuntu", "24.04", "noble", ("debian",))),
+    ('ID="rocky"\nID_LIKE="rhel centos fedora"\nVERSION_ID="9.4"\n',
+     ("rocky", "9.4", "", ("rhel", "centos", "fedora"))),
+    ("ID=arch\n", ("arch", "", "", ())),
+    ("", ("", "", "", ())),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), OS_RELEASES)
+def test_os_release(tmp_path: Path, text: str, expected: tuple[object, ...]) -> None:
+    put(tmp_path, "/etc/os-release", text)
+    found = gather_os(System(str(tmp_path)))
+    assert (found.id, found.version, found.codename, found.like) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "takes_modules", "container"),
+    [
+        ({}, False, ""),
+        ({"/proc/modules": "nvidia 1 0 - Live 0x0\next4 2 1 - Live 0x0\n"}, True, ""),
+        ({"/proc/modules": "", "/proc/sys/kernel/modules_disabled": "1\n"}, False, ""),
+        ({"/proc/modules": "", "/run/systemd/container": "lxc\n"}, True, "lxc"),
+        ({"/.dockerenv": ""}, False, "docker"),
+        ({"/run/.containerenv": ""}, False, "podman"),
+    ],
+)
+def test_kernel(tmp_path: Path, files: dict[str, str], takes_modules: bool, container: str) -> None:
+    for path, text in files.items():
+        put(tmp_path, path, text)
+    found = gather_kernel(System(str(tmp_path)))
+    assert (found.takes_modules, found.container) == (takes_modules, container)
+
+
+def test_modules_are_named_and_sorted() -> None:
+    assert parse_modules("nvidia 1 0 - Live 0x0\next4 2 1 - Live 0x0\n") == ("ext4", "nvidia")
+
+
+@pytest.mark.parametrize(
+    ("variable", "efi", "state"),
+    [
+        (None, False, "no-efi"),
+        (b"\x06\x00\x00\x00\x01", True, "enabled"),
+        (b"\x06\x00\x00\x00\x00", True, "disabled"),
+        (None, True, "disabled"),
+        (b"", True, "disabled"),
+    ],
+)
+def test_secure_boot(variable: bytes | None, efi: bool, state: str) -> None:
+    assert parse_secure_boot(variable, efi=efi) == state
+
+
+def test_wsl_is_known_by_its_kernel(tmp_path: Path) -> None:
+    put(tmp_path, "/proc/version", "Linux version 5.15.90.1-microsoft-standard-WSL2 (gcc 12)\n")
+    assert gather_kernel(System(str(tmp_path))).wsl
+
+
+@pytest.mark.root
+def test_facts_are_json_for_programs(tmp_path: Path) -> None:
+    facts = gather(FakeHost(tmp_path, gpus=3))
+    data = json.loads(json.dumps(facts_to_json(facts)))
+    assert data["os"]["id"] == "debian"
+    assert len(data["gpus"]) == 3
+    assert data["driver"]["kernel_version"] == "550.163.01"
+    assert data["kernel"]["container"] == "systemd-nspawn"
+
+
+@pytest.mark.root
+def test_gathering_changes_nothing(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path)
+    before = host.state()
+    gather(host)
+    assert host.state() == before

@@ -1,0 +1,156 @@
+"""What stops a run before it begins, and what each kind of machine gets planned: a table on facts, no machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpuprov.cdi.discover import DriverFacts
+from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.packages import InstallPackages, PackageFacts
+from gpuprov.plan import make_plan, preflight
+from gpuprov.spec import HostSpec, parse_spec
+from tests.unit.fake_host import RELEASE, FakeHost
+
+pytestmark = pytest.mark.root
+VERSION = "550.163.01"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    """A system container with GPUs, docker, and nothing of gpuprov's."""
+    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+
+
+@pytest.fixture(scope="module")
+def metal(facts: HostFacts) -> HostFacts:
+    """A bare machine: its own kernel, no driver."""
+    kernel = replace(facts.kernel, container="", takes_modules=True)
+    return replace(facts, kernel=kernel, driver=DriverFacts())
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver_version": VERSION, **values})
+
+
+def said(facts: HostFacts, wanted: HostSpec) -> str:
+    return "\n".join(str(problem) for problem in preflight(facts, wanted))
+
+
+def planned(facts: HostFacts, wanted: HostSpec, kind: type[Any]) -> Any:
+    return next((item.change for item in make_plan(facts, wanted).changes if isinstance(item.change, kind)), None)
+
+
+def test_a_good_machine_has_no_problems(facts: HostFacts, metal: HostFacts) -> None:
+    assert preflight(facts, spec()) == ()
+    assert preflight(metal, spec()) == ()
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no GPU": ({"gpus": ()}, {}, "no NVIDIA GPU"),
+    "driver from packages": ({"driver_packaged": "nvidia-driver"}, {}, "comes from packages"),
+    "no version": ({}, {"driver_version": ""}, "which driver version"),
+    "preinstalled, and none there": (
+        {},
+        {"driver": "preinstalled", "driver_version": ""},
+        "no NVIDIA driver is installed",
+    ),
+    "docker missing, not to be installed": (
+        {"docker": DockerFacts()},
+        {"docker": "preinstalled"},
+        "docker is not installed",
+    ),
+    "docker from snap": ({"docker": DockerFacts(snap=True)}, {}, "snap"),
+    "daemon.json broken": ({"docker": DockerFacts(installed=True, config_text="{")}, {}, "not valid JSON"),
+    "no room": ({"free_bytes": {"/usr": 1 << 20}}, {}, "not enough room on the file system of /usr"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_problems(facts: HostFacts, name: str) -> None:
+    changes, values, sentence = CASES[name]
+    assert sentence in said(replace(facts, **changes), spec(**values))
+
+
+def test_all_problems_are_told_at_once(facts: HostFacts) -> None:
+    bad = replace(facts, gpus=(), driver_packaged="nvidia-driver", free_bytes={"/etc": 0})
+    assert len(preflight(bad, spec())) == 3
+    assert make_plan(bad, spec()).changes == ()
+
+
+def test_an_unsupported_distribution_is_the_one_thing_said(facts: HostFacts) -> None:
+    arch = replace(facts, os=replace(facts.os, id="arch", version="", name="Arch Linux"), gpus=())
+    assert len(preflight(arch, spec())) == 1
+    assert "Arch Linux is not supported" in said(arch, spec())
+
+
+def test_wsl_is_refused(facts: HostFacts) -> None:
+    assert "belongs to Windows" in said(replace(facts, kernel=replace(facts.kernel, wsl=True)), spec())
+
+
+def test_a_kernel_without_modules_is_refused_before_any_download(metal: HostFacts) -> None:
+    bad = replace(metal, kernel=replace(metal.kernel, takes_modules=False))
+    assert "this kernel takes no modules" in said(bad, spec())
+
+
+def test_in_a_container_the_outer_driver_must_be_loaded_and_match(facts: HostFacts) -> None:
+    unloaded = replace(facts, driver=replace(facts.driver, kernel_version=""))
+    assert "not loaded in the machine outside" in said(unloaded, spec())
+    assert "the two must match" in said(facts, spec(driver_version="535.261.03"))
+
+
+def test_a_bare_machine_gets_headers_of_its_very_kernel_and_modules(metal: HostFacts) -> None:
+    packages = planned(metal, spec(), InstallPackages)
+    assert f"linux-headers-{RELEASE}" in packages.names
+    assert {"gcc", "make", "dkms"} <= set(packages.names)
+    driver = planned(metal, spec(), InstallDriver)
+    assert driver.kernel_modules
+    assert "libraries and kernel modules" in driver.summary()
+
+
+def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> None:
+    names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod")
+    ready = replace(metal, packages=PackageFacts("apt", dict.fromkeys(names, "1")))
+    assert planned(ready, spec(), InstallPackages) is None
+
+
+def test_a_system_container_gets_libraries_alone_and_no_headers(facts: HostFacts) -> None:
+    assert planned(facts, spec(), InstallPackages) is None
+    assert not planned(facts, spec(), InstallDriver).kernel_modules
+    assert "outer machine's" in make_plan(facts, spec()).notes[0]
+
+
+def test_half_a_driver_is_installed_again_whatever_its_version_says(facts: HostFacts) -> None:
+    whole = replace(facts, driver=replace(facts.driver, library_version=VERSION))
+    assert planned(whole, spec(), InstallDriver) is None
+    half = replace(whole, files={**whole.files, INCOMPLETE_MARK: FileFact(b"", 0o644, 0, 0)})
+    assert planned(half, spec(), InstallDriver) is not None
+
+
+def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
+    old = replace(facts, driver=replace(facts.driver, library_version="535.1.1"))
+    assert "instead of 535.1.1" in planned(old, spec(), InstallDriver).summary()
+
+
+@pytest.mark.parametrize(("release", "expected"), [("12", {"docker.io"}), ("13", {"docker.io", "docker-cli"})])
+def test_docker_comes_from_the_distribution(facts: HostFacts, release: str, expected: set[str]) -> None:
+    bare = PackageFacts("apt", {})
+    without = replace(facts, docker=DockerFacts(), packages=bare, os=replace(facts.os, version=release))
+    assert expected <= set(planned(without, spec(), InstallPackages).names)
+
+
+def test_nvidias_toolkit_brings_its_repository_and_four_packages_of_one_version(facts: HostFacts) -> None:
+    wanted = spec(toolkit="nvidia", toolkit_version="1.18.0-1")
+    names = planned(facts, wanted, InstallPackages).names
+    assert [name.partition("=")[2] for name in names] == ["1.18.0-1"] * 4
+    summaries = [item.change.summary() for item in make_plan(facts, wanted).changes]
+    assert any("gpuprov-nvidia-container-toolkit.sources" in line for line in summaries)
+    assert any("C95B321B61E88C1809C4F759DDCAE044F796ECB0" in line for line in summaries)
+
+
+def test_planning_is_pure(facts: HostFacts) -> None:
+    assert make_plan(facts, spec()) == make_plan(facts, spec())
