@@ -326,7 +326,20 @@ def test_no_text_raises_anything_but_value_error(text: str) -> None:
     assert repr(json.loads(text)) == repr(found)
 
 
-_ODD_VALUES: tuple[object, ...] = (None, True, 5, 1.5, "NVIDIA_VISIBLE_DEVICES=all", [], [5], ["="], [["x"]], {}, {"env": 5}, {"": ""})
+_ODD_VALUES: tuple[object, ...] = (
+    None,
+    True,
+    5,
+    1.5,
+    "NVIDIA_VISIBLE_DEVICES=all",
+    [],
+    [5],
+    ["="],
+    [["x"]],
+    {},
+    {"env": 5},
+    {"": ""},
+)
 
 
 @pytest.mark.parametrize("odd", _ODD_VALUES, ids=repr)

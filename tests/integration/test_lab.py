@@ -1,0 +1,85 @@
+"""The lab itself: boots, resets, reboots, survives a kill in the middle, and leaves no trace."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import HostRequest, Lab
+from tests.lab.fixtures import Site
+from tests.lab.lab import REPOSITORY
+from tests.lab.shell import run
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_NUMBER = 2
+_UP = f"from tests.lab import HostRequest, Lab; Lab({_NUMBER}).up([HostRequest('one'), HostRequest('two')])"
+
+
+def traces() -> list[str]:
+    """Return what a lab of this number leaves on the machine while it is up."""
+    name = f"gpuprov-lab{_NUMBER}"
+    found = [line for line in Path("/proc/mounts").read_text().splitlines() if f"/lab{_NUMBER}/" in line]
+    found += [line for line in run(("iptables-save",)).splitlines() if f"{name} " in line or f'{name}"' in line]
+    found += [str(path) for path in Path("/sys/class/net").glob(f"{name}*")]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/*{name}-*")]
+    found += run(("pgrep", "-af", f"lab{_NUMBER}/"), check=False).splitlines()
+    return [*found, *(str(path) for path in (REPOSITORY / ".cache").glob(f"lab{_NUMBER}/*"))]
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    made = Lab(_NUMBER)
+    yield made
+    made.down()
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
+def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab: Lab, seconds: float) -> None:
+    with subprocess.Popen((sys.executable, "-c", _UP), cwd=REPOSITORY) as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+    hosts = lab.up([HostRequest("one"), HostRequest("two")])
+    assert [host.ssh("hostname").stdout.strip() for host in hosts] == ["one", "two"]
+    assert traces()
+    lab.down()
+    assert traces() == []
+
+
+def test_up_leaves_running_hosts_alone_and_mends_a_dead_one(lab: Lab) -> None:
+    requests = [HostRequest("one"), HostRequest("two")]
+    first, second = lab.up(requests)
+    before = first.boot_id()
+    second.kill()
+    again = lab.up(requests)
+    assert again[0].boot_id() == before
+    assert again[1].answers()
+
+
+def test_a_host_reboots_and_resets(lab: Lab) -> None:
+    (host,) = lab.up([HostRequest("one", gpus=3)])
+    host.ssh("touch /etc/mark && rm /dev/nvidia2")
+    before = host.boot_id()
+    host.reboot()
+    assert host.boot_id() not in ("", before)
+    assert host.ssh("ls /etc/mark /dev/nvidia2").returncode == 0
+    host.reset()
+    assert host.ssh("test -e /etc/mark", check=False).returncode == 1
+
+
+def test_hosts_run_containers_and_show_their_gpus(site: Site) -> None:
+    host = site.hosts["main"]
+    for path in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/sys/bus/pci/devices/0000:1b:00.0/vendor"):
+        assert host.ssh(f"test -e {path}", check=False).returncode == 0, path
+    host.ssh(
+        "mkdir -p /tmp/image/bin && cp /bin/sh /tmp/image/bin/ && tar -C /tmp/image -c . | docker import - lab-test"
+    )
+    # Without a C library the program can't start; that docker came so far is what is asked.
+    done = host.ssh("docker run --rm lab-test /bin/sh -c :", check=False)
+    assert "no such file" in done.stderr.lower() or done.returncode == 0
+    host.ssh("docker rmi lab-test", check=False)
