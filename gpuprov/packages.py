@@ -142,7 +142,8 @@ def lock_holder(system: System) -> str:
     inodes = {str(system.inode(path)) for path in _LOCKS} - {"0"}
     for line in (system.read_text("/proc/locks") or "").splitlines():
         words = line.split()
-        if len(words) > 5 and words[5].rpartition(":")[2] in inodes:
+        # A line with an arrow is one who waits for the lock.
+        if "->" not in words and len(words) > 5 and words[5].rpartition(":")[2] in inodes:
             name = (system.read_text(f"/proc/{words[4]}/comm") or "a process").strip()
             return f"{name} (pid {words[4]})"
     return ""
@@ -154,15 +155,21 @@ _FAILURES = (
      "wait for its end (ps -ef | grep -E 'apt|dpkg'), then run the same command again"),
     (r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found",
      "no repository has such a package", "apt-cache policy NAME shows what the repositories have; is one missing?"),
-    (r"NO_PUBKEY|is not signed|no longer signed|doesn't have a Release file",
-     "a repository is not signed with a key that this host trusts",
-     "the line names the repository: correct its key (Signed-By), or remove it"),
-    (r"BADSIG|EXPKEYSIG|signatures were invalid", "a repository's signature is wrong, or its key has expired",
+    # Before the next row: of these apt says besides that the repository is not signed.
+    (r"BADSIG|EXPKEYSIG|REVKEYSIG|signatures were invalid|Clearsigned file isn't valid",
+     "a repository's signature is wrong, or its key has expired",
      "the line names the repository: get its current key; a mirror or proxy may also deliver damaged files"),
+    (r"NO_PUBKEY|is not signed|no longer signed", "a repository is not signed with a key that this host trusts",
+     "the line names the repository: correct its key (Signed-By), or remove it"),
     (r"Hash Sum mismatch|File has unexpected size", "a repository delivered a damaged file",
      "a mirror in the middle of its update, or a proxy: run the same command again in some minutes"),
     (r"is not valid yet|Release file .* expired", "this host's clock and a repository's disagree",
      "check the clock: timedatectl; then the mirror"),
+    (r"does not have a Release file|no longer has a Release file|  404  ",
+     "there is no repository at that address, or the file is gone from it",
+     "the line names it: check its URI and suite, and whether the mirror is whole"),
+    (r"Conflicting values set for option", "two sources name the same repository, with different keys",
+     "grep -rl the address that the line names /etc/apt; remove one of the two"),
     (r"Temporary failure resolving|Could not resolve", "a repository's name is not known",
      "check DNS: getent hosts NAME"),
     (r"Could not connect|Connection (refused|failed|timed out)|Network is unreachable|Failed to fetch",

@@ -94,7 +94,12 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
         for path, uri, line, alone in _doubles(files, wanted)
         if not alone
     )
-    return withdrawn + mixed
+    names = [one.name for one in wanted]
+    same = tuple(
+        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
+        for name in sorted({name for name in names if names.count(name) > 1})
+    )
+    return withdrawn + same + mixed
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
@@ -103,14 +108,14 @@ def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architectur
     changes: list[Change] = []
     for one in wanted:
         key = files.get(one.key_path)
-        if key is None or not _is_pinned(key.content, one.key_fingerprint):
+        if key is None or key.mode != 0o644 or not _is_pinned(key.content, one.key_fingerprint):
             changes.append(InstallKey(one.key_path, one.key_url, one.key_fingerprint))
         source = files.get(one.source_path)
         if source is None or source.content != str(one).encode() or source.mode != 0o644:
             changes.append(WriteFile(one.source_path, str(one).encode()))
-    for path, uri, _, alone in _doubles(files, wanted):
-        if alone:
-            changes.append(RemoveFile(path, f"a second source for {uri}"))
+    # A file may name the URI in several lines; it goes once.
+    doubles = {path: uri for path, uri, _, alone in _doubles(files, wanted) if alone}
+    changes += [RemoveFile(path, f"a second source for {uri}") for path, uri in doubles.items()]
     ours = {path for one in wanted for path in (one.source_path, one.key_path)}
     for path in files:
         if path.startswith((f"{_SOURCES}/{_OURS}", f"{_KEYRINGS}/{_OURS}")) and path not in ours:
@@ -120,7 +125,8 @@ def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architectur
 
 def _is_pinned(content: bytes, fingerprint: str) -> bool:
     try:
-        return fingerprints(content) == (fingerprint,)
+        # Armored, it would be the right key in a form that apt does not read from this file.
+        return fingerprints(content) == (fingerprint,) and dearmored(content) == content
     except GpuprovError:
         return False
 
@@ -130,19 +136,46 @@ def _doubles(files: Mapping[str, FileFact], wanted: tuple[AptRepository, ...]) -
     uris = {one.uri.rstrip("/"): one.uri for one in wanted}
     found = []
     for path, file in files.items():
-        if not re.fullmatch(r"/etc/apt/sources\.list(\.d/[^/]+\.(list|sources))?", path) or _OURS in path:
+        if not re.fullmatch(r"/etc/apt/sources\.list(\.d/[\w.-]+\.(list|sources))?", path) or path.startswith(
+            f"{_SOURCES}/{_OURS}"
+        ):
             continue
-        entries = _entries(file.content.decode("utf-8", "replace"))
+        entries = _entries(path, file.content.decode("utf-8", "replace"))
         alone = all(uri in uris for _, uri in entries)
         found += [(path, uris[uri], line, alone) for line, uri in entries if uri in uris]
     return found
 
 
-def _entries(text: str) -> list[tuple[int, str]]:
+def _entries(path: str, text: str) -> list[tuple[int, str]]:
     """Return (line number, URI) of each active entry of a .list or .sources file, a final slash taken off."""
-    pattern = re.compile(r"^(?:deb(?:-src)?(?:\s+\[[^]]*\])?|URIs:)\s+(\S+)")
+    entries = _deb822_entries(text) if path.endswith(".sources") else _one_line_entries(text)
+    return [(number, uri.rstrip("/")) for number, uri in entries]
+
+
+def _one_line_entries(text: str) -> list[tuple[int, str]]:
+    pattern = re.compile(r"\s*deb(?:-src)?\s+(?:\[[^]]*\]\s*)?([^\s\[#]+)")
     matches = ((number, pattern.match(line)) for number, line in enumerate(text.splitlines(), 1))
-    return [(number, match[1].rstrip("/")) for number, match in matches if match]
+    return [(number, match[1]) for number, match in matches if match]
+
+
+def _deb822_entries(text: str) -> list[tuple[int, str]]:
+    """Stanzas are parted by blank lines; names of fields know no case, a value may go on in indented lines."""
+    found: list[tuple[int, str]] = []
+    stanza: list[tuple[int, str]] = []
+    field, enabled = "", True
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if not line.strip():
+            found += stanza if enabled else []
+            stanza, field, enabled = [], "", True
+        if line.startswith("#"):
+            continue
+        if not line[:1].isspace():
+            field, _, line = line.partition(":")
+        if field.lower() == "uris":
+            stanza += [(number, uri) for uri in line.split()]
+        elif field.lower() == "enabled" and line.strip().lower() in ("no", "false", "0", "off", "without", "disable"):
+            enabled = False
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,278 @@
+"""Our keys and sources before a real apt, over a signed repository that is then tampered with."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import gather_files
+from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.repos import AptRepository, InstallKey, plan_repositories
+from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.system import Completed, System
+from tests.lab.repository import PACKAGE, build_repository
+from tests.lab.shell import run
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
+]
+
+# apt's own places, in a mount namespace: $1 is the root that they come from, the rest the command.
+_PLACES = ("etc/apt", "var/lib/apt", "var/lib/dpkg", "var/cache/apt")
+_SCRIPT = " && ".join(f'mount --bind "$1/{place}" /{place}' for place in _PLACES) + ' && shift && exec "$@"'
+
+
+class AptHost(System):
+    """A machine below a folder with nothing installed, whose apt is this machine's."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        for place in (*_PLACES, "etc/apt/sources.list.d", "etc/apt/keyrings", "var/lib/dpkg/updates"):
+            (root / place).mkdir(parents=True, exist_ok=True)
+        (root / "var/lib/dpkg/status").touch()
+
+    def which(self, program: str) -> str | None:
+        return System().which(program)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        # Attempts that only lengthen the test are left out.
+        argv = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
+        command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
+        done = super().run(command, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        return replace(done, argv=argv)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
+        pass
+
+
+class Repository:
+    """A signed repository that a server on loopback offers, and what a user writes of it into an inventory."""
+
+    def __init__(self, folder: Path, gnupg: Path, url: str, fingerprint: str) -> None:
+        self.folder, self.gnupg, self.url, self.fingerprint = folder, gnupg, url, fingerprint
+
+    @property
+    def spec(self) -> HostSpec:
+        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+
+    def sign(self, **fields: str) -> None:
+        """Sign the Release again, with these fields in place of its own."""
+        lines = [
+            line for line in (self.folder / "Release").read_text().splitlines() if line.partition(":")[0] not in fields
+        ]
+        added = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
+        (self.folder / "Release").write_text("\n".join([*added, *lines]) + "\n")
+        target, source = str(self.folder / "InRelease"), str(self.folder / "Release")
+        run(("gpg", "--homedir", str(self.gnupg), "--batch", "--yes", "--clearsign", "--output", target, source))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A repository in `www` and its key in `gnupg`, built once."""
+    folder = tmp_path_factory.mktemp("repository")
+    build_repository(folder / "www", folder / "gnupg")
+    yield folder
+    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+
+
+@pytest.fixture
+def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "www"
+    shutil.copytree(template / "www", folder)
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    fingerprint = (folder / "fingerprint").read_text()
+    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}", fingerprint)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> AptHost:
+    return AptHost(tmp_path / "root")
+
+
+def tell(message: str, done: int, total: int) -> None:
+    assert message
+
+
+def configure(host: AptHost, spec: HostSpec) -> None:
+    """Apply what is planned; a second plan is empty."""
+    for change in plan_repositories(gather_files(host), spec, "x86_64"):
+        change.apply(host, tell)
+    assert plan_repositories(gather_files(host), spec, "x86_64") == ()
+
+
+def refresh(host: AptHost) -> None:
+    RefreshPackageIndex().apply(host, tell)
+
+
+def refusal(host: AptHost) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        refresh(host)
+    return str(caught.value)
+
+
+def test_apt_accepts_our_key_and_source(host: AptHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
+    assert "Candidate: 1.0" in policy and repository.url in policy
+
+
+def test_a_second_source_for_the_same_repository_is_removed_and_apt_is_content(
+    host: AptHost, repository: Repository
+) -> None:
+    host.write("/etc/apt/sources.list.d/old.list", f"deb [trusted=yes] {repository.url}/ ./\n".encode())
+    configure(host, repository.spec)
+    assert host.list_directory("/etc/apt/sources.list.d") == ("gpuprov-site.sources",)
+    refresh(host)
+
+
+def test_an_armored_or_unreadable_key_is_put_right(host: AptHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    path = "/etc/apt/keyrings/gpuprov-site.gpg"
+    right = host.read_bytes(path)
+    assert right is not None
+    for content, mode in (((repository.folder / "key.asc").read_bytes(), 0o644), (right, 0o600)):
+        host.write(path, content, mode=mode)
+        assert "not signed with a key that this host trusts" in refusal(host)
+        configure(host, repository.spec)
+        refresh(host)
+
+
+def test_a_wrong_key_is_refused_before_it_is_trusted(host: AptHost, repository: Repository, tmp_path: Path) -> None:
+    other = build_repository(tmp_path / "other", tmp_path / "gnupg")
+    (repository.folder / "key.asc").write_bytes((tmp_path / "other/key.asc").read_bytes())
+    with pytest.raises(GpuprovError) as caught:
+        configure(host, repository.spec)
+    assert other in str(caught.value) and repository.fingerprint in str(caught.value)
+    assert host.list_directory("/etc/apt/keyrings") == ()
+
+
+def test_a_repository_signed_by_another_key_is_refused(host: AptHost, repository: Repository, tmp_path: Path) -> None:
+    configure(host, repository.spec)
+    build_repository(tmp_path / "other", tmp_path / "gnupg")
+    shutil.copy(tmp_path / "other/InRelease", repository.folder / "InRelease")
+    assert "a repository is not signed with a key that this host trusts" in refusal(host)
+
+
+def tamper(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def remove_signatures(repository: Repository) -> None:
+    (repository.folder / "InRelease").unlink()
+
+
+def tamper_with_release(repository: Repository) -> None:
+    tamper(repository.folder / "InRelease", b"Date: ", b"Date:  ")
+
+
+def tamper_with_packages(repository: Repository) -> None:
+    tamper(repository.folder / "Packages", b"Version: 1.0", b"Version: 6.6")
+
+
+def remove_all(repository: Repository) -> None:
+    for path in repository.folder.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (remove_signatures, "a repository is not signed with a key that this host trusts"),
+        (tamper_with_release, "a repository's signature is wrong, or its key has expired"),
+        (tamper_with_packages, "a repository delivered a damaged file"),
+        (remove_all, "there is no repository at that address"),
+        (
+            lambda repository: repository.sign(Valid_Until="Sat, 01 Jan 2022 00:00:00 UTC"),
+            "this host's clock and a repository's disagree",
+        ),
+        (
+            lambda repository: repository.sign(Date="Fri, 01 Jan 2100 00:00:00 UTC"),
+            "this host's clock and a repository's disagree",
+        ),
+    ],
+    ids=["unsigned", "tampered-release", "tampered-packages", "gone", "expired", "of-the-future"],
+)
+def test_apt_refuses_it_and_we_say_why(
+    host: AptHost, repository: Repository, damage: Callable[[Repository], None], says: str
+) -> None:
+    configure(host, repository.spec)
+    damage(repository)
+    found = refusal(host)
+    assert f"the package index could not be refreshed: {says}" in found
+    assert repository.url in found
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("http://127.0.0.1:9/apt", "a repository can't be reached"),
+        ("http://no-such-host.invalid/apt", "a repository's name is not known"),
+    ],
+)
+def test_a_repository_out_of_reach_is_told(host: AptHost, repository: Repository, uri: str, says: str) -> None:
+    configure(host, repository.spec)
+    key = (repository.spec.repositories[0].key_url, repository.fingerprint)
+    source = AptRepository("site", uri, "./", "", *key, "amd64")
+    host.write(source.source_path, str(source).encode())
+    found = refusal(host)
+    assert says in found and uri in found
+
+
+def test_a_package_that_nobody_has_is_told(host: AptHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    for name in ("no-such-package", f"{PACKAGE}=9.9"):
+        with pytest.raises(GpuprovError, match=f"{name} could not be installed: no repository has such a package"):
+            InstallPackages((name,)).apply(host, tell)
+
+
+def test_a_package_that_was_tampered_with_is_told(host: AptHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    package = repository.folder / f"{PACKAGE}_1.0_all.deb"
+    package.write_bytes(package.read_bytes()[:-1] + b"!")
+    with pytest.raises(GpuprovError, match="a repository delivered a damaged file"):
+        InstallPackages((PACKAGE,)).apply(host, tell)
+
+
+def test_undo_takes_the_key_away(host: AptHost, repository: Repository) -> None:
+    one = repository.spec.repositories[0]
+    change = InstallKey("/etc/apt/keyrings/gpuprov-site.gpg", one.key_url, one.key_fingerprint)
+    before = change.capture(host)
+    change.apply(host, tell)
+    InstallKey.undo(host, before, None)
+    assert host.list_directory("/etc/apt/keyrings") == ()

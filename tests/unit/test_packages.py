@@ -1,0 +1,323 @@
+"""What apt and dpkg say, what of it we say, and who holds their lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov.errors import GpuprovError
+from gpuprov.packages import (
+    InstallPackages,
+    PackageFacts,
+    RefreshPackageIndex,
+    gather_packages,
+    lock_holder,
+    missing,
+    parse_dpkg,
+)
+from gpuprov.system import Completed, System
+
+DPKG = """installed adduser 3.134
+config-files old-kernel 6.1.0-9
+installed libc6 2.36-9+deb12u13
+half-configured docker.io 20.10.24+dfsg1-1+deb12u1
+not-installed ghost\x20
+unpacked vim 2:9.0.1378-2+deb12u2
+installed libstdc++6 12.2.0-14+deb12u1
+"""
+
+
+def test_only_wholly_installed_packages_count() -> None:
+    assert parse_dpkg(DPKG) == {
+        "adduser": "3.134",
+        "libc6": "2.36-9+deb12u13",
+        "libstdc++6": "12.2.0-14+deb12u1",
+    }
+
+
+def test_nonsense_from_dpkg_is_nothing() -> None:
+    assert parse_dpkg("") == parse_dpkg("dpkg-query: error: no database\n\n") == {}
+
+
+@pytest.mark.skipif(System().which("dpkg-query") is None, reason="needs dpkg")
+def test_this_machine_has_a_package_manager() -> None:
+    facts = gather_packages(System())
+    assert facts.manager == "apt"
+    assert "dpkg" in facts.installed and facts.installed["dpkg"][0].isdigit()
+
+
+def test_a_machine_without_apt_has_no_package_manager(tmp_path: Path) -> None:
+    assert gather_packages(System(str(tmp_path))) == PackageFacts("", {})
+
+
+@pytest.mark.parametrize(
+    ("names", "lacking"),
+    [
+        ((), ()),
+        (("adduser", "libc6=2.36-9+deb12u13"), ()),
+        (("gcc", "adduser", "make", "gcc"), ("gcc", "make")),
+        (("libc6=2.36",), ("libc6=2.36",)),
+        (("docker.io",), ("docker.io",)),
+    ],
+)
+def test_what_is_missing_is_named_once_and_in_order(names: tuple[str, ...], lacking: tuple[str, ...]) -> None:
+    assert missing(PackageFacts("apt", parse_dpkg(DPKG)), names) == lacking
+
+
+class RecordedApt(System):
+    """A machine whose dpkg has some packages and whose apt-get answers as recorded; it notes what was asked of it."""
+
+    def __init__(self, root: Path, packages: Sequence[str] = (), answer: tuple[int, str, str] = (0, "", "")) -> None:
+        super().__init__(str(root))
+        self.packages = list(packages)
+        self.answer = answer
+        self.audit = ""
+        self.installs: tuple[str, ...] = ()
+        self.asked: list[tuple[str, ...]] = []
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        if argv[0] == "dpkg-query":
+            return Completed(argv, 0, "".join(f"installed {name} 1.0\n" for name in self.packages))
+        if argv[:2] == ("dpkg", "--audit"):
+            return Completed(argv, 0, self.audit)
+        self.asked.append(argv)
+        if argv[0] == "apt-get" and "install" in argv and self.answer[0] == 0:
+            self.packages += self.installs
+        for line in self.answer[1].splitlines():
+            assert on_line is None or on_line(line) is None
+        return Completed(argv, *self.answer)
+
+
+NO_KEY = """W: An error occurred during the signature verification. The repository is not updated and the previous \
+index files will be used. GPG error: http://example.org/apt ./ InRelease: The following signatures couldn't be \
+verified because the public key is not available: NO_PUBKEY 55D8683531720410
+E: Failed to fetch http://example.org/apt/./InRelease  The following signatures couldn't be verified because the \
+public key is not available: NO_PUBKEY 55D8683531720410
+E: Some index files failed to download. They have been ignored, or old ones used instead."""
+BAD_SIGNATURE = """W: GPG error: http://example.org/apt ./ InRelease: The following signatures were invalid: BADSIG \
+A148C242264A90DC lab <lab@example.org>
+E: The repository 'http://example.org/apt ./ InRelease' is not signed."""
+LOG_IN = """E: Failed to fetch http://example.org/apt/./InRelease  Clearsigned file isn't valid, got 'NOSPLIT' (does \
+the network require authentication?)
+E: The repository 'http://example.org/apt ./ InRelease' is not signed."""
+HASH = """E: Failed to fetch http://example.org/apt/./Packages  Hash Sum mismatch
+   Hashes of expected file:
+    - Filesize:383 [weak]
+E: Some index files failed to download. They have been ignored, or old ones used instead."""
+REFUSED = """E: Failed to fetch http://127.0.0.1:9/apt/./InRelease  Could not connect to 127.0.0.1:9 (127.0.0.1). - \
+connect (111: Connection refused)
+E: Some index files failed to download. They have been ignored, or old ones used instead."""
+LOCKED = """E: Could not get lock /var/lib/dpkg/lock-frontend. It is held by process 2192 (unattended-upgr)
+E: Unable to acquire the dpkg frontend lock (/var/lib/dpkg/lock-frontend), is another process using it?"""
+UNMET = """The following packages have unmet dependencies:
+ nvidia-container-toolkit : Depends: libnvidia-container1 (>= 1.17.0) but it is not installable
+E: Unable to correct problems, you have held broken packages."""
+GONE = """E: Failed to fetch http://example.org/apt/./site-gpu-tools_1.0_all.deb  404  Not Found [IP: 192.0.2.1 80]
+E: Unable to fetch some archives, maybe run apt-get update or try with --fix-missing?"""
+EXPIRED = (
+    "E: Release file for http://example.org/apt/./InRelease is expired (invalid since 1785d 3h 1min 56s). Updates for "
+    "this repository will not be applied."
+)
+EARLY = (
+    "E: Release file for http://example.org/apt/./InRelease is not valid yet (invalid for another 26703d 20h 57min "
+    "53s). Updates for this repository will not be applied."
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning", "line"),
+    [
+        (LOCKED, "another program holds the package manager's lock", "held by process 2192 (unattended-upgr)"),
+        ("E: Unable to locate package nope", "no repository has such a package", "package nope"),
+        ("E: Package 'vim' has no installation candidate", "no repository has such a package", "'vim'"),
+        ("E: Version '9' for 'site-gpu-tools' was not found", "no repository has such a package", "Version '9'"),
+        (NO_KEY, "a repository is not signed with a key that this host trusts", "NO_PUBKEY 55D8683531720410"),
+        (
+            "E: The repository 'http://example.org/apt ./ Release' is not signed.",
+            "a repository is not signed with a key that this host trusts", "http://example.org/apt",
+        ),
+        (BAD_SIGNATURE, "a repository's signature is wrong, or its key has expired", "BADSIG A148C242264A90DC"),
+        (
+            BAD_SIGNATURE.replace("BADSIG", "EXPKEYSIG"),
+            "a repository's signature is wrong, or its key has expired", "EXPKEYSIG A148C242264A90DC",
+        ),
+        (LOG_IN, "a repository's signature is wrong, or its key has expired", "does the network require"),
+        (HASH, "a repository delivered a damaged file", "http://example.org/apt/./Packages"),
+        (EXPIRED, "this host's clock and a repository's disagree", "1785d"),
+        (EARLY, "this host's clock and a repository's disagree", "26703d"),
+        (
+            "E: The repository 'http://example.org/apt ./ Release' does not have a Release file.",
+            "there is no repository at that address", "http://example.org/apt",
+        ),
+        (GONE, "or the file is gone from it", "site-gpu-tools_1.0_all.deb"),
+        (
+            "E: Conflicting values set for option Signed-By regarding source http://example.org/apt/ ./: /a.gpg != \n"
+            "E: The list of sources could not be read.",
+            "two sources name the same repository, with different keys", "http://example.org/apt/",
+        ),
+        (
+            "E: Failed to fetch http://no-such-host.invalid/apt/./InRelease  Could not resolve 'no-such-host.invalid'",
+            "a repository's name is not known", "no-such-host.invalid",
+        ),
+        (REFUSED, "a repository can't be reached", "127.0.0.1:9"),
+        ("E: You don't have enough free space in /var/cache/apt/archives/.", "the disk is full", "/var/cache/apt"),
+        (
+            "dpkg: error: failed to write status database: No space left on device",
+            "the disk is full", "status database",
+        ),
+        (UNMET, "the packages do not fit together", "unmet dependencies"),
+    ],
+)  # fmt: skip
+def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str, line: str) -> None:
+    host = RecordedApt(tmp_path, answer=(100, "Reading package lists...", said))
+    with pytest.raises(GpuprovError) as caught:
+        InstallPackages(("gcc", "make")).apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
+    assert "apt-get exited 100: " in problem.evidence and line in problem.evidence
+    assert "\n" not in problem.evidence
+    assert problem.next_step
+
+
+def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, answer=(100, "", "E: something new\nE: and more"))
+    with pytest.raises(GpuprovError) as caught:
+        RefreshPackageIndex().apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.what == "the package index could not be refreshed"
+    assert "E: something new\nE: and more" in problem.evidence and "apt-get" in problem.evidence
+
+
+def test_only_what_was_added_is_purged(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, packages=["make", "libc6"])
+    host.installs = ("gcc", "cpp")
+    change = InstallPackages(("gcc", "make"))
+    before = change.capture(host)
+    outcome = change.apply(host, lambda *_: None)
+    assert outcome == {"added": ["cpp", "gcc"]}
+    host.packages += ["vim"]
+    InstallPackages.undo(host, before, outcome)
+    assert host.asked[-1][-4:] == ("purge", "--", "cpp", "gcc")
+
+
+def test_undoing_twice_purges_once(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, packages=["make"])
+    InstallPackages.undo(host, {"installed": ["make"]}, {"added": ["gcc"]})
+    assert host.asked == []
+
+
+def test_nothing_on_a_command_line_is_taken_for_an_option(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path)
+    InstallPackages(("gcc=4:12.2.0-3",)).apply(host, lambda *_: None)
+    (asked,) = host.asked
+    assert asked[asked.index("install") :] == ("install", "--", "gcc=4:12.2.0-3")
+    assert "--yes" in asked and "DPkg::Lock::Timeout=300" in asked
+
+
+@pytest.mark.parametrize("trace", ["audit", "updates"])
+def test_a_killed_dpkg_is_finished_first(tmp_path: Path, trace: str) -> None:
+    host = RecordedApt(tmp_path)
+    if trace == "audit":
+        host.audit = "The following packages are only half configured: docker.io\n"
+    else:
+        (tmp_path / "var/lib/dpkg/updates").mkdir(parents=True)
+        (tmp_path / "var/lib/dpkg/updates/0001").touch()
+    told: list[str] = []
+    InstallPackages(("gcc",)).apply(host, lambda message, *_: told.append(message))
+    assert [argv[0] for argv in host.asked] == ["dpkg", "apt-get"]
+    assert host.asked[0][-2:] == ("--configure", "-a")
+    assert told == ["finishing what an interrupted dpkg left half done"]
+
+
+def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
+    printed = (
+        "Reading package lists...\nGet:1 http://example.org gcc\nUnpacking gcc (12) ...\nSetting up gcc (12) ...\n"
+    )
+    host = RecordedApt(tmp_path, answer=(0, printed, ""))
+    told: list[str] = []
+    RefreshPackageIndex().apply(host, lambda message, *_: told.append(message))
+    assert told == ["Get:1 http://example.org gcc", "Unpacking gcc (12) ...", "Setting up gcc (12) ..."]
+
+
+class WithLocks(System):
+    """A machine below a folder with this machine's /proc."""
+
+    def read_text(self, path: str) -> str | None:
+        return super().read_text(path) if not path.startswith("/proc/") else System().read_text(path)
+
+
+# $1: a file to lock as dpkg does, by fcntl(2), until the input ends.
+HOLD = (
+    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+)
+
+
+def test_the_holder_of_dpkgs_lock_is_named(tmp_path: Path) -> None:
+    host = WithLocks(str(tmp_path))
+    assert lock_holder(host) == ""
+    lock = tmp_path / "var/lib/dpkg/lock-frontend"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert lock_holder(host) == ""
+    argv = (sys.executable, "-c", HOLD, str(lock))
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        holder.stdout.readline()
+        name = Path(f"/proc/{holder.pid}/comm").read_text().strip()
+        assert lock_holder(host) == f"{name} (pid {holder.pid})"
+        holder.stdin.close()
+        holder.wait(10)
+    assert lock_holder(host) == ""
+
+
+def test_one_who_waits_for_the_lock_is_not_its_holder(tmp_path: Path) -> None:
+    lock = tmp_path / "var/lib/dpkg/lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        argv = (sys.executable, "-c", HOLD, str(lock))
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waiter:
+            while f"-> POSIX  ADVISORY  WRITE {waiter.pid}" not in Path("/proc/locks").read_text():
+                time.sleep(0.01)
+            assert lock_holder(WithLocks(str(tmp_path))).endswith(f"(pid {os.getpid()})")
+            fcntl.lockf(file, fcntl.LOCK_UN)
+            assert waiter.stdout is not None and waiter.stdin is not None
+            waiter.stdout.readline()
+            waiter.stdin.close()
+            waiter.wait(10)
+
+
+def test_waiting_for_the_lock_is_told(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path)
+    (tmp_path / "proc/77").mkdir(parents=True)
+    (tmp_path / "proc/77/comm").write_text("unattended-upgr\n")
+    lock = tmp_path / "var/lib/dpkg/lock-frontend"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    inode = lock.stat().st_ino
+    (tmp_path / "proc/locks").write_text(
+        f"1: FLOCK  ADVISORY  WRITE 12 00:1a:1 0 EOF\n2: POSIX  ADVISORY  WRITE 77 fe:00:{inode} 0 EOF\n"
+    )
+    told: list[str] = []
+    RefreshPackageIndex().apply(host, lambda message, *_: told.append(message))
+    assert told == ["waiting up to 300 s for unattended-upgr (pid 77), which holds the package manager's lock"]

@@ -1,0 +1,205 @@
+"""Which repositories a host shall have, and what becomes of the sources that people had before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from gpuprov.changes import RemoveFile, WriteFile
+from gpuprov.facts import FileFact
+from gpuprov.repos import InstallKey, plan_repositories, problems, repositories
+from gpuprov.spec import HostSpec, SiteRepository
+
+URI = "https://apt.example.org/gpu"
+KEY_URL = "https://apt.example.org/gpu/key.asc"
+SOURCE = "/etc/apt/sources.list.d/gpuprov-site.sources"
+KEY = "/etc/apt/keyrings/gpuprov-site.gpg"
+OTHERS = "/etc/apt/sources.list.d/others"
+WITHDRAWN = "AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80"
+
+
+def gpg(home: Path, *words: str) -> bytes:
+    argv = ("gpg", "--homedir", str(home), "--batch", "--passphrase", "", *words)
+    return subprocess.run(argv, capture_output=True, check=True, timeout=60).stdout
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
+    """Two keys: fingerprint → content, in the order of their making."""
+    home = tmp_path_factory.mktemp("gnupg")
+    home.chmod(0o700)
+    for name in ("first", "second"):
+        gpg(home, "--quick-gen-key", f"{name}@example.org", "ed25519", "sign", "never")
+    listed = gpg(home, "--with-colons", "--list-keys").decode()
+    yield {one: gpg(home, "--export", one) for one in re.findall(r"^fpr:+([0-9A-F]{40}):", listed, re.MULTILINE)}
+    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+
+
+def spec(fingerprint: str, *, uri: str = URI, suite: str = "./", components: str = "") -> HostSpec:
+    return HostSpec(repositories=(SiteRepository("site", uri, KEY_URL, fingerprint, suite, components),))
+
+
+def fact(content: str | bytes, mode: int = 0o644) -> FileFact:
+    return FileFact(content.encode() if isinstance(content, str) else content, mode, 0, 0)
+
+
+def settled(fingerprint: str, key: bytes, architecture: str = "x86_64") -> dict[str, FileFact]:
+    """The files of a host that is as `spec` says."""
+    (one,) = repositories(spec(fingerprint), architecture)
+    return {KEY: fact(key), SOURCE: fact(str(one))}
+
+
+def test_a_flat_repository_has_no_components() -> None:
+    (one,) = repositories(spec("A" * 40), "x86_64")
+    assert str(one) == (
+        "Types: deb\n"
+        "URIs: https://apt.example.org/gpu\n"
+        "Suites: ./\n"
+        "Architectures: amd64\n"
+        "Signed-By: /etc/apt/keyrings/gpuprov-site.gpg\n"
+    )
+    assert (one.source_path, one.key_path) == (SOURCE, KEY)
+
+
+@pytest.mark.parametrize(("components", "line"), [("", "main"), ("main contrib", "main contrib")])
+def test_a_repository_with_a_suite_has_components(components: str, line: str) -> None:
+    (one,) = repositories(spec("A" * 40, suite="bookworm", components=components), "aarch64")
+    assert f"Suites: bookworm\nComponents: {line}\nArchitectures: arm64\n" in str(one)
+
+
+def test_nvidias_repository_comes_with_its_toolkit() -> None:
+    assert repositories(HostSpec(), "x86_64") == ()
+    wanted = HostSpec(toolkit="nvidia", toolkit_repository="https://mirror.example.org/toolkit/")
+    (one,) = repositories(wanted, "x86_64")
+    assert (one.uri, one.suite) == ("https://mirror.example.org/toolkit/stable/deb/amd64", "/")
+    assert (one.key_url, one.key_fingerprint) == (
+        "https://mirror.example.org/toolkit/gpgkey",
+        "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
+    )
+
+
+def test_a_bare_host_gets_the_key_before_the_source() -> None:
+    pinned = "A" * 40
+    key, source = plan_repositories({}, spec(pinned), "x86_64")
+    assert key == InstallKey(KEY, KEY_URL, pinned)
+    assert isinstance(source, WriteFile) and source.path == SOURCE
+
+
+def test_a_host_that_is_right_is_not_touched(keys: Mapping[str, bytes]) -> None:
+    for fingerprint, key in keys.items():
+        assert plan_repositories(settled(fingerprint, key), spec(fingerprint), "x86_64") == ()
+
+
+def test_a_key_that_is_not_exactly_the_pinned_one_is_replaced(keys: Mapping[str, bytes]) -> None:
+    (pinned, key), (_, other) = keys.items()
+    wrong = (
+        fact(other),
+        fact(key + other),
+        fact(other + key),
+        fact(b""),
+        fact(b"<html>"),
+        fact(key[:-1]),
+        fact(key, 0o600),
+    )
+    for found in wrong:
+        changes = plan_repositories({**settled(pinned, key), KEY: found}, spec(pinned), "x86_64")
+        assert changes == (InstallKey(KEY, KEY_URL, pinned),)
+
+
+def test_a_source_that_was_edited_is_written_again(keys: Mapping[str, bytes]) -> None:
+    pinned, key = next(iter(keys.items()))
+    (one,) = repositories(spec(pinned), "x86_64")
+    for found in (fact(str(one) + "Trusted: yes\n"), fact(str(one), 0o600)):
+        changes = plan_repositories({**settled(pinned, key), SOURCE: found}, spec(pinned), "x86_64")
+        assert changes == (WriteFile(SOURCE, str(one).encode()),)
+
+
+DEBIAN = "deb http://deb.debian.org/debian bookworm main\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "line"),
+    [
+        (f"{OTHERS}.list", f"deb {URI} ./\n", 0),
+        (f"{OTHERS}.list", f"# the site's\n\ndeb [arch=amd64 signed-by=/a.gpg] {URI}/ ./\ndeb-src {URI} ./\n", 0),
+        (f"{OTHERS}.list", f"  deb\t[ trusted=yes ]\t{URI}\t./\n", 0),
+        (f"{OTHERS}.list", f"{DEBIAN}deb {URI} ./\n", 2),
+        ("/etc/apt/sources.list", f"{DEBIAN}\n\ndeb {URI} ./ # the site's\n", 4),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\n", 0),
+        (f"{OTHERS}.sources", f"types: deb\nuris:{URI}/\nsuites: ./\n", 0),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: http://deb.debian.org/debian {URI}\nSuites: ./\n", 2),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: http://deb.debian.org/debian\n  {URI}\nSuites: ./\n", 3),
+        (
+            f"{OTHERS}.sources",
+            f"Types: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n\nTypes: deb\nURIs: {URI}\nSuites: ./\n",
+            6,
+        ),
+    ],
+)
+def test_a_second_source_for_the_same_repository(path: str, content: str, line: int) -> None:
+    """It goes where it stands alone; where it stands among others (`line`), only its owner may take it out."""
+    found = {path: fact(content)}
+    wanted = spec("A" * 40)
+    removed = [change for change in plan_repositories(found, wanted, "x86_64") if isinstance(change, RemoveFile)]
+    wrong = problems(found, wanted, "x86_64")
+    if line == 0:
+        assert [change.path for change in removed] == [path] and wrong == ()
+        assert removed[0].summary() == f"remove {path} (a second source for {URI})"
+    else:
+        assert removed == []
+        (problem,) = wrong
+        assert problem.evidence == f"{path}, line {line}"
+        assert URI in problem.what and "Signed-By" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (f"{OTHERS}.list", f"# deb {URI} ./\n{DEBIAN}"),
+        (f"{OTHERS}.list", f"deb {URI}/other ./\n"),
+        (f"{OTHERS}.list.save", f"deb {URI} ./\n"),
+        (f"{OTHERS}.sources", f"# URIs: {URI}\nTypes: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n"),
+        (f"{OTHERS}.sources", f"Enabled: no\nTypes: deb\nURIs: {URI}\nSuites: ./\n"),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\nenabled: No\n"),
+        (f"{OTHERS}.sources", ""),
+        ("/etc/cdi/nvidia.json", f"deb {URI} ./\n"),
+    ],
+)
+def test_what_is_no_active_source_for_it_stays(path: str, content: str) -> None:
+    found = {path: fact(content)}
+    assert problems(found, spec("A" * 40), "x86_64") == ()
+    assert not any(isinstance(change, RemoveFile) for change in plan_repositories(found, spec("A" * 40), "x86_64"))
+
+
+def test_what_is_no_longer_asked_for_goes_and_nothing_else(keys: Mapping[str, bytes]) -> None:
+    pinned, key = next(iter(keys.items()))
+    strangers = {
+        "/etc/apt/sources.list": fact(DEBIAN),
+        f"{OTHERS}.list": fact("deb http://example.com/x ./\n"),
+        "/etc/apt/keyrings/docker.asc": fact("a key"),
+    }
+    changes = plan_repositories({**settled(pinned, key), **strangers}, HostSpec(), "x86_64")
+    assert [(change.path, change.reason) for change in changes if isinstance(change, RemoveFile)] == [
+        (KEY, "no longer asked for"),
+        (SOURCE, "no longer asked for"),
+    ]
+    assert len(changes) == 2
+
+
+def test_a_withdrawn_key_is_refused() -> None:
+    (problem,) = problems({}, spec(WITHDRAWN), "x86_64")
+    assert "key of repository site is withdrawn" in problem.what and WITHDRAWN in problem.evidence
+
+
+def test_two_repositories_of_one_name_are_refused() -> None:
+    one = SiteRepository("site", URI, KEY_URL, "A" * 40)
+    other = SiteRepository("site", f"{URI}/other", KEY_URL, "B" * 40)
+    (problem,) = problems({}, HostSpec(repositories=(one, other)), "x86_64")
+    assert problem.what == "two repositories have the name site"
+    nvidias = HostSpec(toolkit="nvidia", repositories=(SiteRepository("nvidia-container-toolkit", URI, KEY_URL, "A"),))
+    (problem,) = problems({}, nvidias, "x86_64")
+    assert "nvidia-container-toolkit" in problem.what
