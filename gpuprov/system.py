@@ -38,6 +38,7 @@ _PASSED_ENVIRONMENT = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
 )  # fmt: skip
 _CHUNK = 1 << 16
+_MOST_LINKS = 40  # as the kernel (path_resolution(7))
 NOT_FOUND = 127
 TIMED_OUT = 124
 
@@ -146,7 +147,7 @@ class System:
 
     def exists(self, path: str) -> bool:
         """Say whether anything lies at `path`, links followed."""
-        return self.path(path).exists()
+        return self.path(self.real_path(path)).exists()
 
     def list_directory(self, path: str) -> tuple[str, ...]:
         """Return the sorted names in a directory; none if it is missing."""
@@ -157,9 +158,27 @@ class System:
 
     def real_path(self, path: str) -> str:
         """Return `path` with every link followed, as the machine itself sees it."""
-        resolved = os.path.realpath(self.path(path))
-        base = os.path.realpath(self.root)
-        return resolved if base == "/" else "/" + os.path.relpath(resolved, base)
+        if os.path.realpath(self.root) == "/":
+            return os.path.realpath(path)
+        # Below a root prefix an absolute link means: from that root on.
+        resolved: list[str] = []
+        pending = path.split("/")[::-1]
+        hops = 0
+        while pending:
+            name = pending.pop()
+            if name == "..":
+                resolved = resolved[:-1]
+            if name in ("", ".", ".."):
+                continue
+            place = self.root.joinpath(*resolved, name)
+            if not place.is_symlink() or hops == _MOST_LINKS:
+                resolved.append(name)
+                continue
+            hops += 1
+            target = str(place.readlink())
+            resolved = [] if target.startswith("/") else resolved
+            pending += target.split("/")[::-1]
+        return "/" + "/".join(resolved)
 
     def free_bytes(self, path: str) -> int:
         """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
@@ -244,7 +263,7 @@ class System:
         A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without
         it an existing file's owner stays. The SELinux context of an existing file is kept.
         """
-        place = Path(os.path.realpath(self.path(path)))
+        place = self.path(self.real_path(path))
         before = place.lstat() if place.exists() else None
         if owner is None and before is not None:
             owner = (before.st_uid, before.st_gid)

@@ -78,7 +78,7 @@ def discover(system: System) -> DriverFacts:
     """Return what driver this host has; opens no device and loads no library."""
     kernel_version = parse_kernel_version(system.read_text(f"{_PROC}/version") or "")
     directory, library_version = _find_libraries(system)
-    gpus = _gpus(system)
+    gpus = _gpus(system) if kernel_version else ()
     nodes = expected_nodes(gpus, parse_devices(system.read_text("/proc/devices") or "")) if kernel_version else ()
     firmware = f"/lib/firmware/nvidia/{library_version}"
     return DriverFacts(
