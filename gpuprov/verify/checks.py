@@ -20,6 +20,7 @@ from gpuprov.verify.smi import SmiReport, compare, parse_smi
 
 _CONTAINER_SECONDS = 120
 _TORCH_SECONDS = 600
+_LONGEST_LINE = 400
 _TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
 # nvidia-smi's exit codes and what to do; its message comes on stdout.
 _SMI_HINTS = {
@@ -74,10 +75,17 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
     run.check("CDI specification", lambda: _cdi(system))
     docker_ok = run.check("docker", lambda: _docker(system))
     runtime_ok = docker_ok and run.check("runtime nvidia", lambda: _runtime(system, spec))
-    names = ("container, all GPUs", "container, one GPU", "container, no GPU")
+    if not docker_ok:
+        run.skip(("runtime nvidia",), "not without docker")
+    names = (
+        "container, all GPUs",
+        "container, one GPU",
+        "container, no GPU",
+        *(("torch",) if spec.torch_image else ()),
+    )
     if not (driver_ok and runtime_ok):
         missing = "the driver" if not driver_ok else "docker" if not docker_ok else "the runtime"
-        run.skip((*(() if docker_ok else ("runtime nvidia",)), *names), f"not without {missing}")
+        run.skip(names, f"not without {missing}")
         return False
     _containers(run, system, spec, host_report[0], names)
     return run.good
@@ -97,7 +105,7 @@ def _containers(run: _Run, system: System, spec: HostSpec, host: SmiReport, name
     run.check(names[1], lambda: _one_gpu(system, image[0], host))
     run.check(names[2], lambda: _no_gpu(system, image[0]))
     if spec.torch_image:
-        run.check("torch", lambda: _torch(system, spec.torch_image, host))
+        run.check(names[3], lambda: _torch(system, spec.torch_image, host))
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> tuple[str, str]:
@@ -162,18 +170,24 @@ def _runtime(system: System, spec: HostSpec) -> tuple[str, str]:
 
 def _container(system: System, image: str, command: tuple[str, ...], *environment: str) -> Completed:
     flags = [word for entry in environment for word in ("--env", entry)]
-    base = ("docker", "run", "--rm", "--runtime=nvidia", "--network=none", *flags)
-    return system.run((*base, image, *command), timeout=_CONTAINER_SECONDS)
+    # The image's own entry point stays out: that of NVIDIA's images prints a banner.
+    base = ("docker", "run", "--rm", "--runtime=nvidia", "--network=none", *flags, "--entrypoint", command[0])
+    return system.run((*base, image, *command[1:]), timeout=_CONTAINER_SECONDS)
 
 
 def _container_smi(system: System, image: str, devices: str) -> SmiReport:
     environment = (f"NVIDIA_VISIBLE_DEVICES={devices}", "NVIDIA_DRIVER_CAPABILITIES=compute,utility")
     done = _container(system, image, ("nvidia-smi", "-q", "-x"), *environment)
     if not done.ok:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        telling = next((line for line in said if "gpuprov:" in line or "rror" in line), said[0] if said else "(silent)")
-        raise _Failed(f"the container exited {done.returncode}: {telling.strip()}")
+        raise _Failed(f"the container exited {done.returncode}: {_telling_line(done)}")
     return parse_smi(done.stdout)
+
+
+def _telling_line(done: Completed) -> str:
+    """Return what a container's end is due to: our own runtime's word, else the first error, else the first line."""
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["(silent)"]
+    found = (line for mark in ("gpuprov:", "rror", "") for line in said if mark in line)
+    return next(found).strip()[:_LONGEST_LINE]
 
 
 def _all_gpus(system: System, image: str, host: SmiReport) -> tuple[str, str]:
@@ -199,7 +213,7 @@ def _no_gpu(system: System, image: str) -> tuple[str, str]:
     for environment in ((), ("NVIDIA_VISIBLE_DEVICES=void",)):
         done = _container(system, image, listing, *environment)
         if not done.ok:
-            raise _Failed(f"the container exited {done.returncode}: {done.stderr.strip()[:200]}")
+            raise _Failed(f"the container exited {done.returncode}: {_telling_line(done)}")
         if done.stdout.strip():
             raise _Failed(f"a container that asked for no GPU got {', '.join(done.stdout.split())}")
     return "", "none, as asked"
@@ -212,7 +226,8 @@ def _torch(system: System, image: str, host: SmiReport) -> tuple[str, str]:
     done = system.run(command, timeout=_TORCH_SECONDS)
     if not done.ok:
         raise _Failed(f"python3 in {image} exited {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    available, _, rest = done.stdout.strip().partition(" ")
+    # The last line: before it an entry point may have printed its banner.
+    available, _, rest = (done.stdout.strip().splitlines() or ["(silent)"])[-1].partition(" ")
     if available != "True":
         raise _Failed(f"torch.cuda.is_available() is {available} in {image} (CUDA of torch: {rest or '?'})")
     return _count(len(host.gpus)), f"torch.cuda.is_available(): True ({rest})"

@@ -81,7 +81,7 @@ class DockerHost(System):
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + _STARTS_SECONDS
         while self.pid and time.monotonic() < deadline:
-            if self.run(("docker", "version")).ok:
+            if (folder / "docker.sock").exists() and self.run(("docker", "version")).ok:
                 return True
             time.sleep(0.05)
         return False
@@ -90,6 +90,7 @@ class DockerHost(System):
         """Stop dockerd, and with it its containers."""
         if self._process is None:
             return
+        (self.folder / "docker.sock").unlink(missing_ok=True)
         self._process.terminate()
         try:
             self._process.wait(_STOPS_SECONDS)

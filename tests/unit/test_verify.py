@@ -1,0 +1,386 @@
+"""What nvidia-smi says and where two reports differ; the checks and what becomes of the later ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov import toolkit
+from gpuprov.cdi.discover import discover
+from gpuprov.cdi.generate import specification
+from gpuprov.cdi.specification import render_json
+from gpuprov.errors import GpuprovError
+from gpuprov.events import CheckDone, Event
+from gpuprov.spec import HostSpec
+from gpuprov.system import Completed, System
+from gpuprov.verify import verify
+from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
+from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
+
+# `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
+REPORT = (Path(__file__).parents[1] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
+
+
+def test_a_real_report() -> None:
+    report = parse_smi(REPORT)
+    assert (report.driver, report.cuda) == ("550.163.01", "12.4")
+    assert report.gpus == tuple(
+        SmiGpu(
+            uuid=gpu(minor).uuid,
+            name="NVIDIA H100 80GB HBM3",
+            bus_id=gpu(minor).bus_id,
+            minor=str(minor),
+            memory=f"{gpu(minor).memory_mib} MiB",
+            mig="Disabled",
+        )
+        for minor in (0, 1)
+    )
+    assert all(row.same for row in compare(report, report))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("<driver_version>550.163.01", "<driver_version>535.216.03", "driver"),
+        ("<cuda_version>12.4", "<cuda_version>12.2", "CUDA"),
+        (f"<uuid>{gpu(0).uuid}", f"<uuid>{gpu(5).uuid}", "GPU 0 UUID"),
+        (f"<uuid>{gpu(1).uuid}", f"<uuid>{gpu(5).uuid}", "GPU 1 UUID"),
+        ("<product_name>NVIDIA H100 80GB HBM3", "<product_name>NVIDIA H200", "GPU 0 name"),
+        (f"<pci_bus_id>{gpu(0).bus_id}", f"<pci_bus_id>{gpu(5).bus_id}", "GPU 0 PCI bus id"),
+        ("<minor_number>1", "<minor_number>7", "GPU 1 minor number"),
+        (f"<total>{gpu(1).memory_mib} MiB", "<total>16 MiB", "GPU 1 memory"),
+        ("<current_mig>Disabled", "<current_mig>Enabled", "GPU 0 MIG mode"),
+    ],
+)
+def test_the_first_field_that_differs_is_named(old: str, new: str, field: str) -> None:
+    assert old in REPORT
+    rows = compare(parse_smi(REPORT), parse_smi(REPORT.replace(old, new, 1)))
+    first = next(row for row in rows if not row.same)
+    assert first.field == field
+    assert first.host in old and first.container in new
+
+
+def test_a_missing_gpu_is_named_before_its_fields() -> None:
+    whole = parse_smi(REPORT)
+    one = SmiReport(whole.driver, whole.cuda, whole.gpus[1:])
+    first = next(row for row in compare(whole, one) if not row.same)
+    assert (first.field, first.host, first.container) == ("GPU count", "2", "1")
+
+
+def test_what_changes_by_itself_is_no_difference() -> None:
+    changed = re.sub(r"<timestamp>[^<]*", "<timestamp>Mon Jan  1 00:00:00 2024", REPORT)
+    changed = re.sub(r"<used>[^<]*", "<used>77 MiB", changed)
+    assert changed != REPORT
+    assert compare(parse_smi(REPORT), parse_smi(changed)) == compare(parse_smi(REPORT), parse_smi(REPORT))
+
+
+LAUGHS = '<!DOCTYPE a [<!ENTITY b "{}"><!ENTITY c "{}">]><a>&c;</a>'.format("ha" * 1000, "&b;" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (LAUGHS, "is no report"),
+        ('<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><a>&x;</a>', "is no report"),
+        ("<a>" + "x" * (8 << 20) + "</a>", "is no report"),
+        ("", "is no XML report"),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "is no XML report"),
+        (REPORT[: len(REPORT) // 2], "is no XML report"),
+        ("<a>&undeclared;</a>", "is no XML report"),
+        ("<a>\x00</a>", "is no XML report"),
+        ("<a>\x1b[2J</a>", "is no XML report"),
+        ("<a>" * 100_000, "is no XML report"),
+    ],
+    ids=["laughs", "entity", "huge", "empty", "words", "torn", "undeclared", "nul", "escape", "deep"],
+)
+def test_hostile_output_is_a_plain_error(text: str, what: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_smi(text)
+    (problem,) = caught.value.problems
+    assert what in problem.what
+    assert len(problem.evidence) < 400
+
+
+def test_deep_and_foreign_xml_has_no_gpus() -> None:
+    assert parse_smi("<a>" * 100_000 + "</a>" * 100_000) == SmiReport("", "", ())
+    assert parse_smi("<nvidia_smi_log><gpu/></nvidia_smi_log>").gpus == (SmiGpu("", "", "", "", "", ""),)
+
+
+RUNTIME = toolkit.runtime_path(HostSpec())
+INFO = {
+    "ServerVersion": "20.10.24+dfsg1",
+    "Runtimes": {"runc": {"path": "runc"}, "nvidia": {"path": RUNTIME}},
+    "DefaultRuntime": "runc",
+    "ContainersRunning": 0,
+}
+
+
+def only(report: str, minor: int) -> str:
+    """The report of a container that sees that one GPU of the two."""
+    other = gpu(1 - minor).bus_id
+    return re.sub(rf'\t<gpu id="{other}">.*?\t</gpu>\n', "", report, flags=re.DOTALL)
+
+
+class RecordedHost(System):
+    """A host with two GPUs, driver, docker and runtime; `answers` changes what a command, by its key, says."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.answers: dict[str, tuple[int, str, str]] = {
+            "smi": (0, REPORT, ""),
+            "info": (0, json.dumps(INFO), ""),
+            "all": (0, REPORT, ""),
+            gpu(1).uuid: (0, only(REPORT, 1), ""),
+            "none": (0, "", ""),
+            "void": (0, "", ""),
+            "torch": (0, "True 2 12.4\n", ""),
+        }
+        self.asked: list[tuple[str, ...]] = []
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        self.asked.append(argv)
+        return Completed(argv, *self.answers[self._key(argv)])
+
+    def _key(self, argv: tuple[str, ...]) -> str:
+        if argv[0] == "nvidia-smi":
+            return "smi"
+        if argv[1] != "run":
+            return argv[1]
+        if "python3" in argv:
+            return "torch"
+        devices = [word.partition("=")[2] for word in argv if word.startswith("NVIDIA_VISIBLE_DEVICES=")]
+        return devices[0] if devices else "none"
+
+
+SPEC = HostSpec(verify_image="example.org/cuda:12.4")
+CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU"]
+NAMES = ["driver", "device nodes", "CDI specification", "docker", "runtime nvidia", "image", *CONTAINERS]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> RecordedHost:
+    install_tree(tmp_path)
+    write_kernel_tree(tmp_path, 2)
+    (tmp_path / "dev").mkdir()
+    for node in device_nodes(2):
+        place = tmp_path / node.path.lstrip("/")
+        place.parent.mkdir(exist_ok=True)
+        os.mknod(place, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+    made = RecordedHost(tmp_path)
+    for path, content in (
+        (toolkit.CDI_SPECIFICATION, render_json(specification(discover(made)))),
+        ("/etc/docker/daemon.json", json.dumps({"runtimes": {"nvidia": {"path": RUNTIME}}}).encode()),
+        (RUNTIME, b"#!/bin/sh\n"),
+    ):
+        made.make_directory(str(Path(path).parent))
+        made.write(path, content)
+    return made
+
+
+def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, CheckDone]]:
+    """Verify; return whether all went well, and the checks by their names, in their order."""
+    seen: list[Event] = []
+    good = verify(host, spec, seen.append)
+    done = [event for event in seen if isinstance(event, CheckDone)]
+    assert len(done) == len(seen) == len({one.name for one in done})
+    return good, {one.name: one for one in done}
+
+
+def states(done: Mapping[str, CheckDone]) -> dict[str, list[str]]:
+    return {
+        status: [one.name for one in done.values() if one.status == status] for status in ("ok", "failed", "skipped")
+    }
+
+
+def test_a_host_that_is_well(host: RecordedHost) -> None:
+    good, done = checks(host)
+    assert good
+    assert states(done) == {"ok": NAMES, "failed": [], "skipped": []}
+    assert done["driver"].host == "550.163.01, CUDA 12.4, 2 GPUs"
+    assert done["container, all GPUs"].container == "2 GPUs, every field the same"
+    assert done["container, one GPU"].host == gpu(1).uuid
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe nvidia"),
+        ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "run gpuprov install"),
+        ((18, "Failed to initialize NVML: Driver/library version mismatch\n", ""), "of different versions: reboot"),
+        ((127, "", "nvidia-smi: command not found"), "nvidia-smi is not installed"),
+        ((1, "", ""), "(silent)"),
+        ((0, "garbage", ""), "is no XML report"),
+        ((0, "<nvidia_smi_log/>", ""), "nvidia-smi sees no GPU"),
+    ],
+)
+def test_without_the_driver_no_container_is_tried(
+    host: RecordedHost, answer: tuple[int, str, str], reason: str
+) -> None:
+    host.answers["smi"] = answer
+    good, done = checks(host)
+    assert not good
+    assert states(done) == {"ok": NAMES[1:5], "failed": ["driver"], "skipped": CONTAINERS}
+    assert reason in done["driver"].reason and "\n" not in done["driver"].reason
+    assert {done[name].reason for name in CONTAINERS} == {"not without the driver"}
+    assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
+
+
+def test_without_docker_neither_runtime_nor_containers_are_tried(host: RecordedHost) -> None:
+    host.answers["info"] = (1, "", "Cannot connect to the Docker daemon")
+    good, done = checks(host)
+    assert not good
+    assert states(done) == {"ok": NAMES[:3], "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
+    assert "Cannot connect to the Docker daemon" in done["docker"].reason
+    assert done["runtime nvidia"].reason == "not without docker"
+
+
+def test_each_skipped_check_names_what_it_lacks_itself(host: RecordedHost) -> None:
+    host.answers["info"] = (1, "", "Cannot connect")
+    host.answers["smi"] = (9, "", "")
+    _, done = checks(host, HostSpec(torch_image="example.org/torch"))
+    assert done["runtime nvidia"].reason == "not without docker"
+    assert done["container, all GPUs"].reason == done["torch"].reason == "not without the driver"
+
+
+@pytest.mark.parametrize(
+    ("daemon_json", "loaded", "reason"),
+    [
+        ("{}", RUNTIME, "does not have runtime nvidia"),
+        (None, "/usr/bin/other", "docker info: /usr/bin/other"),
+        (None, None, "docker info: no runtime nvidia"),
+        ("{", RUNTIME, "daemon.json is not valid JSON: line 1, column 2"),
+    ],
+)
+def test_without_the_runtime_no_container_is_tried(
+    host: RecordedHost, daemon_json: str | None, loaded: str | None, reason: str
+) -> None:
+    if daemon_json is not None:
+        host.write("/etc/docker/daemon.json", daemon_json.encode())
+    runtimes = {"nvidia": {"path": loaded}} if loaded else {}
+    host.answers["info"] = (0, json.dumps({**INFO, "Runtimes": runtimes}), "")
+    good, done = checks(host)
+    assert not good
+    assert states(done) == {"ok": NAMES[:4], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
+    assert reason in done["runtime nvidia"].reason
+    assert done["container, no GPU"].reason == "not without the runtime"
+
+
+def test_a_runtime_whose_program_is_gone_fails(host: RecordedHost) -> None:
+    host.remove(RUNTIME)
+    assert checks(host)[1]["runtime nvidia"].reason == f"{RUNTIME} is missing; run gpuprov install"
+
+
+def test_a_missing_node_fails_and_the_rest_goes_on(host: RecordedHost) -> None:
+    host.remove("/dev/nvidia1")
+    good, done = checks(host)
+    assert not good
+    assert states(done)["failed"] == ["device nodes"] and states(done)["skipped"] == []
+    assert done["device nodes"].reason == "/dev/nvidia1 is missing; run gpuprov install, which makes it"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "is missing"), (b"{}", "does not describe the driver and GPUs")]
+)
+def test_a_specification_that_is_missing_or_old_fails(host: RecordedHost, content: bytes | None, reason: str) -> None:
+    host.remove(toolkit.CDI_SPECIFICATION)
+    if content is not None:
+        host.write(toolkit.CDI_SPECIFICATION, content)
+    good, done = checks(host)
+    assert not good
+    assert states(done)["failed"] == ["CDI specification"]
+    assert reason in done["CDI specification"].reason
+
+
+def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
+    host.answers["images"] = (0, "", "")
+    host.run = _without_ldd(host)  # type: ignore[method-assign]
+    good, done = checks(host, HostSpec())
+    assert not good
+    assert states(done) == {"ok": NAMES[:5], "failed": ["image"], "skipped": CONTAINERS}
+    assert done["container, all GPUs"].reason == "not without an image"
+
+
+def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
+    recorded = host.run
+    return lambda argv, **more: Completed(tuple(argv), 127) if argv[0] == "ldd" else recorded(argv, **more)
+
+
+@pytest.mark.parametrize(
+    ("key", "answer", "failed", "reason"),
+    [
+        (
+            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "container, all GPUs",
+            f"GPU 0 UUID: host {gpu(0).uuid}, container {gpu(5).uuid}",
+        ),
+        ("all", (0, only(REPORT, 0), ""), "container, all GPUs", "GPU count: host 2, container 1"),
+        ("all", (0, "<html/>", ""), "container, all GPUs", "driver: host 550.163.01, container (none)"),
+        ("all", (0, LAUGHS, ""), "container, all GPUs", "is no report"),
+        (
+            "all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
+            "container, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
+        ),
+        ("all", (1, "", ""), "container, all GPUs", "the container exited 1: (silent)"),
+        (gpu(1).uuid, (0, REPORT, ""), "container, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
+        (gpu(1).uuid, (0, "<x/>", ""), "container, one GPU", "the container sees none"),
+        (
+            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "container, no GPU",
+            "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl",
+        ),
+        ("void", (0, "/usr/bin/nvidia-smi\n", ""), "container, no GPU", "got /usr/bin/nvidia-smi"),
+        ("void", (127, "", "sh: not found"), "container, no GPU", "exited 127: sh: not found"),
+    ],
+)  # fmt: skip
+def test_a_container_that_is_not_as_the_host(
+    host: RecordedHost, key: str, answer: tuple[int, str, str], failed: str, reason: str
+) -> None:
+    host.answers[key] = answer
+    good, done = checks(host)
+    assert not good
+    assert states(done) == {"ok": [name for name in NAMES if name != failed], "failed": [failed], "skipped": []}
+    assert reason in done[failed].reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "ok", "says"),
+    [
+        ((0, "True 2 12.4\n", ""), True, "torch.cuda.is_available(): True (2 12.4)"),
+        ((0, "=== PyTorch ===\n\nTrue 2 12.4\n", ""), True, "True (2 12.4)"),
+        ((0, "False 0 None\n", ""), False, "torch.cuda.is_available() is False"),
+        ((0, "", ""), False, "torch.cuda.is_available() is (silent)"),
+        ((1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n"), False, "No module named 'torch'"),
+    ],
+)
+def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says: str) -> None:
+    host.answers["torch"] = answer
+    good, done = checks(host, HostSpec(verify_image="example.org/cuda", torch_image="example.org/torch"))
+    assert good is ok
+    assert list(done) == [*NAMES, "torch"]
+    assert says in done["torch"].container + done["torch"].reason
+
+
+def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
+    checks(host)
+    runs = [argv for argv in host.asked if argv[:2] == ("docker", "run")]
+    assert len(runs) == 4
+    for argv in runs:
+        place = argv.index(SPEC.verify_image)
+        assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")
