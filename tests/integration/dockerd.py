@@ -16,7 +16,7 @@ from gpuprov.system import Completed, System
 _STARTS_SECONDS = 30
 _STOPS_SECONDS = 20
 # In a mount namespace of its own, so that the machine's /etc/docker stays unseen; $1: the folder that stands for it.
-_START = 'mkdir -p /etc/docker && mount --bind "$1" /etc/docker && shift && exec dockerd "$@"'
+_START = 'mkdir -p /etc/docker && mount --bind "$1" /etc/docker && shift && exec "$@"'
 
 
 class DockerHost(System):
@@ -29,6 +29,10 @@ class DockerHost(System):
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "root/etc/docker").mkdir(parents=True)
+        # As under systemd, containerd is a service of its own: dockerd's own one would delay each stop by a second.
+        containerd = ("containerd", "--root", f"{folder}/c", "--state", f"{folder}/s", "--address", f"{folder}/c.sock")
+        command = ("unshare", "--mount", "sh", "-c", _START, "sh", f"{self.root}/etc/docker", *containerd)
+        self._containerd = self._spawn(command, "containerd.log")
 
     @property
     def daemon_json(self) -> Path:
@@ -74,12 +78,14 @@ class DockerHost(System):
         folder = self.folder
         arguments = (
             "--data-root", f"{folder}/data", "--exec-root", f"{folder}/run", "--pidfile", f"{folder}/docker.pid",
-            "--host", self.socket, "--iptables=false", "--ip6tables=false", "--bridge=none",
+            "--containerd", f"{folder}/c.sock", "--host", self.socket, "--iptables=false", "--ip6tables=false",
+            "--bridge=none",
         )  # fmt: skip
-        command = ("unshare", "--mount", "sh", "-c", _START, "sh", f"{self.root}/etc/docker", *arguments)
-        with (folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + _STARTS_SECONDS
+        while not (folder / "c.sock").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        namespace = f"--mount=/proc/{self._containerd.pid}/ns/mnt"
+        self._process = self._spawn(("nsenter", namespace, "dockerd", *arguments), "log")
         while self.pid and time.monotonic() < deadline:
             if (folder / "docker.sock").exists() and self.run(("docker", "version")).ok:
                 return True
@@ -88,15 +94,20 @@ class DockerHost(System):
 
     def stop(self) -> None:
         """Stop dockerd, and with it its containers."""
-        if self._process is None:
-            return
-        (self.folder / "docker.sock").unlink(missing_ok=True)
-        self._process.terminate()
-        try:
-            self._process.wait(_STOPS_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            (self.folder / "docker.sock").unlink(missing_ok=True)
+            _end(self._process)
+
+    def close(self) -> None:
+        """Stop everything."""
+        if self.pid and (containers := self.run(("docker", "ps", "--all", "--quiet")).stdout.split()):
+            self.run(("docker", "rm", "--force", *containers))
+        self.stop()
+        _end(self._containerd)
+
+    def _spawn(self, command: tuple[str, ...], log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as file:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
     def _log(self) -> str:
         log = self.folder / "log"
@@ -135,6 +146,13 @@ def docker_host(*, started: bool = True) -> Iterator[DockerHost]:
                 assert host.start(), host._log()
             yield host
         finally:
-            if host.pid and (running := host.run(("docker", "ps", "--all", "--quiet")).stdout.split()):
-                host.run(("docker", "rm", "--force", *running))
-            host.stop()
+            host.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOPS_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
