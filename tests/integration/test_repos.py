@@ -89,13 +89,24 @@ class Repository:
         run(("gpg", "--homedir", str(self.gnupg), "--batch", "--yes", "--clearsign", "--output", target, source))
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A repository in `www` and its key in `gnupg`, built once."""
-    folder = tmp_path_factory.mktemp("repository")
+def build(folder: Path) -> Iterator[Path]:
+    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
     build_repository(folder / "www", folder / "gnupg")
     yield folder
     subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The repository that each test gets a copy of."""
+    yield from build(tmp_path_factory.mktemp("repository"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A repository of the same content, with another key: its folder."""
+    for folder in build(tmp_path_factory.mktemp("stranger")):
+        yield folder / "www"
 
 
 @pytest.fixture
@@ -169,19 +180,18 @@ def test_an_armored_or_unreadable_key_is_put_right(host: AptHost, repository: Re
         refresh(host)
 
 
-def test_a_wrong_key_is_refused_before_it_is_trusted(host: AptHost, repository: Repository, tmp_path: Path) -> None:
-    other = build_repository(tmp_path / "other", tmp_path / "gnupg")
-    (repository.folder / "key.asc").write_bytes((tmp_path / "other/key.asc").read_bytes())
+def test_a_wrong_key_is_refused_before_it_is_trusted(host: AptHost, repository: Repository, stranger: Path) -> None:
+    other = (stranger / "fingerprint").read_text()
+    shutil.copy(stranger / "key.asc", repository.folder)
     with pytest.raises(GpuprovError) as caught:
         configure(host, repository.spec)
     assert other in str(caught.value) and repository.fingerprint in str(caught.value)
     assert host.list_directory("/etc/apt/keyrings") == ()
 
 
-def test_a_repository_signed_by_another_key_is_refused(host: AptHost, repository: Repository, tmp_path: Path) -> None:
+def test_a_repository_signed_by_another_key_is_refused(host: AptHost, repository: Repository, stranger: Path) -> None:
     configure(host, repository.spec)
-    build_repository(tmp_path / "other", tmp_path / "gnupg")
-    shutil.copy(tmp_path / "other/InRelease", repository.folder / "InRelease")
+    shutil.copy(stranger / "InRelease", repository.folder)
     assert "a repository is not signed with a key that this host trusts" in refusal(host)
 
 
