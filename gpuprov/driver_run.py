@@ -10,13 +10,12 @@ from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.facts import HostFacts
+from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.kernel import builds_modules
 from gpuprov.spec import HostSpec
 from gpuprov.system import Completed, System
 
-CACHE_DIRECTORY = "/var/cache/gpuprov"
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
 INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
@@ -57,24 +56,37 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     return ()
 
 
+def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the download of the .run file; it comes before all else, so that a wrong URL or digest costs nothing."""
+    source, path = _source(facts, spec)
+    there = facts.downloads.get(path)
+    if not installs(facts, spec) or source == path or (there and spec.driver_sha256 in ("", there)):
+        return ()
+    return (FetchRunfile(source, path, spec.driver_sha256),)
+
+
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the download and the installation, or nothing where the driver is whole and of the asked version."""
+    """Return the installation, or nothing where the driver is whole and of the asked version."""
     if not installs(facts, spec):
         return ()
-    source = spec.driver_url or default_url(spec.driver_version, facts.architecture)
-    local = source.startswith("/")
-    path = source if local else f"{CACHE_DIRECTORY}/{source.rstrip('/').rpartition('/')[2]}"
-    install = InstallDriver(
-        version=spec.driver_version,
-        path=path,
-        sha256=spec.driver_sha256,
-        architecture=facts.architecture,
-        kernel_modules=builds_modules(facts, spec),
-        module_type=spec.kernel_module_type,
-        replaces=facts.driver_installed_version,
-        has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+    return (
+        InstallDriver(
+            version=spec.driver_version,
+            path=_source(facts, spec)[1],
+            sha256=spec.driver_sha256,
+            architecture=facts.architecture,
+            kernel_modules=builds_modules(facts, spec),
+            module_type=spec.kernel_module_type,
+            replaces=facts.driver_installed_version,
+            has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+        ),
     )
-    return (install,) if local else (FetchRunfile(source, path, spec.driver_sha256), install)
+
+
+def _source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
+    """Return where the .run file comes from and where it lies on the host; the same if it is there already."""
+    source = spec.driver_url or default_url(spec.driver_version, facts.architecture)
+    return source, source if source.startswith("/") else f"{CACHE_DIRECTORY}/{source.rstrip('/').rpartition('/')[2]}"
 
 
 def installs(facts: HostFacts, spec: HostSpec) -> bool:

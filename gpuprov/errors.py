@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a gpuprov process returns; documented in docs/reference.md."""
+    """What a gpuprov process returns; the README and `gpuprov --help` tell."""
 
     DONE = 0
     FAILED = 1

@@ -34,8 +34,9 @@ _MANAGED_DIRECTORIES = (
     "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
 )  # fmt: skip
 _LARGEST_MANAGED_FILE = 4 << 20
+CACHE_DIRECTORY = "/var/cache/gpuprov"
 # Where an installation writes; often file systems of their own.
-_WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", "/var/cache/gpuprov")
+_WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,10 @@ class FileFact:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a machine is. `free_bytes`: place → free space on its file system."""
+    """What a machine is.
+
+    `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
+    """
 
     os: OperatingSystem
     architecture: str
@@ -97,6 +101,7 @@ class HostFacts:
     packages: PackageFacts
     docker: DockerFacts
     files: Mapping[str, FileFact]
+    downloads: Mapping[str, str]
     python: str
     bytecode_current: bool
     user_id: int
@@ -127,6 +132,7 @@ def gather(system: System) -> HostFacts:
         packages=packages,
         docker=gather_docker(system),
         files=gather_files(system),
+        downloads=gather_downloads(system),
         python=".".join(str(part) for part in sys.version_info[:3]),
         bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
         user_id=system.user_id(),
@@ -216,6 +222,12 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
             if content is not None:
                 found[path] = FileFact(content, status.mode, status.uid, status.gid)
     return found
+
+
+def gather_downloads(system: System) -> Mapping[str, str]:
+    """Return the .run files in the cache: there is one only between its download and the end of its installation."""
+    names = (name for name in system.list_directory(CACHE_DIRECTORY) if name.endswith(".run"))
+    return {path: system.sha256(path) for path in (f"{CACHE_DIRECTORY}/{name}" for name in names)}
 
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 STEPS = (
+    Step("download", driver_run.plan_download),
     Step("repositories", _plan_repositories),
     Step("packages", software.plan),
     Step("driver", driver_run.plan),

@@ -78,6 +78,50 @@ def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) ->
     assert {check["status"] for check in checks} == {"ok"}
 
 
+# Stands in for PyTorch, which is too large for a test: it asks the same libcuda.so.1, found as any program finds it.
+_TORCH = """
+import ctypes
+
+class cuda:
+    @staticmethod
+    def device_count():
+        library, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        return count.value if library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+    @staticmethod
+    def is_available():
+        return cuda.device_count() > 0
+
+class version:
+    cuda = "12.4"
+"""
+
+
+def test_torch_is_asked_in_the_image_that_is_given(site: Site, installed: Host) -> None:
+    """The image is the host's own Python; the driver's libraries come from the runtime alone."""
+    installed.ssh("cat > /root/torch.py", stdin=_TORCH)
+    parts = "bin lib lib64 usr/lib64 usr/bin/python3 usr/bin/python3.11 usr/lib/python3.11 usr/lib/x86_64-linux-gnu"
+    installed.ssh(
+        f"tar -C / --exclude='*nvidia*' --exclude='*libcuda*' -c {parts} -C /root --transform "
+        "'s,^torch.py,usr/lib/python3.11/torch.py,' torch.py | docker import - torch-like:1"
+    )
+    done = gpuprov("verify", "--hosts", site.inventory("main"), "--torch-image", "torch-like:1")
+    assert done.returncode == 0, done.stdout
+    assert "torch.cuda.is_available(): True (2 12.4)" in done.stdout
+    installed.ssh("tar -C /root -c torch.py | docker import - no-python:1")
+    done = gpuprov("verify", "--hosts", site.inventory("main"), "--torch-image", "no-python:1")
+    assert done.returncode == 1
+    assert "python3 in no-python:1 exited" in done.stdout
+
+
+def test_an_image_of_the_users_own_serves_as_well(site: Site, installed: Host) -> None:
+    tag = installed.ssh("docker images --format '{{.Repository}}:{{.Tag}}' gpuprov-verify").stdout.strip()
+    installed.ssh(f"docker tag {tag} own-image:1")
+    done = gpuprov("verify", "--hosts", site.inventory("main"), "--image", "own-image:1")
+    assert done.returncode == 0, done.stdout
+    assert "own-image:1" in done.stdout
+
+
 def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, installed: Host) -> None:
     before = (etc(installed), packages(installed), docker_start(installed))
     done = gpuprov("install", "--hosts", site.inventory("main"))

@@ -21,12 +21,12 @@ def cgroup_directories(name: str) -> tuple[Path, ...]:
 
 def end_processes(name: str) -> None:
     """Kill all that runs in a host's cgroups and remove them."""
-    directories = [directory for directory in cgroup_directories(name) if directory.exists()]
-    if not directories:
-        return
-    (directories[0] / "cgroup.kill").write_text("1")
-    wait_for(f"the end of {name}'s processes", lambda: not _populated(directories[0]), 10)
-    for directory in directories:
+    first = cgroup_directories(name)[0]
+    if first.exists():
+        (first / "cgroup.kill").write_text("1")
+        wait_for(f"the end of {name}'s processes", lambda: not _populated(first), 10)
+    # Each hierarchy: systemd-nspawn makes the host's cgroup in some that we did not ask for.
+    for directory in (*_BASE.glob(f"*/{first.name}"), *_BASE.glob(first.name)):
         for below in sorted(directory.rglob("*"), key=lambda path: -len(path.parts)):
             if below.is_dir():
                 below.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,13 @@ def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """The session's lab: all hosts up, the test driver and a signed repository served."""
     lab = Lab(_NUMBER)
+    # Two sessions on one machine, from whatever clone, take turns: bridge and addresses are the machine's.
+    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield from _running(lab, tmp_path_factory.mktemp("inventories"))
+
+
+def _running(lab: Lab, directory: Path) -> Iterator[Site]:
     try:
         hosts = lab.up(list(_HOSTS.values()))
         run_file = simgpu.build_run(lab.www)
@@ -78,7 +86,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             ],
             "gpuprov_packages": ["site-gpu-tools"],
         }
-        directory = tmp_path_factory.mktemp("inventories")
         yield Site(lab, {host.name: host for host in hosts}, directory, variables)
     finally:
         lab.down()

@@ -107,7 +107,8 @@ class Host:
             wait_for(f"SSH on {self.name}", self.answers, _BOOT_SECONDS)
         except LabError as error:
             console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
-            raise LabError(f"{error}; its console ends:\n{console}") from None
+            said = self.ssh("systemctl list-jobs; systemctl --failed", check=False, timeout=15)
+            raise LabError(f"{error}\nssh: {said.stdout}{said.stderr}\nconsole: {console}") from None
 
     def answers(self) -> bool:
         """Say whether a command runs over SSH."""
@@ -122,6 +123,8 @@ class Host:
     def kill(self) -> None:
         """Pull the plug, and unmount."""
         cgroups.end_processes(self._cgroup)
+        # The kernel takes its time to remove a dead host's network; the next boot would find its name in use.
+        run(("ip", "link", "delete", f"vb-{self.name}"), check=False)
         while os.path.ismount(self.root):
             run(("umount", "-R", str(self.root)))
 

@@ -34,11 +34,10 @@ def build_repository(folder: Path, gnupg: Path) -> str:
 
 def _key(gnupg: Path) -> str:
     gpg = ("gpg", "--homedir", str(gnupg), "--batch")
-    if not gnupg.exists():
-        gnupg.mkdir(mode=0o700, parents=True)
+    gnupg.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The folder alone says nothing: its making may have been killed before the key was there.
+    while not (found := re.search(r"^fpr:+([0-9A-F]{40}):", run((*gpg, "--with-colons", "--list-keys")), re.MULTILINE)):
         run((*gpg, "--passphrase", "", "--quick-gen-key", "lab <lab@example.org>", "rsa3072", "sign", "never"))
-    found = re.search(r"^fpr:+([0-9A-F]{40}):", run((*gpg, "--with-colons", "--list-keys")), re.MULTILINE)
-    assert found is not None
     return found[1]
 
 
