@@ -1,4 +1,4 @@
-"""The CDI specification as types, and as the JSON that engines read.
+"""The CDI specification as types, and as the JSON that engines read. What is right in it, validation.py says.
 
 Source: github.com/cncf-tags/container-device-interface, SPEC.md. JSON and not YAML, because the runtime reads it at
 every container start and Python's own parser for it costs least.
@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+from gpuprov.errors import GpuprovError
 
 VENDOR_CLASS = "nvidia.com/gpu"
+# What a driver's file is mounted with.
+FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device node to be made in the container; major and minor are those of the host's node."""
+    """A device node to be made in the container; what is not given (None, "") the engine takes from the host's node."""
 
     path: str
-    major: int
-    minor: int
+    major: int | None = None
+    minor: int | None = None
     permissions: str = "rw"
+    type: str = "c"
+    host_path: str = ""
+    file_mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,40 @@ class Mount:
 
     host_path: str
     container_path: str
-    options: tuple[str, ...] = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+    options: tuple[str, ...] = FILE_OPTIONS
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A program to be run at a stage of the container's life; gpuprov's own specification has none."""
+
+    name: str
+    path: str
+    args: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    timeout: int | None = None
+
+
+@dataclass(frozen=True)
+class NetDevice:
+    """A network device to be moved into the container."""
+
+    host_interface_name: str
+    name: str
+
+
+@dataclass(frozen=True)
+class IntelRdt:
+    """Intel's Resource Director Technology, as the OCI runtime specification has it."""
+
+    clos_id: str = ""
+    l3_cache_schema: str = ""
+    mem_bw_schema: str = ""
+    schemata: tuple[str, ...] = ()
+    enable_monitoring: bool = False
+    enable_cmt: bool = False
+    enable_mbm: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +82,10 @@ class Edits:
     env: tuple[str, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
     mounts: tuple[Mount, ...] = ()
+    hooks: tuple[Hook, ...] = ()
+    additional_gids: tuple[int, ...] = ()
+    net_devices: tuple[NetDevice, ...] = ()
+    intel_rdt: IntelRdt | None = None
 
 
 @dataclass(frozen=True)
@@ -48,44 +94,195 @@ class Device:
 
     name: str
     edits: Edits
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Specification:
-    """A CDI specification of kind nvidia.com/gpu."""
+    """A CDI specification. `declared_version`: the version that a file claims; "" for the lowest that will do."""
 
     devices: tuple[Device, ...]
     edits: Edits
     annotations: Mapping[str, str]
+    kind: str = VENDOR_CLASS
+    declared_version: str = ""
 
     @property
     def version(self) -> str:
-        """The lowest version that has what this specification uses (SPEC.md, "Released versions")."""
-        if self.annotations:
-            return "0.6.0"
-        return "0.5.0" if any(not device.name[:1].isalpha() for device in self.devices) else "0.3.0"
+        """The declared version, else the lowest that has all that this specification uses."""
+        return self.declared_version or minimum_version(self)
+
+    @property
+    def every_edits(self) -> tuple[Edits, ...]:
+        """The common edits and each device's."""
+        return (self.edits, *(device.edits for device in self.devices))
+
+
+# Version, and what came with it (SPEC.md, "Released versions"); newest first.
+_FEATURES: tuple[tuple[str, Callable[[Specification], bool]], ...] = (
+    ("1.1.0", lambda one: any(edits.net_devices or _uses_new_rdt(edits.intel_rdt) for edits in one.every_edits)),
+    ("0.7.0", lambda one: any(edits.additional_gids or edits.intel_rdt is not None for edits in one.every_edits)),
+    ("0.6.0", lambda one: bool(one.annotations) or any(device.annotations for device in one.devices)),
+    ("0.6.0", lambda one: "." in one.kind.rpartition("/")[2]),
+    ("0.5.0", lambda one: any(node.host_path for edits in one.every_edits for node in edits.device_nodes)),
+    ("0.5.0", lambda one: any(not device.name[:1].isalpha() for device in one.devices)),
+    ("0.4.0", lambda one: any(mount.type for edits in one.every_edits for mount in edits.mounts)),
+)
+LOWEST_VERSION = "0.3.0"
+
+
+def minimum_version(specification: Specification) -> str:
+    """Return the lowest CDI version that has all that the specification uses; old engines refuse higher ones."""
+    return next((version for version, uses in _FEATURES if uses(specification)), LOWEST_VERSION)
+
+
+def _uses_new_rdt(rdt: IntelRdt | None) -> bool:
+    return rdt is not None and bool(rdt.schemata or rdt.enable_monitoring)
 
 
 def render_json(specification: Specification) -> bytes:
     """Return the specification as JSON; same specification, same bytes."""
-    document: dict[str, Any] = {"cdiVersion": specification.version, "kind": VENDOR_CLASS}
+    document: dict[str, Any] = {"cdiVersion": specification.version, "kind": specification.kind}
     if specification.annotations:
         document["annotations"] = dict(sorted(specification.annotations.items()))
-    document["devices"] = [
-        {"name": device.name, "containerEdits": _edits(device.edits)} for device in specification.devices
-    ]
-    document["containerEdits"] = _edits(specification.edits)
+    document["devices"] = [_encode(device) for device in specification.devices]
+    document["containerEdits"] = _encode(specification.edits)
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def _edits(edits: Edits) -> dict[str, Any]:
-    nodes = [
-        {"path": node.path, "type": "c", "major": node.major, "minor": node.minor, "permissions": node.permissions}
-        for node in edits.device_nodes
-    ]
-    mounts = [
-        {"hostPath": mount.host_path, "containerPath": mount.container_path, "options": list(mount.options)}
-        for mount in edits.mounts
-    ]
-    parts: dict[str, Any] = {"env": list(edits.env), "deviceNodes": nodes, "mounts": mounts}
-    return {name: part for name, part in parts.items() if part}
+def parse_json(content: bytes) -> Specification:
+    """Return the specification in a file. Raises GpuprovError, naming the place, for what is not one.
+
+    Strict, as engines are: an unknown or a doubled key is an error. Whether the values are right is another question:
+    validation.problems().
+    """
+    try:
+        document = json.loads(content.decode(), object_pairs_hook=_unique)
+        found: Specification = _decode(Specification, document, "")
+        if not found.declared_version:
+            raise ValueError("cdiVersion is missing")
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise GpuprovError("this is no CDI specification", reason, "gpuprov install writes it anew") from None
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, (str, type(None))):
+        raise ValueError(f"{where} must be text")
+    return value or ""
+
+
+def _number(value: Any, where: str) -> int | None:
+    return None if value is None else _required_number(value, where)
+
+
+def _required_number(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{where} must be a whole number")
+    return value
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, (bool, type(None))):
+        raise ValueError(f"{where} must be true or false")
+    return bool(value)
+
+
+def _map(value: Any, where: str) -> Mapping[str, str]:
+    if not isinstance(value, (dict, type(None))):
+        raise ValueError(f"{where} must be an object")
+    return {key: _text(item, f"{where}.{key}") for key, item in (value or {}).items()}
+
+
+def _each(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def read_all(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, (list, type(None))):
+            raise ValueError(f"{where} must be a list")
+        return tuple(read(item, f"{where}[{number}]") for number, item in enumerate(value or ()))
+
+    return read_all
+
+
+def _object(cls: type[Any], *, optional: bool = False) -> Callable[[Any, str], Any]:
+    def read(value: Any, where: str) -> Any:
+        return None if optional and value is None else _decode(cls, {} if value is None else value, where)
+
+    return read
+
+
+def _item(cls: type[Any]) -> Callable[[Any, str], Any]:
+    return lambda value, where: _decode(cls, value, where)
+
+
+# Attribute, key in JSON (in the order in which they are written), how a value is read.
+_SHAPES: dict[type[Any], tuple[tuple[str, str, Callable[[Any, str], Any]], ...]] = {
+    DeviceNode: (
+        ("path", "path", _text), ("host_path", "hostPath", _text), ("type", "type", _text), ("major", "major", _number),
+        ("minor", "minor", _number), ("file_mode", "fileMode", _number), ("permissions", "permissions", _text),
+        ("uid", "uid", _number), ("gid", "gid", _number),
+    ),
+    Mount: (
+        ("host_path", "hostPath", _text), ("container_path", "containerPath", _text),
+        ("options", "options", _each(_text)), ("type", "type", _text),
+    ),
+    Hook: (
+        ("name", "hookName", _text), ("path", "path", _text), ("args", "args", _each(_text)),
+        ("env", "env", _each(_text)), ("timeout", "timeout", _number),
+    ),
+    NetDevice: (("host_interface_name", "hostInterfaceName", _text), ("name", "name", _text)),
+    IntelRdt: (
+        ("clos_id", "closID", _text), ("l3_cache_schema", "l3CacheSchema", _text),
+        ("mem_bw_schema", "memBwSchema", _text), ("schemata", "schemata", _each(_text)),
+        ("enable_monitoring", "enableMonitoring", _flag), ("enable_cmt", "enableCMT", _flag),
+        ("enable_mbm", "enableMBM", _flag),
+    ),
+    Edits: (
+        ("env", "env", _each(_text)), ("device_nodes", "deviceNodes", _each(_item(DeviceNode))),
+        ("net_devices", "netDevices", _each(_item(NetDevice))), ("mounts", "mounts", _each(_item(Mount))),
+        ("hooks", "hooks", _each(_item(Hook))), ("additional_gids", "additionalGids", _each(_required_number)),
+        ("intel_rdt", "intelRdt", _object(IntelRdt, optional=True)),
+    ),
+    Device: (
+        ("name", "name", _text), ("annotations", "annotations", _map), ("edits", "containerEdits", _object(Edits)),
+    ),
+    Specification: (
+        ("declared_version", "cdiVersion", _text), ("kind", "kind", _text), ("annotations", "annotations", _map),
+        ("devices", "devices", _each(_item(Device))), ("edits", "containerEdits", _object(Edits)),
+    ),
+}  # fmt: skip
+
+
+def _decode(cls: type[Any], value: Any, where: str) -> Any:
+    """Return the dataclass that an object stands for; a missing key means none, whatever the dataclass's default is."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where or 'the document'} must be an object")
+    shape = _SHAPES[cls]
+    unknown = sorted(set(value) - {key for _, key, _ in shape})
+    if unknown:
+        raise ValueError(f"{where or 'the document'} has a key that CDI does not know: {unknown[0]!r}")
+    prefix = f"{where}." if where else ""
+    return cls(**{name: read(value.get(key), f"{prefix}{key}") for name, key, read in shape})
+
+
+def _encode(value: Any) -> Any:
+    """Return a dataclass as JSON values; what is empty is left out, but a device has its edits in any case."""
+    if isinstance(value, tuple):
+        return [_encode(item) for item in value]
+    if type(value) not in _SHAPES:
+        return dict(sorted(value.items())) if isinstance(value, Mapping) else value
+    found = {key: _encode(getattr(value, name)) for name, key, _ in _SHAPES[type(value)]}
+    return {key: part for key, part in found.items() if key == "containerEdits" or not _is_empty(part)}
+
+
+def _is_empty(part: Any) -> bool:
+    # Zero is a number like others: a minor number, root's id.
+    return part is None or part is False or part in ("", [], {})
