@@ -29,7 +29,7 @@ _HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an h
 _NAME = validate.Regexp(
     r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
 )
-_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+.:_-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
+_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+._-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )

@@ -42,7 +42,8 @@ def gather(system: System) -> DockerFacts:
     """Return what docker is here, by two commands of its client."""
     installed = system.which("dockerd") is not None
     snap = not installed and system.exists(_SNAP)
-    config_text = system.read_text(DAEMON_JSON)
+    content = system.read_bytes(DAEMON_JSON)
+    config_text = None if content is None else content.decode("utf-8", "surrogateescape")
     if not installed or system.which("docker") is None:
         return DockerFacts(installed=installed, snap=snap, config_text=config_text)
     info = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)

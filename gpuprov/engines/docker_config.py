@@ -17,10 +17,15 @@ _VALIDATE = f"dockerd --validate --config-file {DAEMON_JSON}"
 def parse_config(text: str | None) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
     """Return the configuration that daemon.json's text holds; a missing or empty file is an empty one.
 
-    What docker itself could not read, or what has no place for a runtime, is returned as problems.
+    `text` has bytes that are no UTF-8 as lone surrogates (surrogateescape). What docker itself could not read, or what
+    has no place for a runtime, is returned as problems.
     """
     if text is None or not text.strip():
         return {}, ()
+    stray = re.search("[\udc80-\udcff]", text)
+    if stray is not None:
+        line = text.count("\n", 0, stray.start()) + 1
+        return {}, (Problem(f"{DAEMON_JSON} is not UTF-8", f"line {line}", f"correct it, then check: {_VALIDATE}"),)
     try:
         config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:

@@ -301,3 +301,10 @@ def test_unknown_keys_survive_and_a_second_plan_is_empty(
     assert {name: entry for name, entry in after["runtimes"].items() if name != "nvidia"} == others
     settled = running(text, default_runtime="nvidia" if set_default else "runc")
     assert plan(settled, runtime_path=RUNTIME, set_default=set_default) == ()
+
+
+def test_a_byte_that_is_no_utf8_is_named_by_its_line_and_the_file_left_alone() -> None:
+    text = b'{\n  "log-driver": "caf\xe9"\n}\n'.decode("utf-8", "surrogateescape")
+    config, wrong = parse_config(text)
+    assert config == {}
+    assert (wrong[0].what, wrong[0].evidence) == ("/etc/docker/daemon.json is not UTF-8", "line 2")

@@ -46,6 +46,7 @@ def test_booleans_as_yaml_and_extra_vars_write_them(value: object) -> None:
         ({"docker_default_runtime": "maybe"}, "must be true or false", ""),
         ({"packages": "jq"}, "must be a list", ""),
         ({"packages": ["--option"]}, "not a package name", ""),
+        ({"packages": ["libc6:i386"]}, "not a package name", ""),
         ({"toolkit_key_fingerprint": "F796ECB0"}, "full key fingerprint", ""),
         ({"repositories": [{"name": "x"}]}, "gpuprov_repositories.0.uri is missing", ""),
         ({"repositories": [{**REPOSITORY, "ur": "x"}]}, "gpuprov_repositories.0.ur", "did you mean uri?"),
