@@ -24,8 +24,8 @@ def parse_config(text: str | None) -> tuple[Mapping[str, Any], tuple[Problem, ..
         return {}, ()
     stray = re.search("[\udc80-\udcff]", text)
     if stray is not None:
-        line = text.count("\n", 0, stray.start()) + 1
-        return {}, (Problem(f"{DAEMON_JSON} is not UTF-8", f"line {line}", f"correct it, then check: {_VALIDATE}"),)
+        number = text.count("\n", 0, stray.start()) + 1
+        return {}, (Problem(f"{DAEMON_JSON} is not UTF-8", f"line {number}", f"correct it, then check: {_VALIDATE}"),)
     try:
         config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:
