@@ -97,8 +97,14 @@ def installs(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def default_url(version: str, architecture: str) -> str:
-    """Return where NVIDIA publishes a data-centre driver."""
-    return f"https://us.download.nvidia.com/tesla/{version}/NVIDIA-Linux-{architecture}-{version}.run"
+    """Return where NVIDIA publishes a driver with its SHA-256 beside it.
+
+    Some data-centre releases are only at …/tesla/VERSION/, where no digest lies: for those both must be given.
+    """
+    return (
+        f"https://us.download.nvidia.com/XFree86/Linux-{architecture}/{version}/"
+        f"NVIDIA-Linux-{architecture}-{version}.run"
+    )
 
 
 @dataclass(frozen=True)

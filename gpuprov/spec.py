@@ -119,7 +119,8 @@ class HostSpec:
     )
     driver_url: str = _text(
         "",
-        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server.",
+        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server, "
+        "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
         _URL_OR_PATH,
     )
     driver_sha256: str = _text("", "The SHA-256 of the .run file. Default: the `.sha256sum` file beside it.", _SHA256)
