@@ -1,73 +1,77 @@
-"""The driver on a host as it is found there: version, libraries, programs, GPUs, device nodes. Reads only."""
+"""The driver on a host as it is found there: version, files, GPUs, device nodes. Reads only.
+
+It does not ask nvidia-smi, which is not innocent: as root it makes device nodes and loads modules, and takes seconds
+for each GPU that nobody keeps initialised. What only nvidia-smi knows, ask_nvml() adds.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpuprov.system import System
+from gpuprov.cdi import nvidia_smi
+from gpuprov.cdi.files import (
+    DriverFile,
+    Library,
+    find_configuration,
+    find_firmware,
+    find_libraries,
+    find_programs,
+)
+from gpuprov.system import FileStatus, System
 
 _PROC = "/proc/driver/nvidia"
-# Where libraries lie: Debian's multiarch folders, then those of RHEL and SUSE. The first with the driver counts.
-LIBRARY_DIRECTORIES = (
-    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
-)  # fmt: skip
-_PROGRAMS = (
-    "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server",
-)  # fmt: skip
-_PROGRAM_DIRECTORIES = ("/usr/bin", "/usr/sbin")
-_SOCKETS = (
-    ("/run/nvidia-persistenced/socket", "/run/nvidia-persistenced/socket"),
-    ("/run/nvidia-fabricmanager/socket", "/run/nvidia-fabricmanager/socket"),
-)
-_NAME = re.compile(r"(?P<stem>lib[\w+.-]*?\.so)(?:\.(?P<version>[\d.]+))?")
+_SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket")
 # Device majors by their names in /proc/devices; the driver's own 195 is registered (Documentation/admin-guide/devices).
 NVIDIA_MAJOR = 195
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}
 _UVM_MINORS = {"/dev/nvidia-uvm": 0, "/dev/nvidia-uvm-tools": 1}
+_NODE_MODE = 0o666  # the driver's default for DeviceFileMode
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the loaded driver serves: its number among NVML's (PCI bus order), minor, UUID, bus id and model."""
+    """A GPU that the loaded driver serves: its number among NVML's (PCI bus order), minor, UUID, bus id and model.
+
+    `brand` and `compute_capability` are known through NVML alone, and empty where it was not asked or does not answer.
+    """
 
     index: int
     minor: int
     uuid: str
     bus_id: str
     model: str
-
-
-@dataclass(frozen=True)
-class Library:
-    """A driver library: the real file, and the names (soname, development link) that lead to it in its folder."""
-
-    path: str
-    links: tuple[str, ...]
+    brand: str = ""
+    compute_capability: str = ""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A device node that the driver's devices call for."""
+    """A device node that the driver's devices call for, with the mode and the group that it has or ought to have."""
 
     path: str
     major: int
     minor: int
+    mode: int = _NODE_MODE
+    gid: int = 0
 
 
 @dataclass(frozen=True)
 class DriverFacts:
     """The driver on a host. `kernel_version`: of the loaded modules, `library_version`: of the libraries; "" if none.
 
-    `nodes` are the device nodes that ought to be there, `present` those that are, with the right numbers.
+    `cuda_version` is what NVML says, "" where it was not asked or does not answer. `nodes` are the device nodes that
+    ought to be there, `present` those that are, with the right numbers.
     """
 
     kernel_version: str = ""
     library_version: str = ""
+    cuda_version: str = ""
     gpus: tuple[Gpu, ...] = ()
     libraries: tuple[Library, ...] = ()
-    programs: tuple[str, ...] = ()
+    programs: tuple[DriverFile, ...] = ()
+    configuration: tuple[DriverFile, ...] = ()
     firmware: tuple[str, ...] = ()
     sockets: tuple[str, ...] = ()
     nodes: tuple[Node, ...] = ()
@@ -77,21 +81,32 @@ class DriverFacts:
 def discover(system: System) -> DriverFacts:
     """Return what driver this host has; opens no device and loads no library."""
     kernel_version = parse_kernel_version(system.read_text(f"{_PROC}/version") or "")
-    directory, library_version = _find_libraries(system)
+    libraries, library_version = find_libraries(system)
     gpus = _gpus(system) if kernel_version else ()
-    nodes = expected_nodes(gpus, parse_devices(system.read_text("/proc/devices") or "")) if kernel_version else ()
-    firmware = f"/lib/firmware/nvidia/{library_version}"
+    nodes = _nodes(system, gpus)
     return DriverFacts(
         kernel_version=kernel_version,
         library_version=library_version,
         gpus=gpus,
-        libraries=_libraries(system, directory, library_version) if directory else (),
-        programs=_programs(system) if directory else (),
-        firmware=tuple(f"{firmware}/{name}" for name in system.list_directory(firmware)) if library_version else (),
-        sockets=tuple(path for path, _ in _SOCKETS if system.exists(path)),
+        libraries=libraries,
+        programs=find_programs(system) if library_version else (),
+        configuration=find_configuration(system) if library_version else (),
+        firmware=find_firmware(system, library_version),
+        sockets=tuple(path for path in _SOCKETS if system.exists(path)),
         nodes=nodes,
-        present=tuple(node.path for node in nodes if _is_there(system, node)),
+        present=tuple(node.path for node in nodes if _status(system, node) is not None),
     )
+
+
+def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
+    """Return the facts with what only NVML knows: UUIDs of sleeping GPUs, brands, compute capabilities, CUDA version.
+
+    Runs nvidia-smi, where that makes nothing: the driver is whole and no node is missing. The rest stays as it is.
+    """
+    whole = driver.gpus and driver.kernel_version == driver.library_version and len(driver.present) == len(driver.nodes)
+    answers, cuda_version = nvidia_smi.ask(system) if whole else ({}, "")
+    gpus = tuple(_completed(gpu, answers.get(gpu.bus_id, nvidia_smi.SmiFacts())) for gpu in driver.gpus)
+    return replace(driver, gpus=gpus, cuda_version=cuda_version)
 
 
 def parse_kernel_version(text: str) -> str:
@@ -107,78 +122,81 @@ def parse_devices(text: str) -> Mapping[str, int]:
 
 
 def parse_information(text: str) -> Mapping[str, str]:
-    """Return the fields of /proc/driver/nvidia/gpus/BUSID/information: `Model`, `GPU UUID`, `Device Minor`, …"""
+    """Return the fields of /proc/driver/nvidia/gpus/BUSID/information (or …/params): `Model`, `GPU UUID`, …"""
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
 
 
 def _gpus(system: System) -> tuple[Gpu, ...]:
     """Return the GPUs in the order of NVML's indices, which is that of their PCI bus ids."""
     found = []
-    for bus_id in system.list_directory(f"{_PROC}/gpus"):
+    for bus_id in sorted(system.list_directory(f"{_PROC}/gpus"), key=_bus_order):
         fields = parse_information(system.read_text(f"{_PROC}/gpus/{bus_id}/information") or "")
         minor = fields.get("Device Minor", "")
         # Question marks stand for a GPU that was not initialised yet; an excluded one can't be used.
         if minor.isdigit() and fields.get("GPU Excluded", "No") != "Yes":
             uuid = fields.get("GPU UUID", "")
             found.append((bus_id, int(minor), "" if "?" in uuid else uuid, fields.get("Model", "")))
+    return tuple(Gpu(index, minor, uuid, bus_id, model) for index, (bus_id, minor, uuid, model) in enumerate(found))
+
+
+def _bus_order(bus_id: str) -> tuple[int, ...]:
+    # By number: the PCI domain may have five digits (10000:e1:00.0 behind Intel's VMD).
+    parts = re.split(r"[:.]", bus_id)
+    return tuple(int(part, 16) if re.fullmatch(r"[0-9a-fA-F]+", part) else -1 for part in parts)
+
+
+def _completed(gpu: Gpu, answer: nvidia_smi.SmiFacts) -> Gpu:
+    uuid = gpu.uuid or answer.uuid
+    return replace(gpu, uuid=uuid, brand=answer.brand, compute_capability=answer.compute_capability)
+
+
+def _nodes(system: System, gpus: tuple[Gpu, ...]) -> tuple[Node, ...]:
+    """Return the nodes that ought to be there, with their mode and group."""
+    params = parse_information(system.read_text(f"{_PROC}/params") or "")
+    modeset_loaded = system.exists("/sys/module/nvidia_modeset")
+    majors = parse_devices(system.read_text("/proc/devices") or "")
+    nodes = expected_nodes(gpus, majors, modeset_loaded=modeset_loaded)
+    if params.get("ModifyDeviceFiles") == "0":
+        # The driver keeps its hands off: udev's rules hold.
+        return tuple(_as_it_is(system, node) for node in nodes)
+    mode, gid = params.get("DeviceFileMode", ""), params.get("DeviceFileGID", "")
     return tuple(
-        Gpu(index, minor, uuid, bus_id, model) for index, (bus_id, minor, uuid, model) in enumerate(sorted(found))
+        replace(node, mode=int(mode) if mode.isdigit() else node.mode, gid=int(gid) if gid.isdigit() else node.gid)
+        for node in nodes
     )
 
 
-def expected_nodes(gpus: tuple[Gpu, ...], majors: Mapping[str, int]) -> tuple[Node, ...]:
+def expected_nodes(
+    gpus: tuple[Gpu, ...], majors: Mapping[str, int], *, modeset_loaded: bool = False
+) -> tuple[Node, ...]:
     """Return the device nodes that these GPUs call for, as nvidia-modprobe would make them."""
+    if not gpus:
+        return ()
     major = majors.get("nvidia", majors.get("nvidia-frontend", NVIDIA_MAJOR))
     nodes = [Node(f"/dev/nvidia{gpu.minor}", major, gpu.minor) for gpu in gpus]
     control = dict(_CONTROL_MINORS)
-    if "nvidia-modeset" not in majors:
+    # Before 550.40.07 one name, nvidia-frontend, stands in /proc/devices for all of them.
+    if "nvidia-modeset" not in majors and not (modeset_loaded and "nvidia-frontend" in majors):
         del control["/dev/nvidia-modeset"]
-    nodes += [Node(path, major, minor) for path, minor in control.items()] if gpus else []
-    if gpus and "nvidia-uvm" in majors:
+    nodes += [Node(path, major, minor) for path, minor in control.items()]
+    if "nvidia-uvm" in majors:
         nodes += [Node(path, majors["nvidia-uvm"], minor) for path, minor in _UVM_MINORS.items()]
     return tuple(nodes)
 
 
-def _is_there(system: System, node: Node) -> bool:
+def _as_it_is(system: System, node: Node) -> Node:
+    found = _status(system, node)
+    return node if found is None else replace(node, mode=found.mode, gid=found.gid)
+
+
+def _status(system: System, node: Node) -> FileStatus | None:
+    """Return what lies at the node's path, None if it is not that very device."""
     found = system.status(node.path)
-    return found is not None and (found.kind, found.major, found.minor) == ("char", node.major, node.minor)
+    same = found is not None and (found.kind, found.major, found.minor) == ("char", node.major, node.minor)
+    return found if same else None
 
 
-def _find_libraries(system: System) -> tuple[str, str]:
-    """Return the folder of the driver's libraries and their version, by NVML: every driver has that."""
-    for directory in LIBRARY_DIRECTORIES:
-        real = system.real_path(f"{directory}/libnvidia-ml.so.1")
-        found = re.search(r"\.so\.(\d{3,4}(?:\.\d+)+)$", real)
-        if found and system.exists(real):
-            return directory, found[1]
-    return "", ""
-
-
-def _libraries(system: System, directory: str, version: str) -> tuple[Library, ...]:
-    """Return the libraries of that very version, with the links in `directory` that end at each, over any hops."""
-    links: dict[str, list[str]] = {}
-    for name in system.list_directory(directory):
-        match = _NAME.fullmatch(name)
-        if match is None or not re.match(r"lib(nv|cuda|GLX_nv|EGL_nv|GLES|vdpau_nv)", name):
-            continue
-        path = f"{directory}/{name}"
-        real = system.real_path(path)
-        if real.endswith(f".so.{version}") or _has_own_version(name):
-            links.setdefault(real, [])
-            if real != path:
-                links[real].append(path)
-    return tuple(Library(real, tuple(sorted(names))) for real, names in sorted(links.items()) if system.exists(real))
-
-
-def _has_own_version(name: str) -> bool:
-    """Say whether it is one of the driver's libraries that count on their own: libnvidia-egl-gbm.so.1.1.1."""
-    return re.match(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so", name) is not None
-
-
-def _programs(system: System) -> tuple[str, ...]:
-    return tuple(
-        f"{directory}/{name}"
-        for directory in _PROGRAM_DIRECTORIES
-        for name in _PROGRAMS
-        if system.exists(f"{directory}/{name}")
-    )
+__all__ = [
+    "DriverFacts", "DriverFile", "Gpu", "Library", "Node", "ask_nvml", "discover", "expected_nodes", "parse_devices",
+    "parse_information", "parse_kernel_version",
+]  # fmt: skip

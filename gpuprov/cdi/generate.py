@@ -6,12 +6,20 @@ container start needs no process of ours in engines that read CDI themselves, an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpuprov.cdi.discover import DriverFacts, Node
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification
-from gpuprov.runtime_hook.requirements import cuda_version_of_driver
+from gpuprov.cdi.files import Library
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, parse_json, render_json
+from gpuprov.cdi.validation import problems
+from gpuprov.errors import GpuprovError
+from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
 
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
+_WORLD = 0o006  # read and write for others
 ANNOTATION_PREFIX = "gpuprov.io/"
+# What only NVML knows.
+_OF_NVML = tuple(f"{ANNOTATION_PREFIX}{name}" for name in ("cuda-version", "gpu-architecture", "gpu-brand"))
 
 
 def specification(driver: DriverFacts) -> Specification:
@@ -19,37 +27,112 @@ def specification(driver: DriverFacts) -> Specification:
     by_path = {node.path: node for node in driver.nodes}
     devices = []
     for gpu in driver.gpus:
-        node = by_path[f"/dev/nvidia{gpu.minor}"]
-        edits = Edits(device_nodes=(_device_node(node),))
+        edits = _node_edits((by_path[f"/dev/nvidia{gpu.minor}"],))
         # PCI bus ids too: people pin GPUs by their slot.
         devices += [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
     own = tuple(by_path[f"/dev/nvidia{gpu.minor}"] for gpu in driver.gpus)
     if own:
-        devices.append(Device("all", Edits(device_nodes=tuple(_device_node(node) for node in own))))
-    control = tuple(_device_node(node) for node in driver.nodes if node not in own)
-    edits = Edits(env=("NVIDIA_VISIBLE_DEVICES=void",), device_nodes=control, mounts=_mounts(driver))
-    return Specification(tuple(devices), edits, _annotations(driver))
+        devices.append(Device("all", _node_edits(own)))
+    control = _node_edits(tuple(node for node in driver.nodes if node not in own))
+    common = replace(control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver))
+    return Specification(tuple(devices), common, _annotations(driver))
+
+
+def difference(content: bytes, driver: DriverFacts) -> str:
+    """Return in which way a specification's file does not describe the driver, nothing if it does.
+
+    Where NVML was not asked, what only NVML knows is no difference.
+    """
+    wanted = specification(driver)
+    if content == render_json(wanted):
+        return ""
+    try:
+        found = parse_json(content)
+    except GpuprovError as error:
+        return error.problems[0].evidence
+    if not driver.cuda_version:
+        wanted = _with_answers(driver, found)
+    return "" if content == render_json(wanted) else _first_difference(found, wanted)
+
+
+def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
+    """Return the driver's specification, with what NVML answered when `found` was written."""
+    uuids = {device.edits: device.name for device in found.devices if device.name.startswith("GPU-")}
+    by_path = {node.path: node for node in driver.nodes}
+    gpus = tuple(
+        gpu if gpu.uuid else replace(gpu, uuid=uuids.get(_node_edits((by_path[f"/dev/nvidia{gpu.minor}"],)), ""))
+        for gpu in driver.gpus
+    )
+    wanted = specification(replace(driver, gpus=gpus))
+    known = {key: value for key, value in found.annotations.items() if key in _OF_NVML}
+    return replace(wanted, annotations={**wanted.annotations, **known})
+
+
+def _first_difference(found: Specification, wanted: Specification) -> str:
+    wrong = problems(found)
+    if wrong:
+        return wrong[0]
+    for key in sorted({*found.annotations, *wanted.annotations}):
+        theirs, ours = found.annotations.get(key, "nothing"), wanted.annotations.get(key, "nothing")
+        if theirs != ours:
+            return f"{key.rpartition('/')[2]} is {theirs} there, {ours} here"
+    there, here = ({device.name: device.edits for device in one.devices} for one in (found, wanted))
+    for name in (*here, *there):
+        if there.get(name) != here.get(name):
+            return f"device {name} is {'missing' if name not in there else 'gone' if name not in here else 'another'}"
+    return _first_different_edit(found.edits, wanted.edits) or "its form is another"
+
+
+def _first_different_edit(found: Edits, wanted: Edits) -> str:
+    there = {mount.container_path: mount for mount in found.mounts}
+    here = {mount.container_path: mount for mount in wanted.mounts}
+    for path in (*here, *there):
+        if there.get(path) != here.get(path):
+            return f"{path} is {'missing' if path not in there else 'gone' if path not in here else 'another'}"
+    if found.device_nodes != wanted.device_nodes:
+        return "the control nodes are others"
+    return ""
+
+
+def _node_edits(nodes: tuple[Node, ...]) -> Edits:
+    """Return the nodes; with the groups that may open them where not everybody may."""
+    gids = sorted({node.gid for node in nodes if not _is_open(node) and node.gid})
+    return Edits(device_nodes=tuple(_device_node(node) for node in nodes), additional_gids=tuple(gids))
 
 
 def _device_node(node: Node) -> DeviceNode:
-    return DeviceNode(node.path, node.major, node.minor)
+    plain = DeviceNode(node.path, node.major, node.minor)
+    return plain if _is_open(node) else replace(plain, file_mode=node.mode, gid=node.gid)
+
+
+def _is_open(node: Node) -> bool:
+    return node.mode & _WORLD == _WORLD
 
 
 def _mounts(driver: DriverFacts) -> tuple[Mount, ...]:
-    mounts = []
-    for library in driver.libraries:
-        folder = (library.links[0] if library.links else library.path).rpartition("/")[0]
-        name = library.path.rpartition("/")[2]
-        # Debian keeps the real file elsewhere (/usr/lib/…/nvidia/current): containers see it where the loader looks.
-        mounts.append(Mount(library.path, f"{folder}/{name}"))
-        mounts += [Mount(library.path, link) for link in library.links]
-    mounts += [Mount(path, path) for path in (*driver.programs, *driver.firmware)]
+    mounts = [Mount(library.path, name) for library in driver.libraries for name in _names(library)]
+    mounts += [Mount(file.real_path, file.path) for file in (*driver.programs, *driver.configuration)]
+    mounts += [Mount(path, path) for path in driver.firmware]
     mounts += [Mount(path, path, _SOCKET_OPTIONS) for path in driver.sockets]
     return tuple(mounts)
+
+
+def _names(library: Library) -> tuple[str, ...]:
+    file_name = library.path.rpartition("/")[2]
+    named = any(link.rpartition("/")[2] == file_name for link in library.links)
+    return library.links if named else (library.path, *library.links)
 
 
 def _annotations(driver: DriverFacts) -> dict[str, str]:
     """What NVIDIA_REQUIRE_* is held against at container start, without asking a device then."""
     version = driver.library_version
-    found = {"driver-version": version, "cuda-version": cuda_version_of_driver(version) if version else ""}
+    capabilities = [gpu.compute_capability for gpu in driver.gpus]
+    brands = {gpu.brand for gpu in driver.gpus}
+    found = {
+        "driver-version": version,
+        "cuda-version": driver.cuda_version or (cuda_version_of_driver(version) if version else ""),
+        # Of unlike GPUs the least: what an image requires must hold for whichever it gets.
+        "gpu-architecture": min(capabilities, key=version_key) if capabilities and all(capabilities) else "",
+        "gpu-brand": brands.pop() if len(brands) == 1 else "",
+    }
     return {f"{ANNOTATION_PREFIX}{name}": value for name, value in found.items() if value}

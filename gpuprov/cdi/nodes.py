@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from gpuprov.cdi.discover import DriverFacts
 
-# The driver's default: DeviceFileMode 0666 in /proc/driver/nvidia/params.
-_MODE = 0o666
-
 
 def missing_nodes(driver: DriverFacts) -> tuple[tuple[str, int, int, int], ...]:
     """Return (path, major, minor, mode) of each node that the loaded driver calls for and /dev lacks."""
-    return tuple((node.path, node.major, node.minor, _MODE) for node in driver.nodes if node.path not in driver.present)
+    return tuple(
+        (node.path, node.major, node.minor, node.mode) for node in driver.nodes if node.path not in driver.present
+    )

@@ -68,7 +68,7 @@ def test_driver_and_gpus_are_found(tmp_path: Path, count: int) -> None:
     assert paths == [*own, *control]
     assert driver.present == tuple(paths)
     assert missing_nodes(driver) == ()
-    assert "/usr/bin/nvidia-smi" in driver.programs
+    assert "/usr/bin/nvidia-smi" in [program.path for program in driver.programs]
     assert driver.firmware == tuple(f"/lib/firmware/nvidia/{VERSION}/gsp_{name}.bin" for name in ("ga10x", "tu10x"))
 
 
@@ -129,7 +129,7 @@ def test_debians_alternatives_lead_to_the_driver(tmp_path: Path) -> None:
     with_alternatives(tmp_path)
     driver = discover(system)
     assert driver.library_version == VERSION
-    assert "/usr/bin/nvidia-smi" in driver.programs
+    assert "/usr/bin/nvidia-smi" in [program.path for program in driver.programs]
     found = mounts(driver)
     for name in ("libnvidia-ml", "libcuda"):
         real = f"{DEBIAN}/nvidia/current/{name}.so.{VERSION}"

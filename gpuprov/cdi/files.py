@@ -1,0 +1,148 @@
+"""The files of a driver: where they lie on this host, and under which names a container is to see them. Reads only.
+
+Two layouts: a .run's, flat in the loader's folder, and Debian's, in a folder of its own behind several links each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.system import System
+
+# Where the loader looks by itself, in hosts and in containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
+LIBRARY_DIRECTORIES = (
+    "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
+)  # fmt: skip
+_32_BIT_DIRECTORIES = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
+_NVML = "libnvidia-ml.so.1"
+_VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d+)+)$")
+_LIBRARY = re.compile(r"lib(nv|cuda|GLX_nv|EGL_nv|GLES|vdpau_nv)[\w+.-]*?\.so(\.[\d.]+)?")
+# Folders below the loader's that others look into: VDPAU's back ends, and Mesa's for GBM (a link to the allocator).
+_BACK_ENDS = (("", _LIBRARY), ("/vdpau", _LIBRARY), ("/gbm", re.compile(r"nvidia-drm_gbm\.so")))
+# The driver's libraries that count on their own: libnvidia-egl-gbm.so.1.1.1.
+_OWN_VERSION = re.compile(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so")
+_PROGRAMS = (
+    "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server",
+    "nvidia-imex", "nvidia-imex-ctl",
+)  # fmt: skip
+_PROGRAM_DIRECTORIES = ("/usr/bin", "/usr/sbin")
+# What OpenCL, Vulkan, EGL and OptiX find the driver by: a .run's places, then those of packages.
+_CONFIGURATION = (
+    "/etc/OpenCL/vendors/nvidia.icd",
+    "/etc/vulkan/icd.d/nvidia_icd.json", "/etc/vulkan/implicit_layer.d/nvidia_layers.json",
+    "/usr/share/vulkan/icd.d/nvidia_icd.json", "/usr/share/vulkan/icd.d/nvidia_icd.x86_64.json",
+    "/usr/share/vulkan/implicit_layer.d/nvidia_layers.json",
+    "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+    "/usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json",
+    "/usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json",
+    "/usr/share/egl/egl_external_platform.d/20_nvidia_xcb.json",
+    "/usr/share/egl/egl_external_platform.d/20_nvidia_xlib.json",
+    "/usr/share/nvidia/nvoptix.bin",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Library:
+    """A driver library: the real file, and the names (soname, development link) by which a container is to see it.
+
+    The real file's own path is one of these names, unless another of them already ends in the same file name.
+    """
+
+    path: str
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DriverFile:
+    """A program or a configuration file: where it is looked for, and the real file that lies behind that."""
+
+    path: str
+    real_path: str
+
+
+def find_libraries(system: System) -> tuple[tuple[Library, ...], str]:
+    """Return the driver's libraries and their version, which is that of NVML: every driver has it.
+
+    The first folder in the loader's order counts; others (32-bit libraries) only if they are of the same version.
+    """
+    folders = _folders(system)
+    version = next(iter(folders.values()), "")
+    links: dict[str, list[str]] = {}
+    for number, folder in enumerate(folders):
+        if folders[folder] != version:
+            continue
+        place = folder if folder in (*LIBRARY_DIRECTORIES, *_32_BIT_DIRECTORIES) else _own_folder(system)
+        # Of a folder that containers' loaders don't know, only this machine's kind of libraries has a place to go.
+        if number == 0 or place == folder:
+            _collect(system, folder, place, version, links)
+    libraries = (Library(real, tuple(sorted(names))) for real, names in sorted(links.items()) if system.exists(real))
+    return tuple(libraries), version
+
+
+def _folders(system: System) -> dict[str, str]:
+    """Return each folder with an NVML and the version there, in the loader's order, 64-bit ones first."""
+    cached = [one for one in parse_cache(system.read_bytes(CACHE) or b"") if one.name == _NVML]
+    names = [
+        *(_parent(one.path) for one in cached if one.is_64_bit), *LIBRARY_DIRECTORIES,
+        *(_parent(one.path) for one in cached if not one.is_64_bit), *_32_BIT_DIRECTORIES,
+    ]  # fmt: skip
+    found: dict[str, str] = {}
+    for name in names:
+        real = system.real_path(f"{name}/{_NVML}")
+        version = _VERSION.search(real)
+        if version and system.exists(real):
+            # /lib may be a link to /usr/lib: the folder counts once.
+            found.setdefault(system.real_path(name), version[1])
+    return found
+
+
+def _own_folder(system: System) -> str:
+    """Return the folder of this machine's own libraries."""
+    known = (name for name in LIBRARY_DIRECTORIES if system.real_path(name) == name and system.exists(name))
+    return next(known, LIBRARY_DIRECTORIES[0])
+
+
+def _collect(system: System, folder: str, place: str, version: str, links: dict[str, list[str]]) -> None:
+    """Add the libraries of that very version, each with the names in `folder` that end at it, over any hops."""
+    for below, pattern in _BACK_ENDS:
+        for name in system.list_directory(folder + below):
+            if pattern.fullmatch(name) is None:
+                continue
+            real = system.real_path(f"{folder}{below}/{name}")
+            if not real.endswith(f".so.{version}") and _OWN_VERSION.match(name) is None:
+                continue
+            names = links.setdefault(real, [])
+            own = f"{place}{below}/{name}"
+            if own != real:
+                names.append(own)
+            # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
+            beside = f"{place}{below}/{real.rpartition('/')[2]}"
+            if pattern is _LIBRARY and beside not in (real, *names):
+                names.append(beside)
+
+
+def find_programs(system: System) -> tuple[DriverFile, ...]:
+    """Return the driver's programs that a container may want."""
+    return _present(system, (f"{folder}/{name}" for folder in _PROGRAM_DIRECTORIES for name in _PROGRAMS))
+
+
+def find_configuration(system: System) -> tuple[DriverFile, ...]:
+    """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX."""
+    return _present(system, _CONFIGURATION)
+
+
+def find_firmware(system: System, version: str) -> tuple[str, ...]:
+    """Return the GPUs' firmware of that version."""
+    folder = f"/lib/firmware/nvidia/{version}"
+    return tuple(f"{folder}/{name}" for name in system.list_directory(folder)) if version else ()
+
+
+def _present(system: System, paths: Iterable[str]) -> tuple[DriverFile, ...]:
+    return tuple(DriverFile(path, system.real_path(path)) for path in paths if system.exists(path))
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]

@@ -1,0 +1,404 @@
+"""A driver is found as .run files and packages lay it, wherever the loader looks; NVML adds what files don't tell."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, expected_nodes
+from gpuprov.cdi.generate import difference, specification
+from gpuprov.cdi.loader_cache import CachedLibrary, parse_cache
+from gpuprov.cdi.nodes import missing_nodes
+from gpuprov.cdi.nvidia_smi import SmiFacts, parse_facts, sysfs_bus_id
+from gpuprov.cdi.specification import render_json
+from gpuprov.cdi.validation import problems
+from gpuprov.errors import GpuprovError
+from gpuprov.system import Completed, System
+from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
+
+DATA = Path(__file__).parent / "data"
+VERSION = "550.163.01"
+MULTIARCH = "/usr/lib/x86_64-linux-gnu"
+DRIVER = "gpuprov.io/driver-version"
+# `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
+REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
+CAPABILITIES = "".join(f"{gpu(number).bus_id}, 9.0\n" for number in (0, 1))
+
+
+class Host(System):
+    """A machine below a folder, whose nvidia-smi says what it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.report = (0, REPORT)
+        self.capabilities = (0, CAPABILITIES)
+        self.asked: list[tuple[str, ...]] = []
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        self.asked.append(argv)
+        assert argv[0] == "nvidia-smi"
+        return Completed(argv, *(self.report if "-x" in argv else self.capabilities))
+
+
+def make_nodes(root: Path, gpus: int, mode: int = 0o666) -> None:
+    for node in device_nodes(gpus):
+        path = root / node.path.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mknod(path, stat.S_IFCHR, os.makedev(node.major, node.minor))
+        path.chmod(mode)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A host with a .run's files, two GPUs and all nodes."""
+    install_tree(tmp_path)
+    write_kernel_tree(tmp_path, 2)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    make_nodes(tmp_path, 2)
+    return Host(tmp_path)
+
+
+def lay(root: Path, table: str) -> None:
+    """Lay a tree as a table of path, type (f file, l link), soname and target has it."""
+    with (DATA / table).open(newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            path = root / row["path"].lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if row["type"] == "l":
+                path.symlink_to(row["target"])
+            else:
+                path.write_text(row["soname"])
+    (root / "lib").symlink_to("usr/lib")
+
+
+def mounts(driver: DriverFacts) -> dict[str, str]:
+    """Container path → host path."""
+    return {mount.container_path: mount.host_path for mount in specification(driver).edits.mounts}
+
+
+def sonames(table: str) -> dict[str, str]:
+    """File name → soname, of the libraries that have one."""
+    with (DATA / table).open(newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t")
+        return {row["path"].rpartition("/")[2]: row["soname"] for row in rows if row["soname"] not in ("", "-")}
+
+
+def test_the_specification_of_a_run_files_driver(host: Host) -> None:
+    """The golden one. Written anew by: python -m tests.unit.cdi.golden"""
+    found = render_json(specification(ask_nvml(host, discover(host))))
+    assert found == (DATA / "specification-550.163.01.json").read_bytes()
+    assert problems(specification(discover(host))) == ()
+
+
+def test_debians_layout(tmp_path: Path) -> None:
+    lay(tmp_path, "debian-535.261.03.tsv")
+    driver = discover(System(str(tmp_path)))
+    assert driver.library_version == "535.261.03"
+    found = mounts(driver)
+    lines = [f"{path} {real}" for path, real in sorted(found.items())]
+    assert lines == (DATA / "debian-535.261.03.mounts").read_text().splitlines()
+    assert all((tmp_path / real[1:]).is_file() and not (tmp_path / real[1:]).is_symlink() for real in found.values())
+    # Every soname that programs ask the loader for is there, and leads to the library with that soname.
+    for file_name, soname in sonames("debian-535.261.03.tsv").items():
+        assert found[f"{MULTIARCH}/{soname}"].endswith(f"/{file_name}")
+
+
+def loader(root: Path, *folders: str, compat: bool = False) -> None:
+    """Write the cache of the loader below root, as its own ldconfig does."""
+    (root / "etc").mkdir(exist_ok=True)
+    (root / "etc/ld.so.conf").write_text("".join(f"{folder}\n" for folder in folders))
+    form = ("-c", "compat") if compat else ()
+    subprocess.run(("/sbin/ldconfig", "-X", "-r", str(root), *form), check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_folder_that_only_the_loader_knows(tmp_path: Path, compat: bool) -> None:
+    """Containers' loaders don't know it: its libraries go where they look."""
+    place = tmp_path / "opt/nvidia/lib64"
+    place.mkdir(parents=True)
+    (tmp_path / "usr/lib64").mkdir(parents=True)
+    libraries = build_libraries()
+    for name in ("libnvidia-ml.so", "libcuda.so"):
+        shutil.copy(libraries / f"{name}.{VERSION}", place)
+        (place / f"{name}.1").symlink_to(f"{name}.{VERSION}")
+    assert discover(System(str(tmp_path))) == DriverFacts()
+    loader(tmp_path, "/opt/nvidia/lib64", compat=compat)
+    driver = discover(System(str(tmp_path)))
+    assert driver.library_version == VERSION
+    assert mounts(driver) == {
+        f"/usr/lib64/{name}{end}": f"/opt/nvidia/lib64/{name}.{VERSION}"
+        for name in ("libnvidia-ml.so", "libcuda.so")
+        for end in (".1", f".{VERSION}")
+    }
+
+
+def test_what_the_loader_finds_first_counts(tmp_path: Path) -> None:
+    install_tree(tmp_path, "535.261.03")
+    place = tmp_path / "opt/nvidia"
+    place.mkdir(parents=True)
+    shutil.copy(build_libraries() / f"libnvidia-ml.so.{VERSION}", place)
+    (place / "libnvidia-ml.so.1").symlink_to(f"libnvidia-ml.so.{VERSION}")
+    loader(tmp_path, "/opt/nvidia", MULTIARCH)
+    driver = discover(System(str(tmp_path)))
+    assert driver.library_version == VERSION
+    assert not [library for library in driver.libraries if "535" in library.path]
+
+
+def test_32_bit_libraries_of_the_same_version_come_too(tmp_path: Path) -> None:
+    install_tree(tmp_path)
+    for folder, version in (("usr/lib/i386-linux-gnu", VERSION), ("usr/lib32", "535.261.03")):
+        (tmp_path / folder).mkdir()
+        for name in ("libnvidia-ml.so", "libcuda.so"):
+            (tmp_path / folder / f"{name}.{version}").write_text("32 bit")
+            (tmp_path / folder / f"{name}.1").symlink_to(f"{name}.{version}")
+    found = mounts(discover(System(str(tmp_path))))
+    assert found["/usr/lib/i386-linux-gnu/libcuda.so.1"] == f"/usr/lib/i386-linux-gnu/libcuda.so.{VERSION}"
+    assert found[f"{MULTIARCH}/libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.{VERSION}"
+    assert not [path for path in found if "lib32" in path]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"ld.so-1.7.0\0" + b"\0" * 100, b"glibc-ld.so.cache1.1", b"glibc-ld.so.cache1.1" + b"\xff" * 60]
+)
+def test_a_cache_that_is_none_or_torn_holds_nothing(content: bytes) -> None:
+    assert parse_cache(content) == ()
+
+
+def test_the_cache_of_this_machine() -> None:
+    listed = subprocess.run(("/sbin/ldconfig", "-p"), check=True, capture_output=True, text=True).stdout
+    lines = [line.strip() for line in listed.splitlines() if " => " in line]
+    found = parse_cache(Path("/etc/ld.so.cache").read_bytes())
+    assert [f"{one.name} {one.path}" for one in found] == [
+        f"{line.partition(' (')[0]} {line.rpartition(' => ')[2]}" for line in lines
+    ]
+    (c_library,) = (one for one in found if one.name == "libc.so.6" and one.is_64_bit)
+    assert c_library == CachedLibrary("libc.so.6", c_library.path, True)
+
+
+# -- NVML -------------------------------------------------------------------------------------------------------------
+
+
+def information(root: Path, index: int) -> Path:
+    return root / f"proc/driver/nvidia/gpus/{gpu(index).sysfs_id}/information"
+
+
+def put_to_sleep(root: Path, index: int) -> None:
+    """A GPU that nobody has used since the boot has no UUID yet."""
+    path = information(root, index)
+    path.write_text(path.read_text().replace(gpu(index).uuid, "GPU-????????-????-????-????-????????????"))
+
+
+def test_discovery_asks_nobody(host: Host) -> None:
+    """nvidia-smi would make device nodes and load modules: a look must not."""
+    assert discover(host).cuda_version == ""
+    assert host.asked == []
+
+
+def test_nvml_knows_the_uuid_of_a_sleeping_gpu_and_what_images_require(host: Host, tmp_path: Path) -> None:
+    put_to_sleep(tmp_path, 1)
+    driver = ask_nvml(host, discover(host))
+    assert driver.cuda_version == "12.4"
+    assert [(one.uuid, one.brand, one.compute_capability) for one in driver.gpus] == [
+        (gpu(number).uuid, "NVIDIA", "9.0") for number in (0, 1)
+    ]
+    assert specification(driver).annotations == {
+        "gpuprov.io/driver-version": VERSION, "gpuprov.io/cuda-version": "12.4",
+        "gpuprov.io/gpu-architecture": "9.0", "gpuprov.io/gpu-brand": "NVIDIA",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spoil", ["/dev/nvidia1", "/dev/nvidia-uvm", "/proc/driver/nvidia/version"], ids=["gpu", "control", "module"]
+)
+def test_nvml_is_not_asked_where_that_would_make_something(host: Host, spoil: str) -> None:
+    host.remove(spoil)
+    before = discover(host)
+    assert ask_nvml(host, before) == before
+    assert host.asked == []
+
+
+def test_nvml_is_not_asked_over_libraries_of_another_version(host: Host, tmp_path: Path) -> None:
+    write_kernel_tree(tmp_path, 2, "535.261.03")
+    assert ask_nvml(host, discover(host)) == discover(host)
+    assert host.asked == []
+
+
+@pytest.mark.parametrize(
+    "answer", [(9, "NVIDIA-SMI has failed"), (0, "no XML"), (0, "<!ENTITY"), (0, "<a/>"), (127, "")]
+)
+def test_an_nvml_that_does_not_answer_leaves_what_is_known(host: Host, answer: tuple[int, str]) -> None:
+    host.report = answer
+    assert ask_nvml(host, discover(host)) == discover(host)
+
+
+def test_a_driver_older_than_the_query_for_compute_capabilities(host: Host) -> None:
+    host.capabilities = (2, 'Field "compute_cap" is not a valid field to query.\n')
+    driver = ask_nvml(host, discover(host))
+    assert {one.brand for one in driver.gpus} == {"NVIDIA"}
+    assert "gpuprov.io/gpu-architecture" not in specification(driver).annotations
+
+
+def test_unlike_gpus_promise_the_least(host: Host) -> None:
+    host.capabilities = (0, f"{gpu(0).bus_id}, 10.0\n{gpu(1).bus_id}, 8.6\n")
+    host.report = (0, REPORT.replace("<product_brand>NVIDIA", "<product_brand>GeForce RTX", 1))
+    driver = ask_nvml(host, discover(host))
+    assert [one.brand for one in driver.gpus] == ["GeForceRTX", "NVIDIA"]
+    annotations = specification(driver).annotations
+    assert annotations["gpuprov.io/gpu-architecture"] == "8.6"
+    assert "gpuprov.io/gpu-brand" not in annotations
+
+
+def test_what_nvml_does_not_know_is_not_taken_for_a_name() -> None:
+    report = (
+        "<nvidia_smi_log><cuda_version>N/A</cuda_version><gpu><product_brand>[Unknown Error]</product_brand>"
+        "<uuid>../../etc</uuid><pci><pci_bus_id>00000000:1B:00.0</pci_bus_id></pci></gpu></nvidia_smi_log>"
+    )
+    assert parse_facts(report, "00000000:1B:00.0, [N/A]\n") == ({"0000:1b:00.0": SmiFacts()}, "")
+    with pytest.raises(GpuprovError):
+        parse_facts("", "")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "kernel"),
+    [
+        ("00000000:1B:00.0", "0000:1b:00.0"),
+        ("0000FFFF:AF:00.0", "ffff:af:00.0"),
+        ("00010000:E1:00.0", "10000:e1:00.0"),
+        ("0000:1b:00.0", "0000:1b:00.0"),
+    ],
+)
+def test_bus_ids(nvml: str, kernel: str) -> None:
+    assert sysfs_bus_id(nvml) == kernel
+
+
+def test_indices_follow_the_bus_ids_as_numbers(host: Host, tmp_path: Path) -> None:
+    """A PCI domain of five digits comes after those of four, as NVML counts."""
+    gpus = tmp_path / "proc/driver/nvidia/gpus"
+    (gpus / gpu(0).sysfs_id).rename(gpus / "10000:01:00.0")
+    assert [(one.index, one.minor, one.bus_id) for one in discover(host).gpus] == [
+        (0, 1, gpu(1).sysfs_id),
+        (1, 0, "10000:01:00.0"),
+    ]
+
+
+# -- device nodes -----------------------------------------------------------------------------------------------------
+
+
+def set_params(root: Path, **values: int) -> None:
+    path = root / "proc/driver/nvidia/params"
+    lines = (line.partition(": ") for line in path.read_text().splitlines())
+    path.write_text("".join(f"{key}: {values.get(key, value)}\n" for key, _, value in lines))
+
+
+def test_nodes_that_are_not_for_everybody(host: Host, tmp_path: Path) -> None:
+    """The driver's own parameters, in decimal, say so; engines then add the group to the container's process."""
+    set_params(tmp_path, DeviceFileMode=0o660, DeviceFileGID=44)
+    host.remove("/dev/nvidia1")
+    driver = discover(host)
+    assert missing_nodes(driver) == (("/dev/nvidia1", 195, 1, 0o660),)
+    found = specification(driver)
+    assert found.version == "0.7.0"
+    assert found.edits.additional_gids == (44,)
+    assert {(node.file_mode, node.gid) for node in found.edits.device_nodes} == {(0o660, 44)}
+    assert {device.edits.additional_gids for device in found.devices} == {(44,)}
+    assert problems(found) == ()
+
+
+def test_udevs_word_holds_where_the_driver_keeps_its_hands_off(host: Host, tmp_path: Path) -> None:
+    os.chown(tmp_path / "dev/nvidia0", 0, 107)
+    (tmp_path / "dev/nvidia0").chmod(0o660)
+    assert specification(discover(host)).devices[0].edits.additional_gids == ()
+    set_params(tmp_path, ModifyDeviceFiles=0)
+    nodes = {node.path: node for node in discover(host).nodes}
+    assert nodes["/dev/nvidia0"] == Node("/dev/nvidia0", 195, 0, 0o660, 107)
+    assert nodes["/dev/nvidia1"] == Node("/dev/nvidia1", 195, 1, 0o666, 0)
+    edits = {device.name: device.edits for device in specification(discover(host)).devices}
+    assert (edits["0"].additional_gids, edits["1"].additional_gids, edits["all"].additional_gids) == (
+        (107,),
+        (),
+        (107,),
+    )
+
+
+def test_before_550_40_one_name_stands_for_mode_setting_too(host: Host) -> None:
+    (one, _) = discover(host).gpus
+    majors = {"nvidia-frontend": 195}
+    for loaded in (False, True):
+        paths = [node.path for node in expected_nodes((one,), majors, modeset_loaded=loaded)]
+        assert ("/dev/nvidia-modeset" in paths) is loaded
+
+
+# -- is a file still right? -------------------------------------------------------------------------------------------
+
+
+def test_what_only_nvml_knows_is_no_difference_while_it_is_not_asked(host: Host, tmp_path: Path) -> None:
+    put_to_sleep(tmp_path, 1)
+    plain = discover(host)
+    asked = ask_nvml(host, plain)
+    content = render_json(specification(asked))
+    assert content != render_json(specification(plain))
+    assert difference(content, asked) == difference(content, plain) == ""
+    # Asked, it does count.
+    assert difference(render_json(specification(plain)), asked) != ""
+
+
+def changed(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    document = json.loads(content)
+    change(document)
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda one: one["annotations"].update({DRIVER: "535.1"}), "driver-version is 535.1 there, 550.163.01 here"),
+        (lambda one: one["annotations"].pop(DRIVER), "driver-version is nothing there, 550.163.01 here"),
+        (lambda one: one["devices"].pop(1), f"device {gpu(0).uuid} is missing"),
+        (lambda one: one["devices"].append({**one["devices"][0], "name": "7"}), "device 7 is gone"),
+        (lambda one: one["devices"][0]["containerEdits"]["deviceNodes"][0].update(minor=5), "device 0 is another"),
+        (lambda one: one["devices"].append(one["devices"][0]), "the device '0' stands there 2 times"),
+        (lambda one: one["containerEdits"]["mounts"].pop(0), "EGL_nvidia.so.550.163.01 is missing"),
+        (lambda one: one["containerEdits"]["mounts"][0].update(hostPath="/x"), "EGL_nvidia.so.550.163.01 is another"),
+        (lambda one: one["containerEdits"]["deviceNodes"].pop(), "the control nodes are others"),
+        (lambda one: one["containerEdits"].pop("env"), "its form is another"),
+        (lambda one: one.pop("cdiVersion"), "cdiVersion is missing"),
+        (lambda one: one.update(more=1), "a key that CDI does not know: 'more'"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_named(host: Host, change: Callable[[dict[str, Any]], object], says: str) -> None:
+    driver = discover(host)
+    content = render_json(specification(driver))
+    assert changed(content, lambda one: None) == content
+    assert says in difference(changed(content, change), driver)
+
+
+def test_a_driver_that_was_updated_is_a_difference(host: Host, tmp_path: Path) -> None:
+    content = render_json(specification(discover(host)))
+    shutil.rmtree(tmp_path / "usr")
+    install_tree(tmp_path, "570.86.16")
+    assert difference(content, discover(host)) == "driver-version is 550.163.01 there, 570.86.16 here"
+
+
+def test_a_socket_that_comes_is_a_difference(host: Host, tmp_path: Path) -> None:
+    content = render_json(specification(discover(host)))
+    (tmp_path / "run/nvidia-persistenced").mkdir(parents=True)
+    (tmp_path / "run/nvidia-persistenced/socket").touch()
+    assert difference(content, discover(host)) == "/run/nvidia-persistenced/socket is missing"
