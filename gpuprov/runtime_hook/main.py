@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import os
 import sys
 
@@ -12,13 +13,20 @@ from .request import Request, parse_request
 from .requirements import require
 from .rootfs import LibraryFolder
 from .settings import SETTINGS_PATH, Settings, parse_settings
-from .specification import find_devices, load_specification
+from .specification import find_devices, load_specification, unusable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _BUNDLE_FLAGS = ("-b", "-bundle", "--bundle")
+# What stands before the command in a call of runc or crun, and has a value; and the commands that name a container.
+_VALUE_FLAGS = ("--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager")
+_OTHER_COMMANDS = (
+    "checkpoint", "delete", "events", "exec", "kill", "pause", "ps", "restore", "resume", "run", "start", "state",
+    "update",
+)  # fmt: skip
+_LONGEST_LINE = 2000
 
 
 def main(low_level: str, arguments: list[str]) -> NoReturn:
@@ -30,15 +38,25 @@ def main(low_level: str, arguments: list[str]) -> NoReturn:
         refuse(arguments, f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must not let a half-equipped container start, nor print a traceback
         refuse(arguments, f"gpuprov: internal error {type(error).__name__}: {error}: please report this")
-    os.execv(low_level, [low_level, *arguments])
+    # Python ignores these two; a low-level runtime in C would hand that down to the container.
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, _signal.SIG_DFL)
+    try:
+        os.execv(low_level, [low_level, *arguments])
+    except OSError as error:
+        refuse(arguments, f"gpuprov: {low_level} can't be started: {error.strerror}")
 
 
 def is_create(arguments: list[str]) -> bool:
-    """Say whether `create` stands among the arguments as a word of its own, not as the value of a bundle flag."""
-    return any(
-        word == "create" and (place == 0 or arguments[place - 1] not in _BUNDLE_FLAGS)
-        for place, word in enumerate(arguments)
-    )
+    """Say whether this is a `create`: not the value of a flag, nor what another command is for (`delete create`)."""
+    for word, previous in zip(arguments, ["", *arguments]):
+        if previous in _BUNDLE_FLAGS or previous in _VALUE_FLAGS:
+            continue
+        if word == "create":
+            return True
+        if word in _OTHER_COMMANDS:
+            return False
+    return False
 
 
 def bundle_of(arguments: list[str]) -> str:
@@ -58,11 +76,15 @@ def prepare(bundle: str, settings_path: str) -> None:
     """Edit the bundle's config.json if the container asks for GPUs; leave it untouched, bit for bit, if it does not."""
     path = f"{bundle}/config.json"
     try:
-        with open(path, encoding="utf-8") as file:
+        # runc too reads what is no UTF-8 as U+FFFD.
+        with open(path, encoding="utf-8", errors="replace") as file:
             config = jsonio.loads(file.read())
-    except (OSError, ValueError):
-        # runc reads it next, and says what is wrong with it better than we could.
+    except OSError:
+        # runc reads it next, and says what is wrong with it.
         return
+    except ValueError as error:
+        # runc takes some things for JSON that are none (something after the end): a GPU container must not slip by.
+        raise Refused(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         return
     settings, trouble = read_settings(settings_path)
@@ -72,7 +94,10 @@ def prepare(bundle: str, settings_path: str) -> None:
     if trouble:
         raise Refused(trouble)
     equip(config, request, settings, root_of(config, bundle))
-    write(path, jsonio.dumps(config))
+    try:
+        write(path, jsonio.dumps(config))
+    except OSError as error:
+        raise Refused(f"{path} can't be written: {error.strerror}") from None
 
 
 def read_settings(path: str) -> tuple[Settings, str]:
@@ -93,7 +118,10 @@ def equip(config: dict[str, Any], request: Request, settings: Settings, root: st
     specification = load_specification(settings.specification)
     require(request.requirements, specification.host)
     devices = find_devices(specification, request.devices)
-    apply_edits(config, specification.common, devices, request.capabilities, LibraryFolder(root))
+    try:
+        apply_edits(config, specification.common, devices, request.capabilities, LibraryFolder(root))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(unusable(settings.specification, error)) from None
 
 
 def root_of(config: dict[str, Any], bundle: str) -> str:
@@ -117,7 +145,9 @@ def write(path: str, text: str) -> None:
 
 def refuse(arguments: list[str], message: str) -> NoReturn:
     """End with the message where the engine looks for it: in runc's log, and on stderr."""
-    line = " ".join(message.split())
+    # An image's words stand in it: they are no commands to a terminal.
+    printable = "".join(character if character.isprintable() else " " for character in message[:_LONGEST_LINE])
+    line = " ".join(printable.split())
     log = _value_of("--log", arguments)
     if log:
         _append(log, jsonio.dumps({"level": "error", "msg": line, "time": _now()}) + "\n")

@@ -5,6 +5,8 @@ The rules are those of NVIDIA's toolkit: environment, legacy images, privilege, 
 
 from __future__ import annotations
 
+import os
+
 from . import driver_files
 from .errors import Refused
 from .settings import Settings
@@ -90,19 +92,22 @@ def _mounted_devices(config: dict[str, Any]) -> list[str]:
     found = []
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else ():
-        if not isinstance(mount, dict) or mount.get("source") != "/dev/null":
+        if not isinstance(mount, dict) or os.path.normpath(str(mount.get("source", ""))) != "/dev/null":
             continue
-        destination = str(mount.get("destination", "")).rstrip("/")
+        destination = os.path.normpath(str(mount.get("destination", "")))
         name = destination[len(_MOUNT_ROOT) + 1 :] if destination.startswith(f"{_MOUNT_ROOT}/") else ""
-        if name.startswith("imex/") or not name:
-            continue
-        if name.startswith("cdi/"):
-            parts = name[4:].split("/", 2)
-            if len(parts) == 3:
-                name = f"{parts[0]}/{parts[1]}={parts[2]}"
-        if name not in found:
+        name = _qualified(name[len("cdi/") :]) if name.startswith("cdi/") else name
+        if name and not name.startswith("imex/") and name not in found:
             found.append(name)
     return found
+
+
+def _qualified(name: str) -> str:
+    """Return VENDOR/CLASS=NAME for VENDOR/CLASS/NAME, that itself as it is, nothing for anything else."""
+    if "=" in name:
+        return name
+    parts = name.split("/", 2)
+    return f"{parts[0]}/{parts[1]}={parts[2]}" if len(parts) == 3 else ""
 
 
 def _visible_devices(environment: dict[str, str], settings: Settings, *, legacy: bool) -> list[str] | None:
@@ -155,6 +160,6 @@ def _requirements(environment: dict[str, str], settings: Settings, *, legacy: bo
 def _cuda_version(text: str) -> str:
     """Return MAJOR.MINOR of a CUDA_VERSION. Raises Refused for anything but one to three numbers."""
     parts = text.removeprefix("v").split(".")
-    if not 1 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() for part in parts):
+    if len(parts) > 3 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise Refused(f"the image's CUDA_VERSION={text} is no version: NVIDIA_DISABLE_REQUIRE=1 starts it all the same")
     return f"{int(parts[0])}.{int(parts[1]) if len(parts) > 1 else 0}"

@@ -17,6 +17,9 @@ _FIRST_DRIVERS = (
     ("12.4", "550.54.14"), ("12.5", "555.42.02"), ("12.6", "560.28.03"), ("12.8", "570.26"), ("12.9", "575.51.03"),
     ("13.0", "580.65.06"),
 )  # fmt: skip
+_VERSIONS = ("cuda", "driver", "arch")
+# An image of NVIDIA's names some thirty alternatives: nobody reads them in an error line.
+_MOST_NAMED = 3
 _OPERATORS = ("!=", "<=", ">=", "=", "<", ">")
 
 
@@ -58,22 +61,26 @@ def _condition(text: str) -> tuple[str, str, str]:
     name, value = text[:place], text[place + len(operator) :]
     if not name or not operator or not value or value[0] in "!<>=":
         raise Refused(f"the image's requirement {text!r} is no condition such as cuda>=12.4: mend NVIDIA_REQUIRE_*")
+    if name == "brand" and operator not in ("=", "!="):
+        raise Refused(f"the image's requirement {text!r} can't be: brands are = or !=")
+    if name in _VERSIONS:
+        try:
+            version_key(value)
+        except ValueError as error:
+            raise Refused(f"the image's requirement {text!r} can't be held against this host: {error}") from None
     return name, operator, value
 
 
 def _condition_holds(name: str, operator: str, value: str, host: dict[str, str]) -> bool:
     # A property that nobody knows is dropped, as NVIDIA's toolkit does; so is one that this host can't tell.
-    if name not in ("cuda", "driver", "arch", "brand") or not host.get(name):
+    if name not in (*_VERSIONS, "brand") or not host.get(name):
         return True
     if name == "brand":
-        same = host[name].lower() == value.lower()
-        if operator not in ("=", "!="):
-            raise Refused(f"the image's requirement brand{operator}{value} can't be: brands are = or !=")
-        return same if operator == "=" else not same
+        return (host[name].lower() == value.lower()) is (operator == "=")
     try:
         ours, theirs = version_key(host[name]), version_key(value)
     except ValueError as error:
-        raise Refused(f"the image's requirement {name}{operator}{value} can't be held against: {error}") from None
+        raise Refused(f"the CDI specification's {name} can't be compared: {error}") from None
     return {
         "=": ours == theirs, "!=": ours != theirs, "<": ours < theirs,
         "<=": ours <= theirs, ">": ours > theirs, ">=": ours >= theirs,
@@ -81,20 +88,23 @@ def _condition_holds(name: str, operator: str, value: str, host: dict[str, str])
 
 
 def _violation(alternatives: list[str], host: dict[str, str]) -> str:
-    asked = " or ".join(alternatives)
+    asked = " or ".join(alternatives[:_MOST_NAMED])
+    if len(alternatives) > _MOST_NAMED:
+        asked += f" or {len(alternatives) - _MOST_NAMED} more"
     message = f"requires {asked}, this host's driver {host.get('driver', '?')} supports {host.get('cuda', '?')}"
-    needed = _driver_needed(alternatives)
+    needed = _driver_needed(alternatives[0], host)
     if needed:
         major = needed.partition(".")[0]
-        cuda = host.get("cuda", "")
-        return f"{message}: update the driver to >= {major} or use an image for CUDA <= {cuda}"
+        return f"{message}: update the driver to >= {major} or use an image for CUDA <= {host['cuda']}"
     return f"{message}: use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better"
 
 
-def _driver_needed(alternatives: list[str]) -> str:
-    """Return the first driver for the CUDA release that the first alternative asks for, if it asks for one."""
-    for part in alternatives[0].split(","):
+def _driver_needed(alternative: str, host: dict[str, str]) -> str:
+    """Return the first driver for the CUDA release in which this host is behind, nothing if that is not what fails."""
+    for part in alternative.split(","):
+        if not part:
+            continue
         name, operator, value = _condition(part)
-        if name == "cuda" and operator in (">=", "="):
+        if name == "cuda" and operator in (">=", "=") and not _condition_holds(name, ">=", value, host):
             return next((first for cuda, first in _FIRST_DRIVERS if version_key(cuda) >= version_key(value)), "")
     return ""

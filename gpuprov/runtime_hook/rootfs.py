@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 
 _MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
-_FOLDERS = (*_MULTIARCH, "/usr/lib64")
+_LIB64 = "/usr/lib64"
+_FOLDERS = (*_MULTIARCH, _LIB64)
 _OPEN = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -36,17 +37,17 @@ class LibraryFolder:
         return f"{self._folders[folder]}/{name}"
 
     def _choose(self, folder: str) -> str:
-        """Return the host's own folder if the image has it, else the first that it has, else the host's own."""
-        same_machine = [
-            other for other in _FOLDERS if other == "/usr/lib64" or other == folder or folder == "/usr/lib64"
-        ]
-        candidates = [folder, *(other for other in same_machine if other != folder)]
-        return next((one for one in candidates if self._is_directory(one)), folder)
+        """Return the folder that the image's loader searches, the host's own if the image has none.
+
+        Debian's images have a /usr/lib64 too, for the loader's own path, and don't search it: MULTIARCH goes first.
+        """
+        multiarch = f"/usr/lib/{os.uname().machine}-linux-gnu" if folder == _LIB64 else folder
+        return next((one for one in (multiarch, _LIB64) if self._is_directory(one)), folder)
 
     def _is_directory(self, path: str) -> bool:
         try:
             handle = os.open(self._root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a path that no file can have
             return False
         for name in path.split("/")[1:]:
             try:

@@ -30,7 +30,7 @@ def load_specification(path: str) -> Specification:
         with open(path, encoding="utf-8") as file:
             document = jsonio.loads(file.read())
         devices = {device["name"]: device["containerEdits"] for device in document["devices"]}
-        annotations = document.get("annotations", {})
+        annotations = document.get("annotations") or {}
         host = {
             name: str(annotations[f"{_ANNOTATIONS}{key}"])
             for name, key in (
@@ -39,13 +39,16 @@ def load_specification(path: str) -> Specification:
             )
             if f"{_ANNOTATIONS}{key}" in annotations
         }  # fmt: skip
-        return Specification(devices, document.get("containerEdits", {}), host)
+        return Specification(devices, document.get("containerEdits") or {}, host)
     except FileNotFoundError:
         raise Refused(f"there is no CDI specification {path} on this host: run gpuprov install there") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(
-            f"the CDI specification {path} can't be used ({error}): run gpuprov install on this host"
-        ) from None
+        raise Refused(unusable(path, error)) from None
+
+
+def unusable(path: str, error: Exception) -> str:
+    """Return what to say of a specification that is not one."""
+    return f"the CDI specification {path} can't be used ({type(error).__name__}: {error}): run gpuprov install on this host"
 
 
 def find_devices(specification: Specification, names: list[str]) -> list[dict[str, Any]]:
@@ -55,7 +58,7 @@ def find_devices(specification: Specification, names: list[str]) -> list[dict[st
     """
     found = []
     for name in names:
-        plain = name[len(KIND) + 1 :] if name.startswith(f"{KIND}=") else name
+        plain = name.removeprefix("runtime.").removeprefix(f"{KIND}=")
         edits = specification.devices.get(plain)
         if edits is None:
             edits = specification.devices.get(_sysfs_bus_id(plain))
