@@ -24,6 +24,10 @@ _OURS = "gpuprov-"
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 # Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
+# What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
+_FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{_SOURCES}/(?!{_OURS})[A-Za-z0-9_.-]+\.(list|sources)")
+# How apt spells "no" (apt-pkg/contrib/strutl.cc, StringToBool).
+_NO = ("no", "false", "0", "off", "without", "disable")
 
 
 @dataclass(frozen=True)
@@ -132,49 +136,57 @@ def _is_pinned(content: bytes, fingerprint: str) -> bool:
 
 
 def _doubles(files: Mapping[str, FileFact], wanted: tuple[AptRepository, ...]) -> list[tuple[str, str, int, bool]]:
-    """Return (path, URI, line number, is it alone in its file) of foreign entries for the URIs of `wanted`."""
-    uris = {one.uri.rstrip("/"): one.uri for one in wanted}
+    """Return (path, URI, line number, is it alone in its file) of foreign entries for the repositories of `wanted`.
+
+    To apt a repository is a URI with a suite: another suite of the same mirror is another one, with a key of its own.
+    """
+    ours = {(_plain(one.uri, one.architecture), suite): one for one in wanted for suite in one.suite.split()}
+    architecture = wanted[0].architecture if wanted else ""
     found = []
     for path, file in files.items():
-        if not re.fullmatch(r"/etc/apt/sources\.list(\.d/[\w.-]+\.(list|sources))?", path) or path.startswith(
-            f"{_SOURCES}/{_OURS}"
-        ):
+        if not _FOREIGN_SOURCE.fullmatch(path):
             continue
-        entries = _entries(path, file.content.decode("utf-8", "replace"))
-        alone = all(uri in uris for _, uri in entries)
-        found += [(path, uris[uri], line, alone) for line, uri in entries if uri in uris]
+        entries = [
+            (line, ours.get((_plain(uri, architecture), suite.replace("$(ARCH)", architecture))))
+            for line, uri, suite in _entries(path, file.content.decode("utf-8", "replace"))
+        ]
+        alone = all(one is not None for _, one in entries)
+        found += [(path, one.uri, line, alone) for line, one in entries if one is not None]
     return found
 
 
-def _entries(path: str, text: str) -> list[tuple[int, str]]:
-    """Return (line number, URI) of each active entry of a .list or .sources file, a final slash taken off."""
-    entries = _deb822_entries(text) if path.endswith(".sources") else _one_line_entries(text)
-    return [(number, uri.rstrip("/")) for number, uri in entries]
+def _plain(uri: str, architecture: str) -> str:
+    """Return a URI as apt compares it: sources.list(5) has one variable, and a final slash makes no difference."""
+    return uri.replace("$(ARCH)", architecture).rstrip("/")
 
 
-def _one_line_entries(text: str) -> list[tuple[int, str]]:
-    pattern = re.compile(r"\s*deb(?:-src)?\s+(?:\[[^]]*\]\s*)?([^\s\[#]+)")
+def _entries(path: str, text: str) -> list[tuple[int, str, str]]:
+    """Return (line number, URI, suite) of each active entry of a .list or .sources file."""
+    return _deb822_entries(text) if path.endswith(".sources") else _one_line_entries(text)
+
+
+def _one_line_entries(text: str) -> list[tuple[int, str, str]]:
+    pattern = re.compile(r"\s*deb(?:-src)?\s+(?:\[[^]]*\]\s*)?([^\s\[#]+)\s+([^\s#]+)")
     matches = ((number, pattern.match(line)) for number, line in enumerate(text.splitlines(), 1))
-    return [(number, match[1]) for number, match in matches if match]
+    return [(number, match[1], match[2]) for number, match in matches if match]
 
 
-def _deb822_entries(text: str) -> list[tuple[int, str]]:
+def _deb822_entries(text: str) -> list[tuple[int, str, str]]:
     """Stanzas are parted by blank lines; names of fields know no case, a value may go on in indented lines."""
-    found: list[tuple[int, str]] = []
-    stanza: list[tuple[int, str]] = []
-    field, enabled = "", True
+    found: list[tuple[int, str, str]] = []
+    stanza: dict[str, list[tuple[int, str]]] = {}
+    field = ""
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if not line.strip():
-            found += stanza if enabled else []
-            stanza, field, enabled = [], "", True
+            enabled = not any(word.lower() in _NO for _, word in stanza.get("enabled", ()))
+            uris, suites = (stanza.get(name, []) if enabled else [] for name in ("uris", "suites"))
+            found += [(place, uri, suite) for place, uri in uris for _, suite in suites]
+            stanza, field = {}, ""
         if line.startswith("#"):
             continue
         if not line[:1].isspace():
             field, _, line = line.partition(":")
-        if field.lower() == "uris":
-            stanza += [(number, uri) for uri in line.split()]
-        elif field.lower() == "enabled" and line.strip().lower() in ("no", "false", "0", "off", "without", "disable"):
-            enabled = False
+        stanza.setdefault(field.lower(), []).extend((number, word) for word in line.split())
     return found
 
 

@@ -168,6 +168,33 @@ def test_a_second_source_for_the_same_repository_is_removed_and_apt_is_content(
     refresh(host)
 
 
+def test_a_second_source_with_a_variable_in_it_is_removed_and_apt_is_content(
+    host: AptHost, repository: Repository
+) -> None:
+    """NVIDIA's own list is one: $(ARCH) in the URI, another path in Signed-By."""
+    (repository.folder / "amd64").symlink_to(".")
+    (one,) = repository.spec.repositories
+    other = host.path("/etc/apt/keyrings/other.gpg")
+    other.touch()
+    old = f"deb [signed-by=/etc/apt/keyrings/other.gpg] {repository.url}/$(ARCH) ./\n"
+    host.write("/etc/apt/sources.list.d/old.list", old.encode())
+    wanted = HostSpec(repositories=(replace(one, uri=f"{repository.url}/amd64"),))
+    for change in plan_repositories({}, wanted, "x86_64"):
+        change.apply(host, tell)
+    assert "two sources name the same repository, with different keys" in refusal(host)
+    configure(host, wanted)
+    refresh(host)
+
+
+def test_another_suite_of_the_same_mirror_stays_and_apt_is_content(host: AptHost, repository: Repository) -> None:
+    (repository.folder / "other").symlink_to(".")
+    distribution = f"deb [trusted=yes] {repository.url} other/\n".encode()
+    host.write("/etc/apt/sources.list", distribution)
+    configure(host, repository.spec)
+    assert host.read_bytes("/etc/apt/sources.list") == distribution
+    refresh(host)
+
+
 def test_an_armored_or_unreadable_key_is_put_right(host: AptHost, repository: Repository) -> None:
     configure(host, repository.spec)
     path = "/etc/apt/keyrings/gpuprov-site.gpg"

@@ -163,6 +163,9 @@ def test_a_second_source_for_the_same_repository(path: str, content: str, line: 
         (f"{OTHERS}.list", f"deb {URI}/other ./\n"),
         (f"{OTHERS}.list.save", f"deb {URI} ./\n"),
         (f"{OTHERS}.sources", f"# URIs: {URI}\nTypes: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n"),
+        # Another suite of the same mirror is another repository, with the distribution's key.
+        ("/etc/apt/sources.list", f"deb {URI} bookworm main\n"),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: bookworm bookworm-updates\nComponents: main\n"),
         (f"{OTHERS}.sources", f"Enabled: no\nTypes: deb\nURIs: {URI}\nSuites: ./\n"),
         (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\nenabled: No\n"),
         (f"{OTHERS}.sources", ""),
@@ -173,6 +176,24 @@ def test_what_is_no_active_source_for_it_stays(path: str, content: str) -> None:
     found = {path: fact(content)}
     assert problems(found, spec("A" * 40), "x86_64") == ()
     assert not any(isinstance(change, RemoveFile) for change in plan_repositories(found, spec("A" * 40), "x86_64"))
+
+
+@pytest.mark.parametrize("architecture", ["x86_64", "aarch64"])
+def test_the_list_that_nvidia_tells_people_to_write_is_replaced(architecture: str) -> None:
+    """Its URI has a variable in it; side by side apt would refuse to work ("Conflicting values set for Signed-By")."""
+    base = "https://nvidia.github.io/libnvidia-container/stable/deb"
+    keyring = "/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg"
+    lists = "/etc/apt/sources.list.d/nvidia-container-toolkit.list"
+    active = f"deb [signed-by={keyring}] {base}/$(ARCH) /\n"
+    experimental = f"#deb [signed-by={keyring}] {base.replace('stable', 'experimental')}/$(ARCH) /\n"
+    changes = plan_repositories({lists: fact(active + experimental)}, HostSpec(toolkit="nvidia"), architecture)
+    assert [change.path for change in changes if isinstance(change, RemoveFile)] == [lists]
+
+
+def test_each_suite_of_a_repository_counts() -> None:
+    wanted = spec("A" * 40, suite="stable testing", components="main")
+    found = {f"{OTHERS}.list": fact(f"deb {URI} testing main\n")}
+    assert any(isinstance(change, RemoveFile) for change in plan_repositories(found, wanted, "x86_64"))
 
 
 def test_what_is_no_longer_asked_for_goes_and_nothing_else(keys: Mapping[str, bytes]) -> None:
