@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from gpuprov.verify.checks import verify
+from gpuprov.verify.smi import compare, parse_smi
 
-__all__ = ["verify"]
+__all__ = ["compare", "parse_smi", "verify"]

@@ -15,7 +15,7 @@ from gpuprov.system import System
 
 REPOSITORY = "gpuprov-verify"
 _PROGRAMS = ("sh", "ls", "cat")
-# nvidia-smi 550: `ldd` names these; the loader itself comes with them.
+# What the driver's own libraries are linked against; the loader comes with nvidia-smi and the shell.
 _LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
 
 
@@ -41,8 +41,10 @@ def _files(system: System) -> dict[str, bytes]:
     programs = [path for name in _PROGRAMS if (path := system.which(name))]
     for path in programs:
         files[f"bin/{path.rpartition('/')[2]}"] = _content(system, path)
-    listed = system.run(("ldd", *programs)).stdout
-    needed = set(re.findall(r"=> (/\S+)", listed))
+    smi = system.which("nvidia-smi")
+    listed = system.run(("ldd", *programs, *((smi,) if smi else ()))).stdout
+    # The driver's own come from the runtime.
+    needed = {path for path in re.findall(r"=> (/\S+)", listed) if "nvidia" not in path}
     folder = next((path.rpartition("/")[0] for path in needed if path.endswith("/libc.so.6")), "")
     if not folder:
         raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")

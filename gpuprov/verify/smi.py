@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
-from gpuprov.errors import GpuprovError
-
-_LARGEST_REPORT = 8 << 20
-_LOOK = "look at it: nvidia-smi -q -x"
+from gpuprov.cdi.nvidia_smi import xml_root
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,7 @@ _FIELDS = (
 
 def parse_smi(text: str) -> SmiReport:
     """Return the report in nvidia-smi's XML. Raises GpuprovError if it is none."""
-    if len(text) > _LARGEST_REPORT or "<!ENTITY" in text:
-        raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
-    try:
-        root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        start = text.strip()[:200]
-        raise GpuprovError("nvidia-smi's output is no XML report", f"{error}: {start}", _LOOK) from None
+    root = xml_root(text)
     gpus = tuple(
         SmiGpu(**{field: (gpu.findtext(place) or "").strip() for field, _, place in _FIELDS})
         for gpu in root.findall("gpu")

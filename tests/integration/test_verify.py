@@ -9,8 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.spec import HostSpec
+from gpuprov.system import TIMED_OUT, System
+from gpuprov.verify import containers
+from gpuprov.verify.containers import Bench
 from gpuprov.verify.image import REPOSITORY, verification_image
+from gpuprov.verify.outcome import Failed
+from gpuprov.verify.smi import SmiReport
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.simgpu import build_libraries
 
@@ -23,7 +28,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[DockerHost]:
-    with docker_host() as host:
+    with docker_host(started=False) as host:
+        # The checks ask for the runtime by its name; which devices it would bring is tried elsewhere.
+        host.daemon_json.write_text('{"runtimes": {"nvidia": {"path": "runc"}}}')
+        assert host.start()
         yield host
 
 
@@ -80,3 +88,48 @@ def test_a_docker_that_refuses_it_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(GpuprovError, match="verification image can't be built"):
         verification_image(System())
+
+
+def derived(host: DockerHost, *changes: str) -> str:
+    """An image like ours, with changes as `docker import --change` takes them."""
+    container = host.docker("create", verification_image(System()), "sh")
+    exported = host.folder / "exported.tar"
+    host.docker("export", "--output", str(exported), container)
+    host.docker("rm", container)
+    flags = [word for change in changes for word in ("--change", change)]
+    host.docker("import", *flags, "-", "example.org/derived:1", stdin=exported.read_bytes())
+    return "example.org/derived:1"
+
+
+def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
+    image = derived(host, "ENV NVIDIA_VISIBLE_DEVICES=all", "ENV CUDA_VERSION=12.4", 'ENTRYPOINT ["echo", "banner"]')
+    script = 'echo "${NVIDIA_VISIBLE_DEVICES-unset} ${CUDA_VERSION-unset} ${PATH-unset}"'
+    assert host.docker("run", "--rm", "--network=none", "--entrypoint=sh", image, "-c", script).startswith("all 12.4 ")
+    done = containers._run(System(), image, ("sh", "-c", script), containers._NOTHING_ASKED)
+    assert done.stdout.startswith("unset unset /"), done.evidence()
+
+
+def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
+    bench = Bench(System(), verification_image(System()), SmiReport("", "", ()))
+    assert containers.no_gpu(bench) == ("", "none, as asked")
+    with pytest.raises(Failed, match=r"exited 127: .*nvidia-smi.*; the container did not get it"):
+        containers.all_gpus(bench)
+
+
+def test_a_container_that_hangs_is_removed(host: DockerHost) -> None:
+    done = containers._run(
+        System(), verification_image(System()), ("sh", "-c", "read forever < /dev/zero"), (), seconds=2
+    )
+    assert done.returncode == TIMED_OUT
+    assert host.docker("ps", "--all", "--quiet") == ""
+
+
+def test_an_image_that_is_missing_is_not_looked_for_elsewhere(host: DockerHost) -> None:
+    done = containers._run(System(), f"{REPOSITORY}:of-somebody-else", ("sh", "-c", ":"), ())
+    assert done.returncode == 125
+    assert "No such image" in done.stderr
+
+
+def test_an_image_that_nobody_has_is_named(host: DockerHost) -> None:
+    with pytest.raises(Failed, match=r"docker can't pull localhost:1/nothing:1: .*; docker pull localhost:1/nothing:1"):
+        containers.usable_image(System(), HostSpec(verify_image="localhost:1/nothing:1"))

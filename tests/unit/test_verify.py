@@ -13,7 +13,7 @@ from typing import Callable
 import pytest
 
 from gpuprov import toolkit
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import ask_nvml, discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.errors import GpuprovError
@@ -136,6 +136,7 @@ class RecordedHost(System):
         self.answers: dict[str, tuple[int, str, str]] = {
             "smi": (0, REPORT, ""),
             "info": (0, json.dumps(INFO), ""),
+            "inspect": (0, "[]", ""),
             "all": (0, REPORT, ""),
             gpu(1).uuid: (0, only(REPORT, 1), ""),
             "none": (0, "", ""),
@@ -384,3 +385,19 @@ def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
     for argv in runs:
         place = argv.index(SPEC.verify_image)
         assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")
+
+
+def test_nodes_of_a_driver_that_is_not_loaded_are_not_there(host: RecordedHost) -> None:
+    host.remove("/proc/driver/nvidia/version")
+    good, done = checks(host)
+    assert not good
+    assert done["device nodes"].status == "failed"
+    assert "modprobe nvidia" in done["device nodes"].reason
+
+
+def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent(host: RecordedHost) -> None:
+    written = render_json(specification(ask_nvml(host, discover(host))))
+    assert b"gpu-brand" in written
+    host.write(toolkit.CDI_SPECIFICATION, written)
+    host.answers["smi"] = (9, "", "")
+    assert checks(host)[1]["CDI specification"].status == "ok"

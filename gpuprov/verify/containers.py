@@ -1,0 +1,148 @@
+"""The checks that look from within a container: all GPUs, one of them, none, and PyTorch's own view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.spec import HostSpec
+from gpuprov.system import TIMED_OUT, Completed, System
+from gpuprov.verify.image import verification_image
+from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
+from gpuprov.verify.smi import SmiReport, compare, parse_smi
+
+_CONTAINER_SECONDS = 120
+_TORCH_SECONDS = 600
+_PULL_SECONDS = 1800
+_ALL = "NVIDIA_VISIBLE_DEVICES=all"
+_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+# Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
+_NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
+_LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
+_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
+# Exit codes: docker's own, a shell's, and nvidia-smi's where the host's own went well.
+_HINTS = {
+    9: "the container can't reach the driver: gpuprov install makes nodes and CDI specification anew",
+    12: "libnvidia-ml.so.1 is not where the image's loader looks: give another image with --image",
+    18: "the container got libraries of another version: gpuprov install writes the CDI specification anew",
+    125: "docker did not start it: journalctl -u docker tells more",
+    126: "the image can't run it: give another image with --image",
+    127: "the container did not get it: gpuprov install writes the CDI specification anew",
+    255: "the device cgroup may forbid the nodes: gpuprov install, then start the container anew",
+    TIMED_OUT: "dmesg | grep -i -e nvrm -e xid tells of a GPU that hangs",
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A docker with its runtime, the image to try them with, and what the host's own nvidia-smi says."""
+
+    system: System
+    image: str
+    host: SmiReport
+
+
+def usable_image(system: System, spec: HostSpec) -> str:
+    """Return the image to try, with docker having it: the user's, pulled if need be, or our own, which never is."""
+    if not spec.verify_image:
+        return verification_image(system)
+    pull_if_missing(system, spec.verify_image)
+    return spec.verify_image
+
+
+def pull_if_missing(system: System, image: str) -> None:
+    """Have docker fetch the image that the user named, unless it has it. Raises Failed."""
+    if system.run(("docker", "inspect", "--type=image", image)).ok:
+        return
+    done = system.run(("docker", "pull", "--quiet", image), timeout=_PULL_SECONDS)
+    if not done.ok:
+        raise Failed(f"docker can't pull {image}: {telling_line(done)}; docker pull {image}")
+
+
+def all_gpus(bench: Bench) -> Shown:
+    """A container that asks for all GPUs must see what the host sees, field by field."""
+    report = _smi(bench, "all")
+    different = next((row for row in compare(bench.host, report) if not row.same), None)
+    if different is not None:
+        seen = f"{different.field}: host {different.host or '(none)'}, container {different.container or '(none)'}"
+        reason = f"{seen}; gpuprov install writes the CDI specification anew"
+        raise Failed(reason, different.host, different.container)
+    return counted(len(bench.host.gpus)), f"{counted(len(report.gpus))}, every field the same"
+
+
+def one_gpu(bench: Bench) -> Shown:
+    """A container that asks for one GPU must see that one alone: the last by its UUID, an only one by its index."""
+    wanted = bench.host.gpus[-1].uuid
+    asked = wanted if len(bench.host.gpus) > 1 else "0"
+    seen = [gpu.uuid for gpu in _smi(bench, asked).gpus]
+    if seen != [wanted]:
+        reason = f"asked for {asked}, the container sees {', '.join(seen) or 'none'}"
+        raise Failed(f"{reason}; gpuprov install writes the CDI specification anew", wanted, ", ".join(seen))
+    return asked, "that one alone"
+
+
+def no_gpu(bench: Bench) -> Shown:
+    """A container that asks for nothing must get nothing: neither nodes nor files."""
+    for environment in (_NOTHING_ASKED, ("NVIDIA_VISIBLE_DEVICES=void",)):
+        done = _run(bench.system, bench.image, ("sh", "-c", _LISTING), environment)
+        if not done.ok:
+            raise Failed(_ended(done))
+        if done.stdout.strip():
+            got = ", ".join(done.stdout.split())
+            raise Failed(f"a container that asked for no GPU got {got}; look at what the image and docker bring it")
+    return "", "none, as asked"
+
+
+def torch(bench: Bench) -> Shown:
+    """PyTorch must say that it can use CUDA, on each of the GPUs."""
+    pull_if_missing(bench.system, bench.image)
+    done = _run(bench.system, bench.image, ("python3", "-c", _TORCH), (_ALL, _CAPABILITIES), seconds=_TORCH_SECONDS)
+    if not done.ok:
+        last = (done.stderr.strip().splitlines() or ["(silent)"])[-1]
+        raise Failed(f"python3 in {bench.image} exited {done.returncode}: {last}")
+    available, _, rest = (done.stdout.strip().splitlines() or ["(silent)"])[-1].partition(" ")
+    count = len(bench.host.gpus)
+    if available != "True":
+        raise Failed(f"torch.cuda.is_available() is {available} in {bench.image} (CUDA of torch: {rest or '?'})")
+    # A GPU that is divided (MIG) counts otherwise.
+    divided = any(gpu.mig == "Enabled" for gpu in bench.host.gpus)
+    if rest.partition(" ")[0] != str(count) and not divided:
+        raise Failed(f"torch.cuda.device_count() is {rest.partition(' ')[0]} in {bench.image}, the host has {count}")
+    return counted(count), f"torch.cuda.is_available(): True ({rest})"
+
+
+def _smi(bench: Bench, devices: str) -> SmiReport:
+    environment = (f"NVIDIA_VISIBLE_DEVICES={devices}", _CAPABILITIES)
+    done = _run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), environment)
+    if not done.ok:
+        raise Failed(_ended(done))
+    return parse_smi(done.stdout)
+
+
+def _ended(done: Completed) -> str:
+    line = telling_line(done)
+    # Our own runtime says itself what to do.
+    hint = "" if "gpuprov:" in line else _HINTS.get(done.returncode, "")
+    return f"the container exited {done.returncode}: {line}" + (f"; {hint}" if hint else "")
+
+
+def _run(
+    system: System,
+    image: str,
+    command: tuple[str, ...],
+    environment: tuple[str, ...],
+    *,
+    seconds: float = _CONTAINER_SECONDS,
+) -> Completed:
+    flags = [word for entry in environment for word in ("--env", entry)]
+    name = f"gpuprov-verify-{system.own_pid()}"
+    # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry point
+    # stays out: that of NVIDIA's images prints a banner.
+    argv = (
+        "docker", "run", "--rm", f"--name={name}", "--pull=never", "--runtime=nvidia", "--network=none", *flags,
+        "--entrypoint", command[0], image, *command[1:],
+    )  # fmt: skip
+    done = system.run(argv, timeout=seconds)
+    if done.returncode == TIMED_OUT:
+        # Its client was ended, not the container.
+        system.run(("docker", "rm", "--force", name), timeout=_CONTAINER_SECONDS)
+    return done

@@ -1,0 +1,159 @@
+"""What the checks ask docker for, and what they make of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov.spec import HostSpec
+from gpuprov.system import TIMED_OUT, Completed, System
+from gpuprov.verify import containers, parse_smi
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.outcome import Failed
+
+REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
+TWO = parse_smi(REPORT)
+ONE = replace(TWO, gpus=TWO.gpus[:1])
+IMAGE = "example.org/cuda:12.4"
+
+
+class Docker(System):
+    """A docker that answers by its verb; `run` gives its answers one after the other."""
+
+    def __init__(self, *runs: tuple[int, str, str]) -> None:
+        super().__init__("/nowhere")
+        self.runs = list(runs)
+        self.answers = {"inspect": (0, "[]", ""), "pull": (0, "", ""), "rm": (0, "", "")}
+        self.asked: list[tuple[str, ...]] = []
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        self.asked.append(argv)
+        return Completed(argv, *(self.runs.pop(0) if argv[1] == "run" else self.answers[argv[1]]))
+
+    def verbs(self) -> list[str]:
+        return [argv[1] for argv in self.asked]
+
+
+def environment(argv: tuple[str, ...]) -> list[str]:
+    return [value for flag, value in zip(argv, argv[1:]) if flag == "--env"]
+
+
+def test_of_several_gpus_the_last_is_asked_for_by_its_uuid() -> None:
+    uuid = TWO.gpus[1].uuid
+    docker = Docker((0, REPORT.replace(TWO.gpus[0].uuid, "GPU-other"), ""))
+    with pytest.raises(Failed, match=f"asked for {uuid}, the container sees GPU-other, {uuid}; gpuprov install"):
+        containers.one_gpu(Bench(docker, IMAGE, TWO))
+    assert f"NVIDIA_VISIBLE_DEVICES={uuid}" in environment(docker.asked[0])
+
+
+def test_an_only_gpu_is_asked_for_by_its_index() -> None:
+    start, end = REPORT.index("\t<gpu id="), REPORT.index("\t</gpu>\n") + len("\t</gpu>\n")
+    first_alone = f"{REPORT[:end]}</nvidia_smi_log>\n"
+    assert start < end and parse_smi(first_alone).gpus == ONE.gpus
+    docker = Docker((0, first_alone, ""))
+    assert containers.one_gpu(Bench(docker, IMAGE, ONE)) == ("0", "that one alone")
+    assert "NVIDIA_VISIBLE_DEVICES=0" in environment(docker.asked[0])
+
+
+def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> None:
+    """NVIDIA's images set NVIDIA_VISIBLE_DEVICES=all themselves."""
+    docker = Docker((0, "", ""), (0, "", ""))
+    assert containers.no_gpu(Bench(docker, IMAGE, TWO)) == ("", "none, as asked")
+    assert [environment(argv) for argv in docker.asked] == [
+        ["NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION"],
+        ["NVIDIA_VISIBLE_DEVICES=void"],
+    ]
+
+
+def test_a_container_that_hangs_is_removed() -> None:
+    docker = Docker((TIMED_OUT, "", "stopped after 120 s, its time limit"))
+    with pytest.raises(Failed, match=r"exited 124: stopped after 120 s.*; dmesg"):
+        containers.all_gpus(Bench(docker, IMAGE, TWO))
+    assert docker.verbs() == ["run", "rm"]
+    name = docker.asked[1][-1]
+    assert f"--name={name}" in docker.asked[0] and docker.asked[1][2] == "--force"
+
+
+@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, containers.torch])
+def test_no_container_pulls(check: Callable[[Bench], object]) -> None:
+    docker = Docker((1, "", "x"))
+    with pytest.raises(Failed):
+        check(Bench(docker, IMAGE, TWO))
+    assert "--pull=never" in docker.asked[-1] and "--network=none" in docker.asked[-1]
+
+
+def test_the_users_image_is_pulled_once_if_it_is_missing() -> None:
+    docker = Docker()
+    assert containers.usable_image(docker, HostSpec(verify_image=IMAGE)) == IMAGE
+    assert docker.verbs() == ["inspect"]
+    docker.answers["inspect"] = (1, "[]", "Error: No such image")
+    assert containers.usable_image(docker, HostSpec(verify_image=IMAGE)) == IMAGE
+    assert docker.asked[-1] == ("docker", "pull", "--quiet", IMAGE)
+    docker.answers["pull"] = (1, "", "Error response from daemon: manifest unknown")
+    with pytest.raises(
+        Failed, match=f"docker can't pull {IMAGE}: Error response from daemon: manifest unknown; docker"
+    ):
+        containers.usable_image(docker, HostSpec(verify_image=IMAGE))
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((9, "NVIDIA-SMI has failed\n", ""), "exited 9: NVIDIA-SMI has failed; the container can't reach the driver"),
+        ((12, "NVIDIA-SMI couldn't find libnvidia-ml.so\n", ""), "is not where the image's loader looks"),
+        ((18, "Failed to initialize NVML: Driver/library version mismatch\n", ""), "of another version"),
+        ((125, "", "docker: Error response from daemon: unknown runtime.\n"), "docker did not start it: journalctl"),
+        ((127, "", 'exec: "nvidia-smi": executable file not found in $PATH'), "the container did not get it"),
+        ((255, "Failed to initialize NVML: Unknown Error\n", ""), "the device cgroup may forbid the nodes"),
+        ((3, "odd\n", ""), "the container exited 3: odd"),
+    ],
+)
+def test_how_a_container_ended_comes_with_what_to_do(answer: tuple[int, str, str], says: str) -> None:
+    with pytest.raises(Failed) as caught:
+        containers.all_gpus(Bench(Docker(answer), IMAGE, TWO))
+    assert says in caught.value.reason and "\n" not in caught.value.reason
+
+
+def test_our_own_runtimes_word_needs_no_hint() -> None:
+    said = "docker: Error response from daemon: OCI runtime create failed\ngpuprov: there is no GPU '7' on this host\n"
+    with pytest.raises(Failed) as caught:
+        containers.all_gpus(Bench(Docker((125, "", said)), IMAGE, TWO))
+    assert caught.value.reason == "the container exited 125: gpuprov: there is no GPU '7' on this host"
+
+
+def test_a_difference_shows_both_sides_and_what_to_do() -> None:
+    other = REPORT.replace(TWO.gpus[1].uuid, "GPU-bbb")
+    with pytest.raises(Failed) as caught:
+        containers.all_gpus(Bench(Docker((0, other, "")), IMAGE, TWO))
+    failed = caught.value
+    assert (failed.host, failed.container) == (TWO.gpus[1].uuid, "GPU-bbb")
+    assert failed.reason.startswith(f"GPU 1 UUID: host {TWO.gpus[1].uuid}, container GPU-bbb; gpuprov install")
+
+
+def test_torch_must_see_each_gpu() -> None:
+    bench = Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, TWO)
+    with pytest.raises(Failed, match=r"torch\.cuda\.device_count\(\) is 1 in .*, the host has 2"):
+        containers.torch(bench)
+    divided = replace(TWO, gpus=tuple(replace(gpu, mig="Enabled") for gpu in TWO.gpus))
+    assert containers.torch(Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, divided))[0] == "2 GPUs"
+
+
+def test_a_failed_check_keeps_its_traceback() -> None:
+    """An exception that can't be written to would lose it in a context manager."""
+    with pytest.raises(Failed) as caught:
+        raise Failed("why")
+    caught.value.__traceback__ = None
+    assert str(caught.value) == caught.value.reason == "why"
