@@ -92,7 +92,7 @@ def _add_nodes(config: dict[str, Any], edits: dict[str, Any], capabilities: froz
     if groups:
         user = _object(_object(config, "process"), "user")
         present = _list(user, "additionalGids", int)
-        user["additionalGids"] = [*present, *(group for group in groups if group not in present)]
+        user["additionalGids"] = list(dict.fromkeys([*present, *groups]))
 
 
 def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def load_specification(path: str) -> Specification:
 
 def unusable(path: str, error: Exception) -> str:
     """Return what to say of a specification that is not one."""
-    return f"the CDI specification {path} can't be used ({type(error).__name__}: {error}): run gpuprov install on this host"
+    fault = f"{type(error).__name__}: {error}"
+    return f"the CDI specification {path} can't be used ({fault}): run gpuprov install on this host"
 
 
 def find_devices(specification: Specification, names: list[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,163 @@
+"""What a host gets: a launcher, modules that stand alone and import little, byte code that belongs to them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuprov.runtime_hook.deploy import (
+    LAUNCHER_PATH,
+    LIBRARY_PATH,
+    bytecode_is_current,
+    compile_bytecode,
+    deployed_files,
+    render_launcher,
+)
+
+# Each costs milliseconds at every container start.
+EXPENSIVE = {
+    "collections", "contextlib", "ctypes", "dataclasses", "enum", "functools", "importlib.util", "json", "logging",
+    "pathlib", "re", "shutil", "signal", "subprocess", "tempfile", "typing",
+}  # fmt: skip
+SOURCES = Path(__file__).parents[3] / "gpuprov/runtime_hook"
+
+
+@pytest.fixture
+def modules(tmp_path: Path) -> Path:
+    """The deployed package, alone below a folder of its own."""
+    for path, mode, content in deployed_files():
+        place = tmp_path / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+        place.chmod(mode)
+    return tmp_path / LIBRARY_PATH.lstrip("/") / "runtime_hook"
+
+
+def isolated(modules: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code as the launcher runs the package."""
+    start = f"import sys; sys.path.insert(0, {str(modules.parent)!r}); {code}"
+    argv = (sys.executable, "-I", "-S", "-E", "-B", "-c", start, *arguments)
+    return subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
+
+
+def test_everything_but_what_deploys_is_deployed() -> None:
+    files = {path: (mode, content) for path, mode, content in deployed_files()}
+    assert set(files) == {
+        LAUNCHER_PATH,
+        *(f"{LIBRARY_PATH}/runtime_hook/{path.name}" for path in SOURCES.glob("*.py") if path.name != "deploy.py"),
+    }
+    assert files[LAUNCHER_PATH] == (0o755, render_launcher().encode())
+    for path, (mode, content) in files.items():
+        if path != LAUNCHER_PATH:
+            assert mode == 0o644
+            assert content == (SOURCES / path.rpartition("/")[2]).read_bytes()
+
+
+def test_what_is_deployed_needs_nothing_else_of_gpuprov() -> None:
+    for path, _, content in deployed_files():
+        if not path.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Import):
+                assert not any(name.name.startswith("gpuprov") for name in node.names), path
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level <= 1, path
+                assert not (node.module or "").startswith("gpuprov"), path
+
+
+def test_every_deployed_module_imports_in_isolation(modules: Path) -> None:
+    names = ", ".join(f"runtime_hook.{path.stem}" for path in modules.glob("*.py") if path.stem != "__init__")
+    done = isolated(modules, f"import {names}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("environment", ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=void"])
+def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, environment: str) -> None:
+    """Up to the very exec, which the interpreter's audit hook sees."""
+    specification = tmp_path / "nvidia.json"
+    node = {"path": "/dev/nvidia0", "major": 195, "minor": 0}
+    mounts = [{"hostPath": "/x", "containerPath": "/usr/lib64/libcuda.so.1", "options": ["ro"]}]
+    devices = [{"name": "0", "containerEdits": {"deviceNodes": [node]}}]
+    document = {"devices": devices, "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts}}
+    annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
+    specification.write_text(json.dumps({**document, "annotations": annotations}))
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"specification": str(specification)}))
+    process = {"env": [environment, "NVIDIA_REQUIRE_CUDA=cuda>=12.0"]}
+    (tmp_path / "config.json").write_text(json.dumps({"process": process, "root": {"path": "rootfs"}}))
+    code = (
+        "hook = lambda event, _: event == 'os.exec' and (print(*sys.modules), sys.stdout.flush()); "
+        "sys.addaudithook(hook); import runtime_hook.main as main; "
+        f"main.SETTINGS_PATH = {str(settings)!r}; main.main('/bin/true', sys.argv[1:])"
+    )
+    done = isolated(modules, code, "create", "--bundle", str(tmp_path), "id")
+    assert (done.returncode, done.stderr) == (0, "")
+    imported = set(done.stdout.split())
+    assert "runtime_hook.edits" in imported
+    assert imported & EXPENSIVE == set()
+    equipped = "linux" in json.loads((tmp_path / "config.json").read_text())
+    assert equipped is (environment == "NVIDIA_VISIBLE_DEVICES=0")
+
+
+def test_byte_code_is_current_until_a_source_changes(modules: Path) -> None:
+    assert not bytecode_is_current(str(modules))
+    compile_bytecode(str(modules))
+    assert bytecode_is_current(str(modules))
+    source = modules / "errors.py"
+    content = source.read_bytes()
+    source.write_bytes(content + b"# changed\n")
+    assert not bytecode_is_current(str(modules))
+    source.write_bytes(content)
+    assert bytecode_is_current(str(modules))
+
+
+@pytest.mark.parametrize("spoil", ["missing", "empty", "another Python's", "unchecked"])
+def test_spoilt_byte_code_is_not_current(modules: Path, spoil: str) -> None:
+    compile_bytecode(str(modules))
+    (compiled,) = (modules / "__pycache__").glob("main.*.pyc")
+    content = compiled.read_bytes()
+    if spoil == "missing":
+        compiled.unlink()
+    elif spoil == "empty":
+        compiled.write_bytes(b"")
+    elif spoil == "another Python's":
+        compiled.write_bytes(b"\0\0\r\n" + content[4:])
+    else:
+        compiled.write_bytes(content[:4] + b"\1\0\0\0" + content[8:])
+    assert not bytecode_is_current(str(modules))
+    compile_bytecode(str(modules))
+    assert compiled.read_bytes() == content
+
+
+def test_an_edited_module_counts_at_the_next_start_in_spite_of_its_byte_code(modules: Path) -> None:
+    compile_bytecode(str(modules))
+    source = modules / "errors.py"
+    status = source.stat()
+    source.write_bytes(source.read_bytes() + b"EDITED = 1\n")
+    done = isolated(modules, "import runtime_hook.errors as e; print(e.EDITED)")
+    assert done.stdout == "1\n", done.stderr
+    assert source.stat().st_mode == status.st_mode
+
+
+def test_the_launcher_is_plain_shell_with_fixed_paths() -> None:
+    text = render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
+    assert text.startswith("#!/bin/sh\n")
+    assert subprocess.run(("sh", "-n"), input=text, text=True, check=False).returncode == 0
+    assert (
+        "for low_level in /usr/local/sbin/runc /usr/local/bin/runc /usr/sbin/runc /usr/bin/runc /opt/crun; do" in text
+    )
+    assert 'exec /usr/bin/python3 -I -S -E -B -c \'import sys; sys.path.insert(0, "/usr/lib/gpuprov");' in text
+    assert text == render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
+
+
+def test_the_launcher_says_so_where_there_is_no_low_level_runtime(tmp_path: Path) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(render_launcher(low_level=(f"{tmp_path}/none",)))
+    done = subprocess.run(("sh", str(launcher), "state", "x"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "gpuprov: neither runc nor crun is installed: apt-get install runc\n"

@@ -1,0 +1,238 @@
+"""What a container asks for: the rules of NVIDIA's toolkit, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook import driver_files
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.request import parse_request
+from gpuprov.runtime_hook.settings import Settings
+
+DEFAULT = {"compute", "utility"}
+ALL = set(driver_files.ALL)
+ENVVAR_REFUSED = {"accept-nvidia-visible-devices-envvar-when-unprivileged": False}
+MOUNTS_ACCEPTED = {"accept-nvidia-visible-devices-as-volume-mounts": True}
+MOUNT_ROOT = "/var/run/nvidia-container-devices"
+SYS_ADMIN = {"bounding": ["CAP_CHOWN", "CAP_SYS_ADMIN"]}
+
+
+def config_of(environment: str = "", *mounts: str, **process: Any) -> dict[str, Any]:
+    """Return a configuration; `environment` blank-separated, `mounts` destinations of /dev/null."""
+    devices = [{"source": "/dev/null", "destination": path} for path in mounts]
+    return {"process": {"env": environment.split(" ") if environment else [], **process}, "mounts": devices}
+
+
+def devices_of(config: dict[str, Any], settings: dict[str, Any] | None = None) -> list[str] | None:
+    request = parse_request(config, Settings(settings or {}))
+    return None if request is None else request.devices
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ("", None),
+        ("A=1", None),
+        ("NVIDIA_VISIBLE_DEVICES=", None),
+        ("NVIDIA_VISIBLE_DEVICES", None),
+        ("NVIDIA_VISIBLE_DEVICES=,", None),
+        ("NVIDIA_VISIBLE_DEVICES=void", None),
+        ("NVIDIA_VISIBLE_DEVICES=0,void", None),
+        ("NVIDIA_VISIBLE_DEVICES=all,void", None),
+        ("NVIDIA_VISIBLE_DEVICES=none", []),
+        ("NVIDIA_VISIBLE_DEVICES=0,none", []),
+        ("NVIDIA_VISIBLE_DEVICES=none,all", []),
+        ("NVIDIA_VISIBLE_DEVICES=all", ["all"]),
+        ("NVIDIA_VISIBLE_DEVICES=0,all,none", ["all"]),
+        ("NVIDIA_VISIBLE_DEVICES=0", ["0"]),
+        ("NVIDIA_VISIBLE_DEVICES=1,,0,", ["1", "0"]),
+        ("NVIDIA_VISIBLE_DEVICES=\t0\t,\tGPU-1", ["0", "GPU-1"]),
+        ("NVIDIA_VISIBLE_DEVICES=nvidia.com/gpu=0", ["nvidia.com/gpu=0"]),
+        ("NVIDIA_VISIBLE_DEVICES=ALL", ["ALL"]),
+        ("NVIDIA_VISIBLE_DEVICES=None", ["None"]),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=1", ["1"]),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=", None),
+        ("nvidia_visible_devices=0", None),
+        # Legacy images say CUDA_VERSION and no NVIDIA_REQUIRE_CUDA.
+        ("CUDA_VERSION=9.0", ["all"]),
+        ("CUDA_VERSION=9.0 NVIDIA_REQUIRE_CUDA=", ["all"]),
+        ("CUDA_VERSION=9.0 NVIDIA_VISIBLE_DEVICES=1", ["1"]),
+        ("CUDA_VERSION=9.0 NVIDIA_VISIBLE_DEVICES=", None),
+        ("CUDA_VERSION=9.0 NVIDIA_REQUIRE_CUDA=cuda>=9.0", None),
+        ("CUDA_VERSION=", None),
+    ],
+)
+def test_the_environment_names_devices(environment: str, devices: list[str] | None) -> None:
+    assert devices_of(config_of(environment)) == devices
+
+
+@pytest.mark.parametrize(
+    ("names", "environment", "devices"),
+    [
+        ("SWARM", "SWARM=1 NVIDIA_VISIBLE_DEVICES=0", ["1"]),
+        ("SWARM", "NVIDIA_VISIBLE_DEVICES=0", ["0"]),
+        ("SWARM", "SWARM= NVIDIA_VISIBLE_DEVICES=0", None),
+        (" B , A ", "A=0 B=1", ["1", "0"]),
+        ("A,B", "A=0,1 B=all", ["all"]),
+        (",", "NVIDIA_VISIBLE_DEVICES=0", ["0"]),
+    ],
+)
+def test_swarm_resources_replace_the_usual_variable(names: str, environment: str, devices: list[str] | None) -> None:
+    assert devices_of(config_of(environment), {"swarm-resource": names}) == devices
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "devices"),
+    [
+        (SYS_ADMIN, ["0"]),
+        ({"bounding": ["CAP_CHOWN"], "effective": ["CAP_SYS_ADMIN"]}, None),
+        ({"bounding": None}, None),
+        (["CAP_SYS_ADMIN"], ["0"]),
+        (None, None),
+        ("CAP_SYS_ADMIN", None),
+    ],
+)
+def test_where_unprivileged_containers_may_not_ask_privileged_ones_may(
+    capabilities: object, devices: list[str] | None
+) -> None:
+    config = config_of("NVIDIA_VISIBLE_DEVICES=0", capabilities=capabilities)
+    assert devices_of(config, ENVVAR_REFUSED) == devices
+    assert devices_of(config) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("mounts", "devices"),
+    [
+        (("0", "GPU-1"), ["0", "GPU-1"]),
+        (("0", "0/"), ["0"]),
+        (("./2", "/3"), ["2", "3"]),
+        (("all",), ["all"]),
+        (("none",), ["none"]),
+        (("a/b",), ["a/b"]),
+        (("cdi/nvidia.com/gpu/0",), ["nvidia.com/gpu=0"]),
+        (("cdi/nvidia.com/gpu/a/b",), ["nvidia.com/gpu=a/b"]),
+        (("cdi/nvidia.com/gpu=1",), ["nvidia.com/gpu=1"]),
+        # Not one of them names a device: the environment counts.
+        (("cdi/nvidia.com",), ["9"]),
+        (("imex/3",), ["9"]),
+        (("",), ["9"]),
+        (("../0",), ["9"]),
+        ((), ["9"]),
+    ],
+)
+def test_mounts_of_dev_null_name_devices_where_settings_accept_them(
+    mounts: tuple[str, ...], devices: list[str]
+) -> None:
+    config = config_of("NVIDIA_VISIBLE_DEVICES=9", *(f"{MOUNT_ROOT}/{name}" for name in mounts))
+    assert devices_of(config, MOUNTS_ACCEPTED) == devices
+    assert devices_of(config) == ["9"]
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "devices"),
+    [
+        ("/dev//./null", f"{MOUNT_ROOT}/0", ["0"]),
+        ("/dev/zero", f"{MOUNT_ROOT}/0", None),
+        ("/dev/null", f"{MOUNT_ROOT}-not/0", None),
+        ("/dev/null", f"/x/..{MOUNT_ROOT}/0", ["0"]),
+    ],
+)
+def test_a_mount_counts_by_its_cleaned_paths(source: str, destination: str, devices: list[str] | None) -> None:
+    config = {"mounts": [{"source": source, "destination": destination}]}
+    assert devices_of(config, {**MOUNTS_ACCEPTED, **ENVVAR_REFUSED}) == devices
+
+
+@pytest.mark.parametrize(
+    ("environment", "capabilities"),
+    [
+        ("", DEFAULT),
+        ("NVIDIA_DRIVER_CAPABILITIES=", DEFAULT),
+        ("NVIDIA_DRIVER_CAPABILITIES=,", set()),
+        ("NVIDIA_DRIVER_CAPABILITIES=video", {"video"}),
+        ("NVIDIA_DRIVER_CAPABILITIES=video,\tcompute,", {"video", "compute"}),
+        ("NVIDIA_DRIVER_CAPABILITIES=all", ALL),
+        ("NVIDIA_DRIVER_CAPABILITIES=telepathy,all", ALL),
+        ("CUDA_VERSION=9.0", ALL),
+        ("CUDA_VERSION=9.0 NVIDIA_DRIVER_CAPABILITIES=", DEFAULT),
+        ("CUDA_VERSION=9.0 NVIDIA_DRIVER_CAPABILITIES=video", {"video"}),
+    ],
+)
+def test_driver_capabilities(environment: str, capabilities: set[str]) -> None:
+    request = parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}"), Settings({}))
+    assert request is not None
+    assert request.capabilities == capabilities
+
+
+@pytest.mark.parametrize(
+    ("supported", "asked", "given"),
+    [("compute", "all", {"compute"}), ("video,utility", "", {"utility"}), ("", "all", set()), ("", "", set())],
+)
+def test_settings_bound_the_driver_capabilities(supported: str, asked: str, given: set[str]) -> None:
+    config = config_of(f"NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES={asked}")
+    request = parse_request(config, Settings({"supported-driver-capabilities": supported}))
+    assert request is not None
+    assert request.capabilities == given
+
+
+@pytest.mark.parametrize(
+    ("environment", "requirements"),
+    [
+        ("", []),
+        ("NVIDIA_REQUIRE_CUDA=cuda>=12.4", ["cuda>=12.4"]),
+        ("NVIDIA_REQUIRE_CUDA=cuda>=12.4 NVIDIA_REQUIRE_DRIVER=driver>=550", ["cuda>=12.4", "driver>=550"]),
+        ("NVIDIA_REQUIRE_JETPACK=x NVIDIA_REQUIRE_JETPACK_HOST_MOUNTS=y", []),
+        ("NVIDIA_REQUIRE_X=", [""]),
+        ("CUDA_VERSION=9.0", ["cuda>=9.0"]),
+        ("CUDA_VERSION=v11.4.2 NVIDIA_REQUIRE_X=driver>1", ["driver>1", "cuda>=11.4"]),
+        ("CUDA_VERSION=12", ["cuda>=12.0"]),
+        ("CUDA_VERSION=012.04", ["cuda>=12.4"]),
+        ("CUDA_VERSION=9.0 NVIDIA_REQUIRE_CUDA=cuda>=8.0", ["cuda>=8.0"]),
+        *((f"NVIDIA_REQUIRE_CUDA=cuda>=99 NVIDIA_DISABLE_REQUIRE={word}", []) for word in ("1", "t", "T", "true")),
+        *((f"NVIDIA_REQUIRE_CUDA=cuda>=99 NVIDIA_DISABLE_REQUIRE={word}", []) for word in ("TRUE", "True")),
+        ("CUDA_VERSION=nonsense NVIDIA_DISABLE_REQUIRE=1", []),
+        *(
+            (f"NVIDIA_REQUIRE_CUDA=cuda>=99 NVIDIA_DISABLE_REQUIRE={word}", ["cuda>=99"])
+            for word in ("", "0", "yes", "tRUE")
+        ),
+    ],
+)
+def test_requirements(environment: str, requirements: list[str]) -> None:
+    config = config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}")
+    request = parse_request(config, Settings({}))
+    assert request is not None
+    assert request.requirements == requirements
+    disabled = parse_request(config, Settings({"disable-require": True}))
+    assert disabled is not None
+    assert disabled.requirements == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ("NVIDIA_DRIVER_CAPABILITIES=compute,telepathy", "asks for telepathy; this host gives compat32, compute"),
+        ("NVIDIA_DRIVER_CAPABILITIES=none", "asks for none"),
+        ("NVIDIA_DRIVER_CAPABILITIES=Compute", "asks for Compute"),
+        ("NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_MIG_CONFIG_DEVICES is for privileged containers"),
+        ("NVIDIA_MIG_MONITOR_DEVICES=0", "NVIDIA_MIG_MONITOR_DEVICES is for privileged containers"),
+        *(
+            (f"CUDA_VERSION={text}", f"CUDA_VERSION={text} is no version")
+            for text in ("nine", "9.0.1.2", "9.", "9.0-rc1", "-9", "v", "vv9", "9" * 11, "9" * 5000, "٩")
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(environment: str, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}"), Settings({}))
+    assert says in str(caught.value)
+
+
+def test_a_privileged_container_may_ask_for_mig_devices() -> None:
+    config = config_of("NVIDIA_VISIBLE_DEVICES=all NVIDIA_MIG_CONFIG_DEVICES=all", capabilities=SYS_ADMIN)
+    assert devices_of(config) == ["all"]
+
+
+@pytest.mark.parametrize("environment", ["NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=telepathy"])
+def test_who_asks_for_no_gpu_is_refused_nothing(environment: str) -> None:
+    assert devices_of(config_of(environment)) is None

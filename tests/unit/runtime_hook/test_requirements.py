@@ -1,0 +1,187 @@
+"""Requirement expressions held against a host, and what is said to whom they fail."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.requirements import cuda_version_of_driver, require, version_key
+
+HOST = {"driver": "550.163.01", "cuda": "12.4", "brand": "Tesla", "arch": "9.0"}
+# As NVIDIA's images have it, shortened.
+OF_AN_IMAGE = "cuda>=12.6 " + " ".join(
+    f"brand={brand},driver>=470,driver<471" for brand in ("unknown", "grid", "tesla", "nvidia", "quadro")
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "holds"),
+    [
+        ("", True),
+        ("   ", True),
+        (",", True),
+        ("cuda=12.4", True),
+        ("cuda=12.4.0", True),
+        ("cuda=12.04", True),
+        ("cuda=12", False),
+        ("cuda!=12.4", False),
+        ("cuda!=12", True),
+        ("cuda<12.4", False),
+        ("cuda<12.10", True),
+        ("cuda<=12.4", True),
+        ("cuda<=12.3", False),
+        ("cuda>12.4", False),
+        ("cuda>12.3.9", True),
+        ("cuda>=12.4", True),
+        ("cuda>=12.10", False),
+        ("driver>=550.54.14", True),
+        ("driver>=550.163.02", False),
+        ("arch>=9", True),
+        ("arch>9.0", False),
+        ("brand=tesla", True),
+        ("brand=GeForce", False),
+        ("brand!=TESLA", False),
+        ("brand!=geforce", True),
+        # A comma binds tighter than a blank.
+        ("cuda>=12,driver>=550", True),
+        ("cuda>=12,driver<550", False),
+        ("cuda>=13 driver>=550", True),
+        ("cuda>=13 driver>=560", False),
+        ("cuda>=13,driver>=550 brand=geforce cuda>=12,brand=tesla", True),
+        ("cuda>=12.2  ,brand=tesla,", True),
+        # What nobody knows is dropped.
+        ("planet=earth", True),
+        ("planet=earth,cuda>=13", False),
+        ("cuda>=13 planet=earth", True),
+        (OF_AN_IMAGE, False),
+    ],
+)
+def test_an_expression(expression: str, holds: bool) -> None:
+    if holds:
+        require([expression], HOST)
+    else:
+        with pytest.raises(Refused):
+            require([expression], HOST)
+
+
+def test_every_expression_must_hold() -> None:
+    require(["cuda>=12", "driver>=550"], HOST)
+    with pytest.raises(Refused, match="requires driver>=560"):
+        require(["cuda>=12", "driver>=560"], HOST)
+
+
+def test_an_image_runs_on_a_driver_that_one_of_its_alternatives_names() -> None:
+    require([OF_AN_IMAGE], {"driver": "470.256.02", "cuda": "11.4", "brand": "Tesla"})
+
+
+@pytest.mark.parametrize("name", ["cuda", "driver", "arch", "brand"])
+def test_what_the_host_cannot_tell_is_not_held_against_it(name: str) -> None:
+    require([f"{name}=99"], {key: value for key, value in HOST.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("cuda", "'cuda' is no condition such as cuda>=12.4"),
+        ("cuda==12", "'cuda==12' is no condition"),
+        ("cuda=>12", "is no condition"),
+        ("cuda><12", "is no condition"),
+        ("cuda!12", "is no condition"),
+        (">=12", "is no condition"),
+        ("cuda>=", "is no condition"),
+        ("cuda>=x", "'x' is no version"),
+        ("cuda>=12.x", "no version"),
+        ("cuda>=12.", "no version"),
+        ("cuda>=-1", "no version"),
+        ("driver>=٥٥٠", "no version"),
+        ("brand>tesla", "brands are = or !="),
+        # Wrong behind what fails already: the answer is about the wrong part, not a crash.
+        ("driver>=999,cuda>=x", "'x' is no version"),
+        ("driver>=999,cuda", "is no condition"),
+        (f"cuda>={'9' * 5000}", ""),
+    ],
+)
+def test_a_broken_expression_is_refused(expression: str, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        require([expression], HOST)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        (
+            "cuda>=13.0",
+            "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to >= 580 or use an image for CUDA <= 12.4",
+        ),
+        (
+            "cuda=12.5",
+            "requires cuda=12.5, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to >= 555 or use an image for CUDA <= 12.4",
+        ),
+        (
+            OF_AN_IMAGE,
+            "requires cuda>=12.6 or brand=unknown,driver>=470,driver<471 or brand=grid,driver>=470,driver<471 "
+            "or 3 more, "
+            "this host's driver 550.163.01 supports 12.4: "
+            "update the driver to >= 560 or use an image for CUDA <= 12.4",
+        ),
+        # The driver's CUDA is not what fails: no driver update is advised for it.
+        (
+            "cuda>=12.0,brand=geforce",
+            "requires cuda>=12.0,brand=geforce, this host's driver 550.163.01 supports 12.4: "
+            "use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better",
+        ),
+        (
+            "cuda=12.0",
+            "requires cuda=12.0, this host's driver 550.163.01 supports 12.4: "
+            "use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better",
+        ),
+        (
+            "cuda>=99",
+            "requires cuda>=99, this host's driver 550.163.01 supports 12.4: "
+            "use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better",
+        ),
+    ],
+)
+def test_a_refusal_says_what_to_do(expression: str, says: str) -> None:
+    with pytest.raises(Refused) as caught:
+        require([expression], HOST)
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda"),
+    [
+        ("550.163.01", "12.4"),
+        ("550.54.14", "12.4"),
+        ("550.54.13", "12.3"),
+        ("535.261.03", "12.2"),
+        ("470.256.02", "11.4"),
+        ("580.65.06", "13.0"),
+        ("300.1", ""),
+    ],
+)
+def test_cuda_version_of_a_driver(driver: str, cuda: str) -> None:
+    assert cuda_version_of_driver(driver) == cuda
+
+
+def test_components_compare_as_numbers_and_missing_ones_are_zero() -> None:
+    assert version_key("12.10") > version_key("12.2") > version_key("12")
+    assert version_key("012.2.0.0") == version_key("12.2")
+
+
+_PIECES = st.sampled_from(
+    ["cuda", "driver", "brand", "planet", ">", "<", "=", "!", ",", " ", ".", "12", "550", "x", "٣"]
+)
+
+
+@given(st.lists(_PIECES, max_size=12).map("".join) | st.text(max_size=20))
+def test_no_expression_raises_anything_but_a_refusal(expression: str) -> None:
+    try:
+        require([expression], HOST)
+    except Refused as refused:
+        assert str(refused)
