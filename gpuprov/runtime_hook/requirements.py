@@ -35,7 +35,12 @@ def version_key(text: str) -> tuple[int, ...]:
 
 
 def cuda_version_of_driver(driver: str) -> str:
-    """Return the newest CUDA release that a driver has, nothing for one older than all."""
+    """Return the newest CUDA release that a driver has, nothing for one older than all, or of a later branch than all.
+
+    What a later branch has is not known here; to take it for the last known one would refuse images that run on it.
+    """
+    if version_key(driver)[:1] > version_key(_FIRST_DRIVERS[-1][1])[:1]:
+        return ""
     found = [cuda for cuda, first in _FIRST_DRIVERS if version_key(first) <= version_key(driver)]
     return found[-1] if found else ""
 

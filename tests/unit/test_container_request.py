@@ -153,7 +153,7 @@ def test_a_driver_too_old_is_told_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "cuda"), [("550.163.01", "12.4"), ("580.65.06", "13.0"), ("999.1", "13.0"), ("300.1", "")]
+    ("driver", "cuda"), [("550.163.01", "12.4"), ("580.65.06", "13.0"), ("999.1", ""), ("300.1", "")]
 )
 def test_cuda_version_of_a_driver(driver: str, cuda: str) -> None:
     assert cuda_version_of_driver(driver) == cuda
