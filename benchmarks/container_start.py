@@ -1,44 +1,63 @@
-"""What a container start costs: plain runc against gpuprov's runtime, the same bundle, alternating, on this machine.
+"""What a container start costs: plain runc against gpuprov's runtime and hook, and NVIDIA's where it is installed.
 
     python -m benchmarks.container_start [--rounds 40] [--gpus 1 8 16]
 
-Prints medians in ms of `create` with GPUs, `create` without any, and `state` (a command other than create).
+All variants start the same bundle with the same simulated driver, alternating. `floor` is runc with the same mounts
+and devices in config.json and no hook: what any way of giving GPUs costs at least. Bundles lie in memory, as docker's do
+(/run). Times are of `create` alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
-from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
 from tests import simgpu
+from tests.deployed import Deployed, bundle_below, deploy_below, program
+
+_NAME = "gpuprov-bench"
+# An image's own libraries: the loader's cache of a CUDA image has some hundred entries.
+_IMAGE_LIBRARIES = 300
+_NVIDIA = "nvidia-container-runtime"
+
+
+@dataclass
+class Sample:
+    """Wall and CPU milliseconds of each round."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
 def main() -> None:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 16])
     arguments = parser.parse_args()
-    print(
-        f"{'':28}{'plain runc':>12}{'gpuprov':>12}{'more':>10}   ms, medians of {arguments.rounds} alternating rounds"
-    )
-    with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder:
-        for gpus in arguments.gpus:
-            bench = Bench(Path(folder) / str(gpus), gpus)
-            bench.compare(f"create, {gpus} GPUs", arguments.rounds, environment="NVIDIA_VISIBLE_DEVICES=all")
-        bench.compare("create, no GPU asked for", arguments.rounds, environment="")
-        bench.compare_state("state", arguments.rounds)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    for gpus in arguments.gpus:
+        with tempfile.TemporaryDirectory(prefix="gpuprov-bench-", dir=memory) as folder:
+            bench = Bench(Path(folder), gpus)
+            bench.show(f"create, {gpus} GPU{'s' if gpus > 1 else ''}", bench.with_gpus(), arguments.rounds)
+            if gpus == arguments.gpus[-1]:
+                bench.show("create, no GPU asked for", bench.without_gpus(), arguments.rounds)
+                bench.show_state(arguments.rounds)
+                bench.show_parts()
 
 
 class Bench:
@@ -46,78 +65,198 @@ class Bench:
 
     def __init__(self, folder: Path, gpus: int) -> None:
         self.folder = folder
-        self.runc = shutil.which("runc", path="/usr/sbin:/usr/bin:/usr/local/sbin") or "runc"
-        driver = folder / "driver"
+        self.runc = program("runc")
+        self.deployed: Deployed = deploy_below(folder / "deployed")
+        self.bundle = folder / "bundle"
+        self._driver(gpus)
+        self.config = bundle_below(self.bundle)
+        self._image()
+
+    def _driver(self, gpus: int) -> None:
+        driver = self.folder / "driver"
         simgpu.install_tree(driver)
         simgpu.write_kernel_tree(driver, gpus)
-        specification_path = folder / "nvidia.json"
-        text = render_json(specification(discover(System(str(driver))))).decode()
+        document = json.loads(render_json(specification(discover(System(str(driver))))))
         # The driver lies below this folder: containers get it from there, at its own paths.
-        document = json.loads(text)
         for mount in document["containerEdits"]["mounts"]:
             mount["hostPath"] = f"{driver}{mount['hostPath']}"
-        specification_path.write_text(json.dumps(document))
-        self._deploy(specification_path)
-        self._root()
+        text = json.dumps(document).replace(HOOK_PATH, str(self.deployed.hook))
+        self.deployed.specification.write_text(text)
 
-    def _deploy(self, specification_path: Path) -> None:
-        for path, mode, content in deploy.deployed_files():
-            place = self.folder / "host" / path.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
-            place.chmod(mode)
-        library = self.folder / "host" / deploy.LIBRARY_PATH.lstrip("/")
-        settings = library / "runtime_hook/settings.py"
-        settings.write_text(settings.read_text().replace("/etc/cdi/nvidia.json", str(specification_path)))
-        deploy.compile_bytecode(str(library / "runtime_hook"))
-        self.runtime = self.folder / "runtime"
-        self.runtime.write_text(deploy.render_launcher("/usr/bin/python3", str(library), (self.runc,)))
-        self.runtime.chmod(0o755)
+    def _image(self) -> None:
+        root = self.bundle / "rootfs"
+        folder = root / "usr/lib/x86_64-linux-gnu"
+        folder.mkdir(parents=True)
+        (root / "etc").mkdir()
+        library = next(Path("/lib/x86_64-linux-gnu").glob("libz.so.1.*"))
+        for number in range(_IMAGE_LIBRARIES):
+            shutil.copy(library, folder / f"libimage{number}.so.1")
+        subprocess.run(("/sbin/ldconfig", "-X", "-r", str(root)), check=True, capture_output=True)
 
-    def _root(self) -> None:
-        binaries = self.folder / "bundle/rootfs/bin"
-        binaries.mkdir(parents=True)
-        (self.folder / "bundle/rootfs/usr/lib/x86_64-linux-gnu").mkdir(parents=True)
-        shutil.copy("/bin/busybox", binaries / "sh")
-        subprocess.run((self.runc, "spec"), cwd=self.folder / "bundle", check=True)
-        config = json.loads((self.folder / "bundle/config.json").read_text())
-        config["process"]["terminal"] = False
-        config["root"]["readonly"] = False
-        self.config = config
+    def _with(self, *environment: str) -> dict[str, Any]:
+        process = self.config["process"]
+        return {**self.config, "process": {**process, "env": [*process["env"], *environment]}}
 
-    def _call(self, runtime: str, *words: str) -> float:
-        begun = time.perf_counter()
-        subprocess.run((runtime, *words), check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        return (time.perf_counter() - begun) * 1000
+    def with_gpus(self) -> dict[str, tuple[str, str]]:
+        """Return the variants of a start with GPUs: name → (runtime, config.json)."""
+        asked = self._with("NVIDIA_VISIBLE_DEVICES=all")
+        plain = json.dumps(asked)
+        self._create(str(self.deployed.runtime), plain)
+        floor = (self.bundle / "config.json").read_text()
+        hook = {"path": str(self.deployed.hook), "args": ["gpuprov-container-runtime-hook", "prestart"], "env": []}
+        variants = {
+            "plain runc": (self.runc, plain),
+            "floor": (self.runc, floor),
+            "gpuprov runtime": (str(self.deployed.runtime), plain),
+            "gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}})),
+        }
+        return {**variants, **{f"nvidia {mode}": (path, plain) for mode, path in _nvidia_runtimes().items()}}
 
-    def _create(self, runtime: str, environment: str) -> float:
-        env = [*self.config["process"]["env"], *([environment] if environment else [])]
-        config = {**self.config, "process": {**self.config["process"], "env": env}}
-        (self.folder / "bundle/config.json").write_text(json.dumps(config))
-        taken = self._call(runtime, "create", "--bundle", str(self.folder / "bundle"), "gpuprov-bench")
-        self._call(self.runc, "delete", "--force", "gpuprov-bench")
+    def without_gpus(self) -> dict[str, tuple[str, str]]:
+        """Return the variants of a start without GPUs."""
+        plain = json.dumps(self.config)
+        return {"plain runc": (self.runc, plain), "gpuprov runtime": (str(self.deployed.runtime), plain)}
+
+    def _create(self, runtime: str, config: str) -> tuple[float, float]:
+        (self.bundle / "config.json").write_text(config)
+        taken = _timed((runtime, "create", "--bundle", str(self.bundle), _NAME))
+        subprocess.run((self.runc, "delete", "--force", _NAME), check=True, stdout=subprocess.DEVNULL)
         return taken
 
-    def compare(self, name: str, rounds: int, *, environment: str) -> None:
-        """Print one row: `create` both ways, alternating."""
-        pairs = [
-            (self._create(self.runc, environment), self._create(str(self.runtime), environment)) for _ in range(rounds)
+    def show(self, title: str, variants: dict[str, tuple[str, str]], rounds: int) -> None:
+        """Print one table: every variant of a start, alternating."""
+        samples = {name: Sample() for name in variants}
+        for name, (runtime, config) in variants.items():  # once to warm up
+            self._create(runtime, config)
+        for _ in range(rounds):
+            for name, (runtime, config) in variants.items():
+                wall, cpu = self._create(runtime, config)
+                samples[name].wall.append(wall)
+                samples[name].cpu.append(cpu)
+        counted = {name: self._counted(*variant) for name, variant in variants.items()}
+        _print_table(f"{title} ({rounds} alternating rounds)", samples, counted)
+
+    def _counted(self, runtime: str, config: str) -> str:
+        """Return processes and system calls of one start, as strace counts them; nothing without strace."""
+        if shutil.which("strace") is None:
+            return ""
+        (self.bundle / "config.json").write_text(config)
+        log = self.folder / "strace"
+        argv = ("strace", "-f", "-qq", "-o", str(log), runtime, "create", "--bundle", str(self.bundle), _NAME)
+        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        subprocess.run((self.runc, "delete", "--force", _NAME), check=True, stdout=subprocess.DEVNULL)
+        lines = [
+            line for line in log.read_text(errors="replace").splitlines() if "(" in line and "resumed>" not in line
         ]
-        _print_row(name, pairs)
+        return f"{sum(' execve(' in line for line in lines):>10}{len(lines):>14}"
 
-    def compare_state(self, name: str, rounds: int) -> None:
-        """Print one row: a command that is not `create`."""
-        (self.folder / "bundle/config.json").write_text(json.dumps(self.config))
-        self._call(self.runc, "create", "--bundle", str(self.folder / "bundle"), "gpuprov-bench")
-        words = ("state", "gpuprov-bench")
-        pairs = [(self._call(self.runc, *words), self._call(str(self.runtime), *words)) for _ in range(rounds)]
-        self._call(self.runc, "delete", "--force", "gpuprov-bench")
-        _print_row(name, pairs)
+    def show_state(self, rounds: int) -> None:
+        """Print one table: a command that is not `create`."""
+        (self.bundle / "config.json").write_text(json.dumps(self.config))
+        subprocess.run((self.runc, "create", "--bundle", str(self.bundle), _NAME), check=True, stdin=subprocess.DEVNULL,
+                       stdout=subprocess.DEVNULL)  # fmt: skip
+        samples = {"plain runc": Sample(), "gpuprov runtime": Sample()}
+        for _ in range(rounds):
+            for name, runtime in (("plain runc", self.runc), ("gpuprov runtime", str(self.deployed.runtime))):
+                wall, cpu = _timed((runtime, "state", _NAME))
+                samples[name].wall.append(wall)
+                samples[name].cpu.append(cpu)
+        subprocess.run((self.runc, "delete", "--force", _NAME), check=True, stdout=subprocess.DEVNULL)
+        _print_table(f"state, a command other than create ({rounds} alternating rounds)", samples, {})
+
+    def show_parts(self) -> None:
+        """Print where the time of our own part goes, each part's median."""
+        library = self.folder / "deployed/host/usr/lib/gpuprov"
+        (self.bundle / "config.json").write_text(json.dumps(self._with("NVIDIA_VISIBLE_DEVICES=all")))
+        original = (self.bundle / "config.json").read_text()
+        parts: dict[str, list[float]] = {}
+        for _ in range(20):
+            (self.bundle / "config.json").write_text(original)
+            begun = time.perf_counter()
+            python = ("/usr/bin/python3", "-I", "-S", "-E", "-B", "-c")
+            subprocess.run((*python, "import posix; posix._exit(0)"), check=True)
+            parts.setdefault("Python's own start and end", []).append((time.perf_counter() - begun) * 1000)
+            done = subprocess.run(
+                (*python, _PARTS.format(library=library, bundle=self.bundle)),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            for name, value in json.loads(done.stdout).items():
+                parts.setdefault(name, []).append(value)
+        for name in ("sh -c :", "grep -q NVIDIA_ config.json"):
+            argv = (
+                ("/bin/sh", "-c", ":")
+                if name.startswith("sh")
+                else ("grep", "-qF", "NVIDIA_", str(self.bundle / "config.json"))
+            )
+            parts[f"launcher: {name}"] = [_timed(argv)[0] for _ in range(20)]
+        print("\nwhere the runtime's time goes, medians in ms")
+        for name, values in parts.items():
+            print(f"  {name:44}{statistics.median(values):8.2f}")
 
 
-def _print_row(name: str, pairs: list[tuple[float, float]]) -> None:
-    plain, ours = (statistics.median(values) for values in zip(*pairs, strict=True))
-    print(f"{name:28}{plain:12.1f}{ours:12.1f}{ours - plain:+10.1f}", flush=True)
+_PARTS = """
+import sys, time
+now = time.perf_counter
+begun = now()
+sys.path.append("{library}")
+from runtime_hook import main, decision, jsonio, edits, links
+found = {{"import, module by module": (now() - begun) * 1000}}
+def timed(module, name, what):
+    function = getattr(module, name)
+    def measured(*words, **named):
+        begun = now()
+        try:
+            return function(*words, **named)
+        finally:
+            found[what] = found.get(what, 0) + (now() - begun) * 1000
+    setattr(module, name, measured)
+timed(decision, "load_config", "parse config.json")
+timed(decision, "read_settings", "read settings")
+timed(decision, "parse_request", "request")
+timed(decision, "choose", "specification: read, choose")
+timed(main, "prepare_root", "files: links, loader cache")
+timed(main, "apply_edits", "edit")
+timed(main, "write", "write config.json")
+begun = now()
+main.prepare("{bundle}")
+found["all of it but the import"] = (now() - begun) * 1000
+print(jsonio.dumps(found))
+"""
+
+
+def _nvidia_runtimes() -> dict[str, str]:
+    found = {"jit-cdi": _NVIDIA, "cdi": f"{_NVIDIA}.cdi", "legacy": f"{_NVIDIA}.legacy"}
+    return {mode: path for mode, name in found.items() if (path := shutil.which(name))}
+
+
+def _timed(argv: tuple[str, ...]) -> tuple[float, float]:
+    """Return wall and CPU milliseconds of a command and all that it waited for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begun = time.perf_counter()
+    subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    wall = time.perf_counter() - begun
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall * 1000, (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1000
+
+
+def _print_table(title: str, samples: dict[str, Sample], counted: dict[str, str]) -> None:
+    first = statistics.median(next(iter(samples.values())).wall)
+    heads = f"{'median ms':>11}{'more':>8}{'ratio':>7}{'p95':>8}{'CPU ms':>8}"
+    print(
+        f"\n{title}\n{'':20}{heads}{'processes':>12}{'system calls':>14}"
+        if any(counted.values())
+        else f"\n{title}\n{'':20}{heads}"
+    )
+    for name, sample in samples.items():
+        wall = statistics.median(sample.wall)
+        p95 = sorted(sample.wall)[int(len(sample.wall) * 0.95)]
+        print(
+            f"{name:20}{wall:11.1f}{wall - first:+8.1f}{wall / first:7.2f}{p95:8.1f}{statistics.median(sample.cpu):8.1f}"
+            f"{counted.get(name, ''):>26}".rstrip(),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

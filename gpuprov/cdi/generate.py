@@ -1,7 +1,7 @@
 """The CDI specification of a driver. Pure: what is not in the facts is not in the specification.
 
-No hooks: each link by which the loader finds a library (libcuda.so.1) is a mount of its own, of the same file. So a
-container start needs no process of ours in engines that read CDI themselves, and nothing is written into it.
+Each real file is a mount. The links by which the loader finds a library (libcuda.so.1) stand in one hook, which engines
+that read CDI themselves run; gpuprov's own runtime reads them from there and makes them without a process.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from gpuprov.cdi.discover import DriverFacts, Node
 from gpuprov.cdi.files import Library
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, parse_json, render_json
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, parse_json, render_json
 from gpuprov.cdi.validation import problems
 from gpuprov.errors import GpuprovError
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
 
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
@@ -34,7 +35,9 @@ def specification(driver: DriverFacts) -> Specification:
     if own:
         devices.append(Device("all", _node_edits(own)))
     control = _node_edits(tuple(node for node in driver.nodes if node not in own))
-    common = replace(control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver))
+    common = replace(
+        control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver)
+    )  # fmt: skip
     return Specification(tuple(devices), common, _annotations(driver))
 
 
@@ -89,6 +92,8 @@ def _first_different_edit(found: Edits, wanted: Edits) -> str:
     for path in (*here, *there):
         if there.get(path) != here.get(path):
             return f"{path} is {'missing' if path not in there else 'gone' if path not in here else 'another'}"
+    if found.hooks != wanted.hooks:
+        return "the links are others"
     if found.device_nodes != wanted.device_nodes:
         return "the control nodes are others"
     return ""
@@ -110,17 +115,44 @@ def _is_open(node: Node) -> bool:
 
 
 def _mounts(driver: DriverFacts) -> tuple[Mount, ...]:
-    mounts = [Mount(library.path, name) for library in driver.libraries for name in _names(library)]
+    mounts = [Mount(library.path, _place(library)) for library in driver.libraries]
     mounts += [Mount(file.real_path, file.path) for file in (*driver.programs, *driver.configuration)]
     mounts += [Mount(path, path) for path in driver.firmware]
     mounts += [Mount(path, path, _SOCKET_OPTIONS) for path in driver.sockets]
     return tuple(mounts)
 
 
-def _names(library: Library) -> tuple[str, ...]:
+def _place(library: Library) -> str:
+    """Return where containers see the real file: under its own name, in a folder that loaders search."""
     file_name = library.path.rpartition("/")[2]
-    named = any(link.rpartition("/")[2] == file_name for link in library.links)
-    return library.links if named else (library.path, *library.links)
+    return next((link for link in library.links if link.rpartition("/")[2] == file_name), library.path)
+
+
+def _hooks(driver: DriverFacts) -> tuple[Hook, ...]:
+    """Return the one hook that makes the links; its `env` keeps the image's environment out (CVE-2025-23266)."""
+    links = [pair for library in driver.libraries for pair in _links(library)]
+    if not links:
+        return ()
+    arguments = [HOOK_PATH.rpartition("/")[2], "createContainer", "--host-driver-version", driver.library_version]
+    for target, path in links:
+        arguments += ["--link", f"{target}::{path}"]
+    return (Hook("createContainer", HOOK_PATH, tuple(arguments), ("PATH=/usr/bin:/bin",)),)
+
+
+def _links(library: Library) -> list[tuple[str, str]]:
+    """Return (target, path) of each link: the soname to the file, the development link to the soname."""
+    place = _place(library)
+    folder, _, file_name = place.rpartition("/")
+    names = {path: path.rpartition("/")[2] for path in library.links if path != place}
+    beside = sorted(name for path, name in names.items() if path.rpartition("/")[0] == folder and ".so." in name)
+    found = []
+    for path, name in sorted(names.items()):
+        if path.rpartition("/")[0] != folder:
+            # From another folder (gbm's back ends), the way to the file.
+            found.append((place, path))
+        else:
+            found.append((beside[0] if name.endswith(".so") and beside else file_name, path))
+    return found
 
 
 def _annotations(driver: DriverFacts) -> dict[str, str]:

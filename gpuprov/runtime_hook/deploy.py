@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib.util
+import marshal
 import pkgutil
 import py_compile
+import sys
 from pathlib import Path
+from types import CodeType
 
-from .settings import SETTINGS_PATH
+from .driver_files import HOOK_PATH
+from .low_level import CACHE, FOLDERS
+from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
+# The name under which docker looks for the hook of `docker run --gpus`, on its PATH, when it starts.
+NVIDIA_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
 _NOT_DEPLOYED = ("deploy",)
 # PEP 552: magic number, flags (checked hash), hash of the source.
 _CHECKED_HASH = b"\x03\x00\x00\x00"
-# A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json names one of the words by which
-# containers ask for GPUs comes to Python. A settings file may name other words (swarm-resource): then Python looks.
-# Paths are fixed: a caller's PATH decides nothing.
+# A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json has one of the words by which
+# containers ask for GPUs comes to Python, and one on a host whose settings name other words. Paths are fixed: a
+# caller's PATH decides nothing.
 _LAUNCHER = """#!/bin/sh
 # gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else to runc or crun.
-for low_level in {candidates}; do
-    [ -x "$low_level" ] && break
-    low_level=
-done
+own={settings} nvidia={nvidia_settings} cache={cache}
+[ -e "$own" ] || own=
+[ -e "$nvidia" ] || nvidia=
+low_level=
+if [ -n "$own$nvidia" ]; then
+    # The settings may name another low-level runtime; the answer is kept until something changes beside them.
+    if [ "${{own:-/}}" -nt "$cache" ] || [ "${{nvidia:-/}}" -nt "$cache" ] || [ ! -e "$cache" ] ||
+        [ "${{own:+{settings_folder}}}" -nt "$cache" ] || [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
+        {python} -I -S -E -B -c '{keep}' </dev/null || exit
+    fi
+    . "$cache"
+else
+    for low_level in {candidates}; do
+        [ -x "$low_level" ] && break
+        low_level=
+    done
+fi
 if [ -z "$low_level" ]; then
     echo "gpuprov: neither runc nor crun is installed: apt-get install runc" >&2
     exit 1
@@ -39,17 +61,37 @@ for word do
     previous=$word
 done
 [ -n "$create" ] || exec "$low_level" "$@"
-if [ ! -e {settings} ]; then
-    PATH=/usr/bin:/bin grep -qF -e NVIDIA_ -e CUDA_VERSION "$bundle/config.json" 2>/dev/null
-    [ $? = 1 ] && exec "$low_level" "$@"
-fi
-exec {python} -I -S -E -B -c '{start}' "$low_level" "$@"
+PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
+[ $? = 1 ] && exec "$low_level" "$@"
+exec {python} -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
 """
+# What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words.
+_WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io/|nvidia-container-devices"
+_KEYS = r"^[[:space:]]*(swarm-resource|annotation-prefixes)"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
-_START = (
-    'import sys; sys.path.insert(0, "{library}"); from runtime_hook.main import main; main(sys.argv[1], sys.argv[2:])'
-)
-_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin")
+# All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
+# Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
+_LOAD = """\
+import gc, sys
+gc.disable()
+sys.path.append("{library}")
+try:
+    file = open("{library}/runtime_hook/__pycache__/{name}." + sys.implementation.cache_tag, "rb")
+except OSError:
+    pass
+else:
+    import marshal
+    for name, code in marshal.loads(file.read()[{digest_size}:]):
+        module = sys.modules[name] = type(sys)(name)
+        module.__package__ = "runtime_hook"
+        module.__path__ = ["{library}/runtime_hook"]
+        exec(code, module.__dict__)
+from runtime_hook.{name} import main
+"""
+_KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep()'
+# What a start begins with; each has a file with all modules that it imports.
+_ENTRIES = ("main", "hook_main")
+_DIGEST_SIZE = 32
 
 
 def render_launcher(
@@ -57,10 +99,24 @@ def render_launcher(
 ) -> str:
     """Return the launcher, a shell script. A `low_level` runtime is a name, looked for as root would, or a path."""
     candidates = [
-        path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in _FOLDERS])
+        path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS])
     ]
-    start = _START.format(library=library)
-    return _LAUNCHER.format(candidates=" ".join(candidates), python=python, start=start, settings=SETTINGS_PATH)
+    return _LAUNCHER.format(
+        candidates=" ".join(candidates), python=python, start=_load("main", library),
+        keep=_KEEP.format(library=library), settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
+        settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
+        words=_WORDS, keys=_KEYS,
+    )  # fmt: skip
+
+
+def render_hook(python: str = "/usr/bin/python3", library: str = LIBRARY_PATH) -> str:
+    """Return the program that engines run as an OCI hook."""
+    # A `#!` line takes one word of options; an engine's or a container's PATH has no say in which Python this is.
+    return f"#!{python} -ISEB\n{_load('hook_main', library)}main(sys.argv[1:])\n"
+
+
+def _load(name: str, library: str) -> str:
+    return _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
 
 
 def deployed_files() -> tuple[tuple[str, int, bytes], ...]:
@@ -69,7 +125,7 @@ def deployed_files() -> tuple[tuple[str, int, bytes], ...]:
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None
     names = sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
-    files = [(LAUNCHER_PATH, 0o755, render_launcher().encode())]
+    files = [(LAUNCHER_PATH, 0o755, render_launcher().encode()), (HOOK_PATH, 0o755, render_hook().encode())]
     for name in ("__init__", *(name for name in names if name not in _NOT_DEPLOYED)):
         content = pkgutil.get_data(package, f"{name}.py")
         assert content is not None
@@ -79,18 +135,96 @@ def deployed_files() -> tuple[tuple[str, int, bytes], ...]:
 
 def compile_bytecode(directory: str) -> None:
     """Compile the modules in a folder for the Python that runs this; a start then reads instead of compiling."""
-    for source in sorted(Path(directory).glob("*.py")):
+    folder = Path(directory)
+    for source in sorted(folder.glob("*.py")):
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    for entry in _ENTRIES:
+        if (folder / f"{entry}.py").exists():
+            codes = [(_dotted(name), _compiled(folder / f"{name}.py")) for name in _in_order(folder, entry)]
+            _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
 
 
 def bytecode_is_current(directory: str) -> bool:
     """Say whether every module in a folder has byte code that belongs to it, for the Python that runs this."""
-    return all(_is_current(source) for source in Path(directory).glob("*.py"))
+    folder = Path(directory)
+    entries = [entry for entry in _ENTRIES if (folder / f"{entry}.py").exists()]
+    return all(_is_current(source) for source in folder.glob("*.py")) and all(
+        _first_bytes(_bundle(folder, entry)) == _digest(folder) for entry in entries
+    )
 
 
 def _is_current(source: Path) -> bool:
-    try:
-        header = Path(importlib.util.cache_from_source(str(source))).read_bytes()[:16]
-    except OSError:
-        return False
+    header = _first_bytes(Path(importlib.util.cache_from_source(str(source))))[:16]
     return header == importlib.util.MAGIC_NUMBER + _CHECKED_HASH + importlib.util.source_hash(source.read_bytes())
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_DIGEST_SIZE)
+    except OSError:
+        return b""
+
+
+def _bundle(folder: Path, entry: str) -> Path:
+    return folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}"
+
+
+def _digest(folder: Path) -> bytes:
+    """Return what changes when a module does, or the Python that compiles it."""
+    sources = [source.read_bytes() for source in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, *sources])).digest()
+
+
+def _in_order(folder: Path, entry: str) -> list[str]:
+    """Return the package and all modules that this one imports at once, each behind those that it needs itself."""
+    found: list[str] = []
+
+    def visit(name: str) -> None:
+        if name not in found:
+            for needed in _imported(ast.parse((folder / f"{name}.py").read_bytes())):
+                visit(needed)
+            found.append(name)
+
+    visit(entry)
+    return ["__init__", *found]
+
+
+def _imported(tree: ast.Module) -> list[str]:
+    relative = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
+
+
+def _compiled(source: Path) -> CodeType:
+    """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at."""
+    tree = _Bare().visit(ast.parse(source.read_bytes()))
+    return _without_lines(compile(ast.fix_missing_locations(tree), source.name, "exec", dont_inherit=True, optimize=2))
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes annotations away, and with them the import of __future__."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        return None if node.module == "__future__" else node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        self.generic_visit(node)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
+
+
+def _without_lines(code: CodeType) -> CodeType:
+    inner = tuple(_without_lines(one) if isinstance(one, CodeType) else one for one in code.co_consts)
+    table = {"co_linetable": b""} if sys.version_info >= (3, 10) else {"co_lnotab": b""}
+    return code.replace(co_consts=inner, **table)  # type: ignore[arg-type]
+
+
+def _dotted(name: str) -> str:
+    return "runtime_hook" if name == "__init__" else f"runtime_hook.{name}"

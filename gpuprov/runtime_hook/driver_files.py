@@ -6,6 +6,8 @@ driver 550.163.01 as its .run and Debian's packages install them.
 
 from __future__ import annotations
 
+# The program that makes links and the loader's cache in a container: it stands in the CDI specification.
+HOOK_PATH = "/usr/bin/gpuprov-container-runtime-hook"
 ALL = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 DEFAULT = ("compute", "utility")
 

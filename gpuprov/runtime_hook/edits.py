@@ -1,53 +1,77 @@
-"""CDI's container edits put into an OCI config.json (CDI's SPEC.md, "OCI Edits"); unknown fields stay.
+"""CDI's container edits put into an OCI config.json (CDI's SPEC.md, "OCI Edits"); what is not named there stays.
 
-What stands in the specification and can't be applied here (a hook, a network device) is refused, not left out.
+Which edits, decides equipment.py; here they are applied as every engine that reads CDI does it.
 """
 
 from __future__ import annotations
 
-import os
-import stat
+import posix
 
-from . import driver_files
 from .errors import Refused
-from .rootfs import LibraryFolder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_APPLIED = ("env", "deviceNodes", "mounts", "additionalGids")
-# NVIDIA's own hook, which docker adds for --gpus: it would do the same once more, its way.
+_LISTS = ("env", "deviceNodes", "netDevices", "mounts", "hooks", "additionalGids")
+# The two ways by which docker's and NVIDIA's own hook comes into a configuration: it would do the same once more.
 _NVIDIA_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
+_TYPE = 0o170000
+_KINDS = {0o020000: "c", 0o060000: "b", 0o010000: "p"}
+_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 
 
-def apply_edits(
-    config: dict[str, Any],
-    common: dict[str, Any],
-    devices: list[dict[str, Any]],
-    capabilities: frozenset[str],
-    library_folder: LibraryFolder,
-) -> None:
-    """Change `config` such that the container gets the devices, and the driver's files for these capabilities.
+def merge_edits(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return several edits as one: lists one behind the other, of Intel's RDT the last."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for name in _LISTS:
+            if part.get(name):
+                merged.setdefault(name, []).extend(part[name])
+        if part.get("intelRdt"):
+            merged["intelRdt"] = part["intelRdt"]
+    return merged
 
-    Raises Refused if an edit can't be applied, or if the configuration has no place for it.
+
+def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = False) -> None:
+    """Change `config` as the edits say; `idmap` has bind mounts mapped in user namespaces (runc from 1.2 on knows it).
+
+    Raises Refused if the configuration has no place for an edit, or if a device node is not on this host.
     """
-    mounts: list[dict[str, Any]] = []
-    for edits in (common, *devices):
-        unknown = [name for name, value in edits.items() if value and name not in _APPLIED]
-        if unknown:
-            raise Refused(f"the CDI specification has {unknown[0]}, which this runtime can't do")
-        for entry in edits.get("env") or ():
-            _set_environment(config, entry)
-        if devices:
-            _add_nodes(config, edits, capabilities)
-        mounts += [one for one in edits.get("mounts") or () if _is_wanted(one["containerPath"], capabilities)]
-    _add_mounts(config, mounts, library_folder)
-    _drop_nvidia_hooks(config)
+    _add_environment(config, edits.get("env") or ())
+    for node in edits.get("deviceNodes") or ():
+        _add_device(config, node)
+    for device in edits.get("netDevices") or ():
+        devices = _object(_object(config, "linux"), "netDevices")
+        devices[device["hostInterfaceName"]] = {"name": device["name"]}
+    _add_mounts(config, edits.get("mounts") or (), idmap=idmap and _has_user_namespace(config))
+    for hook in edits.get("hooks") or ():
+        _add_hook(config, hook)
+    if edits.get("intelRdt"):
+        _object(config, "linux")["intelRdt"] = edits["intelRdt"]
+    _add_groups(config, edits.get("additionalGids") or ())
 
 
-def _is_wanted(path: str, capabilities: frozenset[str]) -> bool:
-    return bool(capabilities.intersection(driver_files.capabilities_of(path)))
+def drop_nvidia_hooks(config: dict[str, Any]) -> None:
+    """Take NVIDIA's own prestart hook out, which docker adds for --gpus."""
+    if not config.get("hooks"):
+        return
+    hooks = _object(config, "hooks")
+    before = _list(hooks, "prestart", dict)
+    kept = [hook for hook in before if str(hook.get("path", "")).rpartition("/")[2] not in _NVIDIA_HOOKS]
+    if len(kept) != len(before):
+        hooks["prestart"] = kept
+
+
+def normal_path(path: str) -> str:
+    """Return a path without `.`, `..` and doubled slashes, as Go's filepath.Clean does."""
+    parts: list[str] = []
+    for part in path.split("/"):
+        if part == ".." and parts and parts[-1] != "..":
+            parts.pop()
+        elif part not in ("", ".") and not (part == ".." and path.startswith("/")):
+            parts.append(part)
+    return ("/" if path.startswith("/") else "") + "/".join(parts) or "."
 
 
 def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
@@ -70,29 +94,29 @@ def _list(parent: dict[str, Any], name: str, kind: type) -> list[Any]:
     return list(found)
 
 
-def _set_environment(config: dict[str, Any], entry: str) -> None:
+def _add_environment(config: dict[str, Any], entries: Any) -> None:
     """Put NAME=VALUE into the environment: in the place of an entry of that name, else at the end."""
-    process = _object(config, "process")
-    name = entry.partition("=")[0] + "="
-    environment = _list(process, "env", str)
-    places = [place for place, item in enumerate(environment) if item.startswith(name)]
-    if not places:
-        process["env"] = [*environment, entry]
+    if not entries:
         return
-    environment[places[0]] = entry
-    # Of several entries with one name the last would count.
-    process["env"] = [item for place, item in enumerate(environment) if place not in places[1:]]
+    process = _object(config, "process")
+    environment = _list(process, "env", str)
+    for entry in entries:
+        name = entry.partition("=")[0] + "="
+        places = [place for place, item in enumerate(environment) if item.startswith(name)]
+        if not places:
+            environment.append(entry)
+            continue
+        environment[places[0]] = entry
+        # Of several entries with one name the last would count.
+        environment = [item for place, item in enumerate(environment) if place not in places[1:]]
+    process["env"] = environment
 
 
-def _add_nodes(config: dict[str, Any], edits: dict[str, Any], capabilities: frozenset[str]) -> None:
-    for node in edits.get("deviceNodes") or ():
-        if driver_files.node_is_needed(node["path"], capabilities):
-            _add_device(config, node)
-    groups = [group for group in edits.get("additionalGids") or () if group]
-    if groups:
+def _add_groups(config: dict[str, Any], groups: Any) -> None:
+    wanted = [group for group in groups if group]
+    if wanted:
         user = _object(_object(config, "process"), "user")
-        present = _list(user, "additionalGids", int)
-        user["additionalGids"] = list(dict.fromkeys([*present, *groups]))
+        user["additionalGids"] = list(dict.fromkeys([*_list(user, "additionalGids", int), *wanted]))
 
 
 def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
@@ -105,11 +129,13 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
     user = _object(_object(config, "process"), "user")
     device = {"path": node["path"], **_identity(node)}
     for name in ("uid", "gid"):
-        device[name] = node.get(name, user.get(name) or 0)
+        value = node.get(name)
+        own = user.get(name) if isinstance(user.get(name), int) else 0
+        device[name] = own if value is None else value
     devices = _list(linux, "devices", dict)
     linux["devices"] = [one for one in devices if one.get("path") != node["path"]] + [device]
     access = node.get("permissions") or "rwm"
-    if access == "none":
+    if access == "none" or device["type"] not in ("b", "c"):
         return
     rule = {"allow": True, **{name: device[name] for name in ("type", "major", "minor")}, "access": access}
     rules = _list(resources, "devices", dict)
@@ -126,40 +152,59 @@ def _identity(node: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
     path = node.get("hostPath") or node["path"]
     try:
-        status = os.stat(path)
+        status = posix.stat(path)
     except OSError as error:
         raise Refused(f"the device node {path} is not on this host ({error.strerror}): run gpuprov install") from None
-    kind = {stat.S_IFCHR: "c", stat.S_IFBLK: "b"}.get(stat.S_IFMT(status.st_mode), "")
+    kind = node.get("type") or _KINDS.get(status.st_mode & _TYPE, "")
     if not kind:
         raise Refused(f"{path} on this host is no device node: run gpuprov install")
-    mode = node.get("fileMode") or stat.S_IMODE(status.st_mode)
-    return {"type": kind, "major": os.major(status.st_rdev), "minor": os.minor(status.st_rdev), "fileMode": mode}
+    mode = node.get("fileMode") or status.st_mode & 0o7777
+    return {"type": kind, "major": posix.major(status.st_rdev), "minor": posix.minor(status.st_rdev), "fileMode": mode}
 
 
-def _add_mounts(config: dict[str, Any], mounts: list[dict[str, Any]], library_folder: LibraryFolder) -> None:
+def _add_mounts(config: dict[str, Any], mounts: Any, *, idmap: bool) -> None:
     """Add the mounts, in the place of those with the same destination; parents come before what lies below them."""
+    if not mounts:
+        return
     added = {}
     for mount in mounts:
-        destination = library_folder.in_container(mount["containerPath"])
         options = list(mount.get("options") or ())
-        if "bind" not in options and "rbind" not in options:
+        kind = mount.get("type") or ""
+        if idmap:
+            _map_ids(options, kind)
+        if "bind" not in options and "rbind" not in options and kind in ("", "bind"):
             options.append("bind")
-        added[destination] = {
-            "destination": destination, "type": "bind", "source": mount["hostPath"], "options": options,
+        added[normal_path(mount["containerPath"])] = {
+            "destination": mount["containerPath"], "type": kind or "bind", "source": mount["hostPath"],
+            "options": options,
         }  # fmt: skip
     kept = [one for one in _list(config, "mounts", dict) if _destination(one) not in added]
     config["mounts"] = sorted([*kept, *added.values()], key=lambda one: _destination(one).count("/"))
 
 
-def _destination(mount: dict[str, Any]) -> str:
-    return os.path.normpath(str(mount.get("destination", "")))
-
-
-def _drop_nvidia_hooks(config: dict[str, Any]) -> None:
-    if not config.get("hooks"):
+def _map_ids(options: list[str], kind: str) -> None:
+    if "idmap" in options or "ridmap" in options:
         return
+    if "rbind" in options:
+        options.append("ridmap")
+    elif kind == "bind" or "bind" in options:
+        options.append("idmap")
+
+
+def _destination(mount: dict[str, Any]) -> str:
+    destination = str(mount.get("destination", ""))
+    return normal_path(destination) if "//" in destination or "/." in destination else destination.rstrip("/") or "/"
+
+
+def _has_user_namespace(config: dict[str, Any]) -> bool:
+    namespaces = _list(_object(config, "linux"), "namespaces", dict)
+    return any(one.get("type") == "user" for one in namespaces)
+
+
+def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
+    stage = hook["hookName"]
+    if stage not in _STAGES:
+        raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
     hooks = _object(config, "hooks")
-    before = _list(hooks, "prestart", dict)
-    kept = [hook for hook in before if os.path.basename(str(hook.get("path", ""))) not in _NVIDIA_HOOKS]
-    if len(kept) != len(before):
-        hooks["prestart"] = kept
+    entry: dict[str, Any] = {"path": hook["path"], **{name: hook[name] for name in ("args", "env", "timeout") if name in hook}}
+    hooks[stage] = [*_list(hooks, stage, dict), entry]

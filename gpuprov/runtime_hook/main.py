@@ -1,19 +1,16 @@
-"""The runtime's `create`: reads the request, edits config.json, hands over to runc; fails closed."""
+"""The runtime's `create`: edits config.json for a GPU container, hands over to runc; fails closed."""
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
-import os
+import posix
 import sys
 
-from . import jsonio
-from .edits import apply_edits
+from . import jsonio, log
+from .decision import Decision, config_id, decide
+from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
-from .request import Request, parse_request
-from .requirements import require
-from .rootfs import LibraryFolder
-from .settings import SETTINGS_PATH, Settings, parse_settings
-from .specification import find_devices, load_specification, unusable
+from .links import prepare_root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,13 +24,14 @@ _OTHER_COMMANDS = (
     "update",
 )  # fmt: skip
 _LONGEST_LINE = 2000
+_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
 def main(low_level: str, arguments: list[str]) -> NoReturn:
     """Serve one call: `low_level` is runc's path, `arguments` what stood behind the runtime's name. Ends in runc."""
     try:
         if is_create(arguments):
-            prepare(bundle_of(arguments) or os.getcwd(), SETTINGS_PATH)
+            prepare(bundle_of(arguments) or posix.getcwd())
     except Refused as refused:
         refuse(arguments, f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must not let a half-equipped container start, nor print a traceback
@@ -42,7 +40,7 @@ def main(low_level: str, arguments: list[str]) -> NoReturn:
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
     try:
-        os.execv(low_level, [low_level, *arguments])
+        posix.execv(low_level, [low_level, *arguments])
     except OSError as error:
         refuse(arguments, f"gpuprov: {low_level} can't be started: {error.strerror}")
 
@@ -72,88 +70,81 @@ def bundle_of(arguments: list[str]) -> str:
     return bundle
 
 
-def prepare(bundle: str, settings_path: str) -> None:
-    """Edit the bundle's config.json if the container asks for GPUs; leave it untouched, bit for bit, if it does not."""
-    path = f"{bundle}/config.json"
+def prepare(bundle: str) -> None:
+    """Equip the bundle's container if it asks for GPUs; leave it untouched, bit for bit, if it does not."""
+    decision = decide(bundle)
+    if decision is None:
+        return
+    config, equipment = decision.config, decision.equipment
+    if _covered(config, equipment.links) and equipment.hook:
+        # A volume will lie over the links' folder: they can be made only once it is mounted.
+        equipment.edits.setdefault("hooks", []).append(equipment.hook)
+    else:
+        prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
+    apply_edits(config, equipment.edits)
+    drop_nvidia_hooks(config)
     try:
-        # runc too reads what is no UTF-8 as U+FFFD.
-        with open(path, encoding="utf-8", errors="replace") as file:
-            config = jsonio.loads(file.read())
-    except OSError:
-        # runc reads it next, and says what is wrong with it.
-        return
-    except ValueError as error:
-        # runc takes some things for JSON that are none (something after the end): a GPU container must not slip by.
-        raise Refused(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        return
-    settings, trouble = read_settings(settings_path)
-    request = parse_request(config, settings)
-    if request is None:
-        return
-    if trouble:
-        raise Refused(trouble)
-    equip(config, request, settings, root_of(config, bundle))
-    try:
-        write(path, jsonio.dumps(config))
+        write(f"{bundle}/config.json", jsonio.dumps(config))
     except OSError as error:
-        raise Refused(f"{path} can't be written: {error.strerror}") from None
+        raise Refused(f"{bundle}/config.json can't be written: {error.strerror}") from None
+    _log(decision, bundle)
 
 
-def read_settings(path: str) -> tuple[Settings, str]:
-    """Return the settings, and what is wrong with their file: that concerns none but GPU containers."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse_settings(file.read()), ""
-    except FileNotFoundError:
-        return Settings({}), ""
-    except (OSError, UnicodeDecodeError) as error:
-        return Settings({}), f"{path} can't be read: {error}"
-    except Refused as refused:
-        return Settings({}), str(refused)
+def _covered(config: dict[str, Any], links: list[tuple[str, str]]) -> bool:
+    """Say whether one of the container's own mounts will hide a folder in which links or the cache are made."""
+    mounts = config.get("mounts")
+    covers = {
+        str(mount.get("destination")).rstrip("/") for mount in mounts or () if isinstance(mount, dict)
+    } if isinstance(mounts, list) else set()  # fmt: skip
+    for folder in {"/etc", *(path.rpartition("/")[0] for _, path in links)}:
+        while folder:
+            if folder in covers:
+                return True
+            folder = folder.rpartition("/")[0]
+    return False
 
 
-def equip(config: dict[str, Any], request: Request, settings: Settings, root: str) -> None:
-    """Put into the configuration what the request asks for. Raises Refused if that can't be had."""
-    specification = load_specification(settings.specification)
-    require(request.requirements, specification.host)
-    devices = find_devices(specification, request.devices)
-    try:
-        apply_edits(config, specification.common, devices, request.capabilities, LibraryFolder(root))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Refused(unusable(settings.specification, error)) from None
-
-
-def root_of(config: dict[str, Any], bundle: str) -> str:
-    """Return the folder of the container's root file system."""
-    root = config.get("root")
-    path = root.get("path", "") if isinstance(root, dict) else ""
-    return path if str(path).startswith("/") else f"{bundle}/{path}"
+def _log(decision: Decision, bundle: str) -> None:
+    request, devices = decision.request, decision.request.devices
+    given = ",".join(devices or ()) or "driver files, no device"
+    log.write(
+        decision.settings, "info",
+        f"{config_id(bundle)}: {given}; {','.join(sorted(request.capabilities)) or 'no capability'}; "
+        + "; ".join([*request.decisions, *decision.equipment.decisions]),
+    )  # fmt: skip
 
 
 def write(path: str, text: str) -> None:
     """Replace a file whole, its mode and owner kept."""
-    status = os.stat(path)
+    status = posix.stat(path)
     temporary = f"{path}.gpuprov"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        os.fchown(handle, status.st_uid, status.st_gid)
-        os.fchmod(handle, status.st_mode & 0o7777)
-        file.write(text)
-    os.rename(temporary, path)
+    handle = posix.open(temporary, _CREATE, 0o600)
+    try:
+        posix.fchown(handle, status.st_uid, status.st_gid)
+        posix.fchmod(handle, status.st_mode & 0o7777)
+        content = text.encode()
+        while content:
+            content = content[posix.write(handle, content) :]
+    finally:
+        posix.close(handle)
+    posix.rename(temporary, path)
 
 
 def refuse(arguments: list[str], message: str) -> NoReturn:
     """End with the message where the engine looks for it: in runc's log, and on stderr."""
-    # An image's words stand in it: they are no commands to a terminal.
-    printable = "".join(character if character.isprintable() else " " for character in message[:_LONGEST_LINE])
-    line = " ".join(printable.split())
-    log = _value_of("--log", arguments)
-    if log:
-        _append(log, jsonio.dumps({"level": "error", "msg": line, "time": _now()}) + "\n")
+    line = printable(message)
+    path = _value_of("--log", arguments)
+    if path:
+        _append(path, jsonio.dumps({"level": "error", "msg": line, "time": _now()}) + "\n")
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-    os._exit(1)
+    posix._exit(1)
+
+
+def printable(message: str) -> str:
+    """Return one line: an image's words stand in it, and are no commands to a terminal."""
+    text = "".join(character if character.isprintable() else " " for character in message[:_LONGEST_LINE])
+    return " ".join(text.split())
 
 
 def _value_of(flag: str, arguments: list[str]) -> str:

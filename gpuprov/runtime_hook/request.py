@@ -1,13 +1,13 @@
 """What a container asks for, read from its config.json; decides nothing about what there is.
 
-The rules are those of NVIDIA's toolkit: environment, legacy images, privilege, volume mounts, swarm resources.
+The rules are those of NVIDIA's toolkit: annotations, volume mounts, environment, legacy images, privilege, swarm
+resources, IMEX channels, MIG. Each that decides something says so in one sentence.
 """
 
 from __future__ import annotations
 
-import os
-
 from . import driver_files
+from .edits import normal_path
 from .errors import Refused
 from .settings import Settings
 
@@ -15,49 +15,72 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_MOUNT_ROOT = "/var/run/nvidia-container-devices"
+_MOUNT_ROOT = "/var/run/nvidia-container-devices/"
+_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+_IMEX = "NVIDIA_IMEX_CHANNELS"
+_EXTRAS = ("GDS", "MOFED", "GDRCOPY", "NVSWITCH")
 _TRUE = ("1", "t", "T", "true", "TRUE", "True")
+# runtime-spec 1.0.0-rc1 to rc4 had a plain list of capabilities.
+_FLAT_CAPABILITIES = ("1.0.0-rc1", "1.0.0-rc2", "1.0.0-rc3", "1.0.0-rc4")
 
 
 class Request:
-    """A GPU container's request. `devices` as asked for; empty for driver files without a device (`none`)."""
+    """A container's request. `devices` is None for a container that asks for no GPU, empty for `none` (files alone)."""
 
-    __slots__ = ("capabilities", "devices", "requirements")
+    __slots__ = (
+        "capabilities", "decisions", "devices", "extras", "imex_channels", "legacy", "mig_config", "mig_monitor",
+        "privileged", "requirements",
+    )  # fmt: skip
 
-    def __init__(self, devices: list[str], capabilities: frozenset[str], requirements: list[str]) -> None:
-        self.devices = devices
-        self.capabilities = capabilities
-        self.requirements = requirements
+    def __init__(self, *, legacy: bool, privileged: bool) -> None:
+        self.legacy = legacy
+        self.privileged = privileged
+        self.devices: list[str] | None = None
+        self.imex_channels: list[str] = []
+        self.capabilities: frozenset[str] = frozenset()
+        self.requirements: list[str] = []
+        self.mig_config = ""
+        self.mig_monitor = ""
+        self.extras: list[str] = []
+        self.decisions: list[str] = []
 
 
-def parse_request(config: dict[str, Any], settings: Settings) -> Request | None:
-    """Return what the container asks for, or None for a container that asks for no GPU.
+def parse_request(config: dict[str, Any], settings: Settings) -> Request:
+    """Return what the container asks for.
 
-    Raises Refused where it asks in a way that can't be: such a container must not start.
+    Raises Refused where it asks for GPUs in a way that can't be: such a container must not start.
     """
-    environment = _environment(config)
-    privileged = _is_privileged(config)
-    legacy = _is_legacy(environment)
-    devices = _devices(config, environment, settings, privileged=privileged, legacy=legacy)
-    if devices is None:
-        return None
-    for name in ("NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"):
-        if environment.get(name) and not privileged:
-            raise Refused(f"{name} is for privileged containers alone: add --cap-add SYS_ADMIN, or leave it out")
-    capabilities = _capabilities(environment, settings, legacy=legacy)
-    return Request(devices, capabilities, _requirements(environment, settings, legacy=legacy))
+    environment, malformed = _environment(config)
+    request = Request(legacy=_is_legacy(environment), privileged=_is_privileged(config))
+    request.devices = _devices(config, environment, settings, request)
+    if request.devices is None:
+        return request
+    if malformed:
+        raise Refused(
+            f"the container's environment has an entry without '=': {malformed!r}: mend the image or the call"
+        )
+    _add_mig(environment, request)
+    request.imex_channels = _imex_channels(config, environment, settings, request)
+    request.capabilities = _capabilities(environment, settings, request)
+    request.requirements = _requirements(environment, settings, request)
+    request.extras = [name.lower() for name in _EXTRAS if environment.get(f"NVIDIA_{name}") == "enabled"]
+    return request
 
 
-def _environment(config: dict[str, Any]) -> dict[str, str]:
-    """Return the container's environment; the last of two entries with one name counts."""
+def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:
+    """Return the container's environment, the last of two entries with one name counting; and an entry without `=`."""
     process = config.get("process")
     entries = process.get("env") if isinstance(process, dict) else None
     found = {}
+    malformed = ""
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, str):
-            name, _, value = entry.partition("=")
-            found[name] = value
-    return found
+            name, equals, value = entry.partition("=")
+            if equals:
+                found[name] = value
+            else:
+                malformed = malformed or entry or " "
+    return found, malformed
 
 
 def _is_legacy(environment: dict[str, str]) -> bool:
@@ -68,51 +91,86 @@ def _is_legacy(environment: dict[str, str]) -> bool:
 def _is_privileged(config: dict[str, Any]) -> bool:
     process = config.get("process")
     capabilities = process.get("capabilities") if isinstance(process, dict) else None
-    # runtime-spec 1.0.0-rc1 to rc4 had a plain list here.
-    if isinstance(capabilities, dict):
-        capabilities = capabilities.get("bounding")
-    return isinstance(capabilities, list) and "CAP_SYS_ADMIN" in capabilities
+    if str(config.get("ociVersion", "")).startswith(_FLAT_CAPABILITIES):
+        return isinstance(capabilities, list) and "CAP_SYS_ADMIN" in capabilities
+    bounding = capabilities.get("bounding") if isinstance(capabilities, dict) else None
+    return isinstance(bounding, list) and "CAP_SYS_ADMIN" in bounding
 
 
 def _devices(
-    config: dict[str, Any], environment: dict[str, str], settings: Settings, *, privileged: bool, legacy: bool
+    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: Request
 ) -> list[str] | None:
+    annotated = _annotated_devices(config, settings)
+    if annotated:
+        request.decisions.append("devices are named by annotations")
+        return annotated
     if settings.accept_volume_mounts:
         mounted = _mounted_devices(config)
         if mounted:
+            request.decisions.append(f"devices are named by volume mounts below {_MOUNT_ROOT}")
             return mounted
-    asked = _visible_devices(environment, settings, legacy=legacy)
-    if asked is not None and not (privileged or settings.accept_envvar_when_unprivileged):
+    names = [name for name in settings.swarm_resources if name in environment] or [_DEVICES]
+    asked = _listed([environment[name] for name in names if name in environment], legacy=request.legacy)
+    if asked is None:
         return None
+    if not _environment_counts(settings, request):
+        request.decisions.append(
+            f"{' and '.join(names)} don't count: the container is not privileged, and "
+            "accept-nvidia-visible-devices-envvar-when-unprivileged is false"
+        )
+        return None
+    if names[0] in environment:
+        request.decisions.append(f"devices are named by {' and '.join(names)}")
+    else:
+        request.decisions.append("an image with CUDA_VERSION and no NVIDIA_REQUIRE_CUDA is a legacy image: all devices")
     return asked
 
 
-def _mounted_devices(config: dict[str, Any]) -> list[str]:
-    """Return the devices named by mounts of /dev/null below the agreed folder: a pod can't make these by itself."""
-    found = []
-    mounts = config.get("mounts")
-    for mount in mounts if isinstance(mounts, list) else ():
-        if not isinstance(mount, dict) or os.path.normpath(str(mount.get("source", ""))) != "/dev/null":
-            continue
-        destination = os.path.normpath(str(mount.get("destination", "")))
-        name = destination[len(_MOUNT_ROOT) + 1 :] if destination.startswith(f"{_MOUNT_ROOT}/") else ""
-        name = _qualified(name[len("cdi/") :]) if name.startswith("cdi/") else name
-        if name and not name.startswith("imex/") and name not in found:
-            found.append(name)
+def _environment_counts(settings: Settings, request: Request) -> bool:
+    return request.privileged or settings.accept_envvar_when_unprivileged
+
+
+def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
+    annotations = config.get("annotations")
+    found: list[str] = []
+    for key, value in sorted(annotations.items()) if isinstance(annotations, dict) else ():
+        if key.startswith(settings.annotation_prefixes) and isinstance(value, str):
+            found += value.split(",")
     return found
 
 
+def _mounts_below_root(config: dict[str, Any]) -> list[str]:
+    """Return what is named by mounts of /dev/null below the agreed folder: a pod can't make these by itself."""
+    found: list[str] = []
+    mounts = config.get("mounts")
+    for mount in mounts if isinstance(mounts, list) else ():
+        if not isinstance(mount, dict) or normal_path(str(mount.get("source", ""))) != "/dev/null":
+            continue
+        destination = normal_path(str(mount.get("destination", "")))
+        if destination.startswith(_MOUNT_ROOT) and destination[len(_MOUNT_ROOT) :] not in found:
+            found.append(destination[len(_MOUNT_ROOT) :])
+    return found
+
+
+def _mounted_devices(config: dict[str, Any]) -> list[str]:
+    names = [_qualified(name) for name in _mounts_below_root(config) if not name.startswith("imex/")]
+    return [name for name in names if name]
+
+
 def _qualified(name: str) -> str:
-    """Return VENDOR/CLASS=NAME for VENDOR/CLASS/NAME, that itself as it is, nothing for anything else."""
-    if "=" in name:
+    """Return VENDOR/CLASS=NAME for cdi/VENDOR/CLASS/NAME, nothing for another cdi/…, any other name as it is."""
+    if not name.startswith("cdi/"):
+        return name
+    name = name[len("cdi/") :]
+    kind, equals, device = name.partition("=")
+    if equals and device and "/" in kind.strip("/"):
         return name
     parts = name.split("/", 2)
     return f"{parts[0]}/{parts[1]}={parts[2]}" if len(parts) == 3 else ""
 
 
-def _visible_devices(environment: dict[str, str], settings: Settings, *, legacy: bool) -> list[str] | None:
-    names = [name for name in settings.swarm_resources if name in environment] or ["NVIDIA_VISIBLE_DEVICES"]
-    values = [environment[name] for name in names if name in environment]
+def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
+    """Return the devices that variables' values list: none at all is None, `none` is the empty list."""
     if not values:
         return ["all"] if legacy else None
     items = [item.strip() for value in values for item in value.split(",")]
@@ -125,12 +183,38 @@ def _visible_devices(environment: dict[str, str], settings: Settings, *, legacy:
     return ["all"] if decisive == "all" else []
 
 
-def _capabilities(environment: dict[str, str], settings: Settings, *, legacy: bool) -> frozenset[str]:
+def _add_mig(environment: dict[str, str], request: Request) -> None:
+    request.mig_config = environment.get("NVIDIA_MIG_CONFIG_DEVICES", "")
+    request.mig_monitor = environment.get("NVIDIA_MIG_MONITOR_DEVICES", "")
+    for name, value in (("CONFIG", request.mig_config), ("MONITOR", request.mig_monitor)):
+        if value and not request.privileged:
+            raise Refused(
+                f"NVIDIA_MIG_{name}_DEVICES is for privileged containers alone: add --cap-add SYS_ADMIN, or drop it"
+            )
+
+
+def _imex_channels(
+    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: Request
+) -> list[str]:
+    if settings.ignore_imex:
+        return []
+    if settings.accept_volume_mounts:
+        mounted = [name[len("imex/") :] for name in _mounts_below_root(config) if name.startswith("imex/")]
+        if mounted:
+            request.decisions.append("IMEX channels are named by volume mounts")
+            return mounted
+    if _IMEX not in environment or not _environment_counts(settings, request):
+        return []
+    listed = _listed([environment[_IMEX]], legacy=False) or []
+    return [] if listed == ["all"] else listed
+
+
+def _capabilities(environment: dict[str, str], settings: Settings, request: Request) -> frozenset[str]:
     supported = frozenset(settings.supported_capabilities)
     default = supported & frozenset(driver_files.DEFAULT)
     value = environment.get("NVIDIA_DRIVER_CAPABILITIES")
     if value is None:
-        return supported if legacy else default
+        return supported if request.legacy else default
     if value == "":
         return default
     asked = frozenset(item.strip() for item in value.split(",") if item.strip())
@@ -144,15 +228,17 @@ def _capabilities(environment: dict[str, str], settings: Settings, *, legacy: bo
     return asked
 
 
-def _requirements(environment: dict[str, str], settings: Settings, *, legacy: bool) -> list[str]:
+def _requirements(environment: dict[str, str], settings: Settings, request: Request) -> list[str]:
     if settings.disable_require or environment.get("NVIDIA_DISABLE_REQUIRE") in _TRUE:
+        by = "disable-require" if settings.disable_require else "NVIDIA_DISABLE_REQUIRE"
+        request.decisions.append(f"requirements are not checked: {by}")
         return []
     found = [
         value
         for name, value in environment.items()
         if name.startswith("NVIDIA_REQUIRE_") and not name.startswith("NVIDIA_REQUIRE_JETPACK")
     ]
-    if legacy:
+    if request.legacy:
         found.append(f"cuda>={_cuda_version(environment['CUDA_VERSION'])}")
     return found
 
@@ -160,6 +246,7 @@ def _requirements(environment: dict[str, str], settings: Settings, *, legacy: bo
 def _cuda_version(text: str) -> str:
     """Return MAJOR.MINOR of a CUDA_VERSION. Raises Refused for anything but one to three numbers."""
     parts = text.removeprefix("v").split(".")
-    if len(parts) > 3 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+    numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 4000]
+    if len(parts) > 3 or len(numbers) != len(parts) or max(numbers[:2]) >= 1 << 32:
         raise Refused(f"the image's CUDA_VERSION={text} is no version: NVIDIA_DISABLE_REQUIRE=1 starts it all the same")
-    return f"{int(parts[0])}.{int(parts[1]) if len(parts) > 1 else 0}"
+    return f"{numbers[0]}.{numbers[1] if len(numbers) > 1 else 0}"

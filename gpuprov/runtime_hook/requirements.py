@@ -100,7 +100,7 @@ def _violation(alternatives: list[str], host: dict[str, str]) -> str:
     needed = _driver_needed(alternatives[0], host)
     if needed:
         major = needed.partition(".")[0]
-        return f"{message}: update the driver to >= {major} or use an image for CUDA <= {host['cuda']}"
+        return f"{message}: update the driver to ≥ {major} or use an image for CUDA ≤ {host['cuda']}"
     return f"{message}: use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better"
 
 

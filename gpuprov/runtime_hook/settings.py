@@ -1,71 +1,146 @@
-"""The runtime's configuration, under the names that NVIDIA's config.toml has for the same things.
+"""The runtime's configuration: NVIDIA's config.toml, its keys and their meaning, and a file of our own over it.
 
-/etc/gpuprov/container-runtime.json, read at every container start, so an edit counts at the next one; without it
-NVIDIA's defaults hold.
+Both are read at every start of a container that may want GPUs: an edit takes effect at the next one.
 """
 
 from __future__ import annotations
 
-from . import driver_files, jsonio
-from .errors import Refused
+from . import driver_files, toml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-SETTINGS_PATH = "/etc/gpuprov/container-runtime.json"
-SPECIFICATION_PATH = "/etc/cdi/nvidia.json"
-_KINDS = {
-    "accept-nvidia-visible-devices-envvar-when-unprivileged": bool,
-    "accept-nvidia-visible-devices-as-volume-mounts": bool,
-    "disable-require": bool,
-    "supported-driver-capabilities": str,
-    "swarm-resource": str,
-    "specification": str,
+SETTINGS_PATH = "/etc/gpuprov/container-runtime.toml"
+NVIDIA_SETTINGS_PATH = "/etc/nvidia-container-runtime/config.toml"
+
+_RUNTIME = "nvidia-container-runtime"
+_LOG_LEVELS = ("debug", "info", "warning", "warn", "error")
+# Modes of NVIDIA's: all but Tegra's give the same here, because ours honours every request in one way.
+_MODES = ("auto", "cdi", "jit-cdi", "legacy")
+# Key → (type, default). What NVIDIA's runtime has and ours has no use for is known, so that nobody's file is refused.
+_KEYS: dict[str, tuple[type, Any]] = {
+    "disable-require": (bool, False),
+    "swarm-resource": (str, ""),
+    "accept-nvidia-visible-devices-envvar-when-unprivileged": (bool, True),
+    "accept-nvidia-visible-devices-as-volume-mounts": (bool, False),
+    "supported-driver-capabilities": (str, "all"),
+    f"{_RUNTIME}.debug": (str, ""),
+    f"{_RUNTIME}.log-level": (str, "info"),
+    f"{_RUNTIME}.runtimes": (list, ["runc", "crun"]),
+    f"{_RUNTIME}.mode": (str, "auto"),
+    f"{_RUNTIME}.modes.cdi.spec-dirs": (list, ["/etc/cdi", "/var/run/cdi"]),
+    f"{_RUNTIME}.modes.cdi.default-kind": (str, "nvidia.com/gpu"),
+    f"{_RUNTIME}.modes.cdi.annotation-prefixes": (list, ["cdi.k8s.io/"]),
+    f"{_RUNTIME}.modes.legacy.cuda-compat-mode": (str, "ldconfig"),
+    "features.ignore-imex-channel-requests": (bool, False),
+    "features.disable-cuda-compat-lib-hook": (bool, False),
+    "features.no-additional-gids-for-device-nodes": (bool, False),
 }
+_WITHOUT_USE = (
+    "nvidia-container-cli.", "nvidia-ctk.", "nvidia-container-runtime-hook.", "features.", f"{_RUNTIME}.modes.",
+)  # fmt: skip
 
 
 class Settings:
-    """What the configuration says."""
+    """What the configuration says; `values` holds what differs from the defaults, by dotted key."""
 
     __slots__ = (
-        "accept_envvar_when_unprivileged", "accept_volume_mounts", "disable_require", "specification",
-        "supported_capabilities", "swarm_resources",
+        "accept_envvar_when_unprivileged", "accept_volume_mounts", "additional_gids", "annotation_prefixes",
+        "cuda_compat", "debug", "default_kind", "disable_require", "ignore_imex", "log_level", "mode", "runtimes",
+        "spec_dirs", "supported_capabilities", "swarm_resources",
     )  # fmt: skip
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.accept_envvar_when_unprivileged: bool = values.get(
-            "accept-nvidia-visible-devices-envvar-when-unprivileged", True
-        )
-        self.accept_volume_mounts: bool = values.get("accept-nvidia-visible-devices-as-volume-mounts", False)
-        self.disable_require: bool = values.get("disable-require", False)
-        self.specification: str = values.get("specification", SPECIFICATION_PATH)
-        self.supported_capabilities = _capabilities(values.get("supported-driver-capabilities", "all"))
-        names = values.get("swarm-resource", "").split(",")
-        self.swarm_resources = [name.strip() for name in names if name.strip()]
+        def value(key: str) -> Any:
+            return values.get(key, _KEYS[key][1])
+
+        self.accept_envvar_when_unprivileged: bool = value("accept-nvidia-visible-devices-envvar-when-unprivileged")
+        self.accept_volume_mounts: bool = value("accept-nvidia-visible-devices-as-volume-mounts")
+        self.disable_require: bool = value("disable-require")
+        self.supported_capabilities = _capabilities(value("supported-driver-capabilities"))
+        self.swarm_resources = _items(value("swarm-resource"))
+        debug = value(f"{_RUNTIME}.debug")
+        self.debug: str = "" if debug == "/dev/null" else debug
+        self.log_level: str = value(f"{_RUNTIME}.log-level")
+        self.runtimes = tuple(value(f"{_RUNTIME}.runtimes"))
+        self.mode: str = value(f"{_RUNTIME}.mode")
+        self.spec_dirs = tuple(value(f"{_RUNTIME}.modes.cdi.spec-dirs"))
+        self.default_kind: str = value(f"{_RUNTIME}.modes.cdi.default-kind")
+        self.annotation_prefixes = tuple(value(f"{_RUNTIME}.modes.cdi.annotation-prefixes"))
+        compat = value(f"{_RUNTIME}.modes.legacy.cuda-compat-mode")
+        self.cuda_compat: bool = compat != "disabled" and not value("features.disable-cuda-compat-lib-hook")
+        self.ignore_imex: bool = value("features.ignore-imex-channel-requests")
+        self.additional_gids: bool = not value("features.no-additional-gids-for-device-nodes")
 
 
-def parse_settings(text: str) -> Settings:
-    """Return the settings in a configuration's text. Raises Refused, naming the key, if it is wrong."""
+def read_settings(own: str = SETTINGS_PATH, nvidia: str = NVIDIA_SETTINGS_PATH) -> tuple[Settings, str]:
+    """Return the settings, and what is wrong with their files: that concerns none but GPU containers.
+
+    Each key of our own file stands over NVIDIA's; neither file has to be there.
+    """
+    values: dict[str, Any] = {}
     try:
-        values = jsonio.loads(text)
+        values.update(_read(nvidia, strict=False))
+        values.update(_read(own, strict=True))
+        return Settings(values), ""
     except ValueError as error:
-        raise Refused(f"{SETTINGS_PATH} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise Refused(f"{SETTINGS_PATH} does not hold an object")
+        return Settings({}), str(error)
+
+
+def _read(path: str, *, strict: bool) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = toml.parse(file.read())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+    values = _flat(document, "")
     for key, value in values.items():
-        if key not in _KINDS:
-            raise Refused(f"{SETTINGS_PATH} has no key {key!r}; known are {', '.join(_KINDS)}")
-        if not isinstance(value, _KINDS[key]):
-            raise Refused(f"{SETTINGS_PATH}: {key} must be {'true or false' if _KINDS[key] is bool else 'text'}")
-    return Settings(values)
+        fault = _fault(key, value, strict=strict)
+        if fault:
+            raise ValueError(f"{path}: {fault}")
+    return {key: value for key, value in values.items() if key in _KEYS}
+
+
+def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{prefix}{key}."))
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _fault(key: str, value: Any, *, strict: bool) -> str:
+    """Return what is wrong with a value, nothing if it is right; NVIDIA's newer keys are none of our business."""
+    if key not in _KEYS:
+        known = not strict or key.startswith(_WITHOUT_USE)
+        return "" if known else f"there is no key {key!r}; known are {', '.join(_KEYS)}"
+    kind = _KEYS[key][0]
+    if kind is list:
+        right = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+        return "" if right and (value or not key.endswith("runtimes")) else f"{key} must be a list of texts"
+    if not isinstance(value, kind):
+        return f"{key} must be {'true or false' if kind is bool else 'text'}"
+    if key == f"{_RUNTIME}.mode" and value not in _MODES:
+        what = "is for Tegra, which is not supported" if value == "csv" else "is unknown"
+        return f"mode {value!r} {what}: use one of {', '.join(_MODES)}"
+    if key == f"{_RUNTIME}.log-level" and value not in _LOG_LEVELS:
+        return f"log-level {value!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
+    if key == "supported-driver-capabilities":
+        unknown = [one for one in _items(str(value)) if one != "all" and one not in driver_files.ALL]
+        return f"there is no driver capability {unknown[0]!r}" if unknown else ""
+    return ""
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _capabilities(text: str) -> tuple[str, ...]:
-    asked = [item.strip() for item in text.split(",") if item.strip()]
-    if "all" in asked:
-        return driver_files.ALL
-    unknown = [item for item in asked if item not in driver_files.ALL]
-    if unknown:
-        raise Refused(f"{SETTINGS_PATH}: there is no driver capability {unknown[0]!r}")
-    return tuple(sorted(set(asked)))
+    asked = _items(text)
+    return driver_files.ALL if "all" in asked else tuple(sorted(set(asked)))

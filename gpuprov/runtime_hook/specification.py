@@ -1,6 +1,12 @@
-"""The CDI specification that provisioning wrote: reading it, and finding in it the devices that a container names."""
+"""The CDI specifications on this host: read as JSON, and searched for the devices that a container names.
+
+gpuprov's own (nvidia.json in the first folder that has it) answers for nvidia.com/gpu; other kinds are looked for in
+every specification, a later folder's winning over an earlier one's, as CDI has it.
+"""
 
 from __future__ import annotations
+
+import posix
 
 from . import jsonio
 from .errors import Refused
@@ -9,64 +15,91 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .settings import Settings
+
 KIND = "nvidia.com/gpu"
+_OWN_NAME = "nvidia.json"
 _ANNOTATIONS = "gpuprov.io/"
+_HOST = (
+    ("driver", "driver-version"), ("cuda", "cuda-version"), ("arch", "gpu-architecture"), ("brand", "gpu-brand"),
+)  # fmt: skip
 
 
 class Specification:
-    """Devices by name, what all of them share, and what the host is (driver, cuda, … → value)."""
+    """One kind's devices by name, what all of them share, what the host is (driver, cuda, …), and where it stands."""
 
-    __slots__ = ("common", "devices", "host")
+    __slots__ = ("common", "devices", "host", "path")
 
-    def __init__(self, devices: dict[str, dict[str, Any]], common: dict[str, Any], host: dict[str, str]) -> None:
+    def __init__(
+        self, path: str, devices: dict[str, dict[str, Any]], common: dict[str, Any], host: dict[str, str]
+    ) -> None:
+        self.path = path
         self.devices = devices
         self.common = common
         self.host = host
 
 
-def load_specification(path: str) -> Specification:
-    """Return the specification in a file. Raises Refused, saying what to type, if it is missing or not one."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = jsonio.loads(file.read())
-        devices = {device["name"]: device["containerEdits"] for device in document["devices"]}
-        annotations = document.get("annotations") or {}
-        host = {
-            name: str(annotations[f"{_ANNOTATIONS}{key}"])
-            for name, key in (
-                ("driver", "driver-version"), ("cuda", "cuda-version"), ("arch", "gpu-architecture"),
-                ("brand", "gpu-brand"),
-            )
-            if f"{_ANNOTATIONS}{key}" in annotations
-        }  # fmt: skip
-        return Specification(devices, document.get("containerEdits") or {}, host)
-    except FileNotFoundError:
-        raise Refused(f"there is no CDI specification {path} on this host: run gpuprov install there") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(unusable(path, error)) from None
+class Specifications:
+    """All kinds, each read when it is asked for."""
+
+    __slots__ = ("_default_kind", "_folders", "_known")
+
+    def __init__(self, settings: Settings) -> None:
+        self._folders = settings.spec_dirs
+        self._default_kind = settings.default_kind
+        self._known: dict[str, Specification] = {}
+
+    @property
+    def own(self) -> Specification:
+        """What gpuprov wrote about this host's driver. Raises Refused if it is missing or no specification."""
+        return self.of(KIND)
+
+    def of(self, kind: str) -> Specification:
+        """Return a kind's specification. Raises Refused, saying what to type, if there is none."""
+        if kind not in self._known:
+            found = _own(self._folders) if kind == KIND else None
+            self._known[kind] = found or _searched(kind, self._folders)
+        return self._known[kind]
+
+    def edits_of(self, names: list[str]) -> list[dict[str, Any]]:
+        """Return the edits of the named devices, each specification's common ones before its first device's.
+
+        No name at all stands for the driver's files without a device. Names are an index, a UUID, a PCI bus id, a MIG
+        device (0:1), `all`, or qualified (nvidia.com/gpu=0). Raises Refused, naming what there is, for any other.
+        """
+        if not names:
+            return [{**self.own.common, "deviceNodes": []}]
+        found = []
+        begun = set()
+        for name in names:
+            kind, device = self._split(name)
+            specification = self.of(kind)
+            if kind not in begun:
+                begun.add(kind)
+                found.append(specification.common)
+            found.append(_device(specification, kind, device))
+        return found
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Return (kind, device): a name that is not VENDOR/CLASS=NAME is of the default kind."""
+        kind, equals, device = name.partition("=")
+        vendor, slash, class_ = kind.partition("/")
+        if equals and slash and vendor and class_ and device:
+            # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
+            return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
+        return self._default_kind, name
 
 
-def unusable(path: str, error: Exception) -> str:
-    """Return what to say of a specification that is not one."""
-    fault = f"{type(error).__name__}: {error}"
-    return f"the CDI specification {path} can't be used ({fault}): run gpuprov install on this host"
-
-
-def find_devices(specification: Specification, names: list[str]) -> list[dict[str, Any]]:
-    """Return the edits of the named devices: by index, UUID, PCI bus id, `all`, or qualified (nvidia.com/gpu=0).
-
-    Raises Refused if there is no such device, naming those that there are.
-    """
-    found = []
-    for name in names:
-        plain = name.removeprefix("runtime.").removeprefix(f"{KIND}=")
-        edits = specification.devices.get(plain)
-        if edits is None:
-            edits = specification.devices.get(_sysfs_bus_id(plain))
-        if edits is None:
-            raise Refused(f"there is no GPU {name!r} on this host; there are {_numbers(specification)}")
-        found.append(edits)
-    return found
+def _device(specification: Specification, kind: str, name: str) -> dict[str, Any]:
+    edits = specification.devices.get(name)
+    if edits is None:
+        edits = specification.devices.get(_sysfs_bus_id(name))
+    if edits is not None:
+        return edits
+    if kind != KIND:
+        there = ", ".join(sorted(specification.devices)) or "none"
+        raise Refused(f"there is no device {kind}={name} on this host; there are {there}")
+    raise Refused(f"there is no GPU {name!r} on this host; there are {_numbers(specification)}")
 
 
 def _sysfs_bus_id(name: str) -> str:
@@ -76,5 +109,94 @@ def _sysfs_bus_id(name: str) -> str:
 
 
 def _numbers(specification: Specification) -> str:
-    numbers = sorted((int(name) for name in specification.devices if name.isdigit()))
-    return ", ".join(str(number) for number in numbers) or "none"
+    """Return the GPUs' numbers, and the MIG devices' (0:1), for people."""
+    numbers = [name.split(":") for name in specification.devices if name.replace(":", "", 1).isdigit()]
+    known = sorted([int(part) for part in parts] for parts in numbers if all(parts))
+    return ", ".join(":".join(str(part) for part in parts) for parts in known) or "none"
+
+
+def _own(folders: tuple[str, ...]) -> Specification | None:
+    for folder in folders:
+        path = f"{folder}/{_OWN_NAME}"
+        try:
+            kind, specification = _read(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Refused(unusable(path, error)) from None
+        if kind == KIND:
+            return specification
+    return None
+
+
+def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
+    """Return all devices of a kind in all folders' specifications, as one. Raises Refused if there is none."""
+    found: dict[str, dict[str, Any]] = {}
+    common: dict[str, Any] = {}
+    host: dict[str, str] = {}
+    where = ""
+    for path in _files(folders):
+        if not path.endswith(".json"):
+            continue
+        try:
+            other, specification = _read(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # as CDI has it: an invalid file is none
+        if other == kind:
+            # Of two specifications of one kind, each brings its own common edits to its own devices.
+            own = specification.common
+            found.update({name: _both(own, edits) for name, edits in specification.devices.items()})
+            host, where = specification.host, path
+    if where:
+        return Specification(where, found, common, host)
+    raise Refused(_missing(kind, folders))
+
+
+def _both(common: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: [*(common.get(key) or []), *(edits.get(key) or [])] for key in {**common, **edits} if key != "intelRdt"
+    }
+
+
+def _missing(kind: str, folders: tuple[str, ...]) -> str:
+    if kind == KIND:
+        return f"there is no CDI specification {folders[0]}/{_OWN_NAME} on this host: run gpuprov install there"
+    for path in _files(folders):
+        if not path.endswith(".json") and _names_kind(path, kind):
+            return f"{path} is YAML, which this runtime can't read: gpuprov cdi transform --format json {path}"
+    return f"there is no CDI specification of {kind} in {', '.join(folders)} on this host"
+
+
+def _names_kind(path: str, kind: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return any(line.strip().replace('"', "").replace("'", "") == f"kind: {kind}" for line in file)
+    except (OSError, ValueError):
+        return False
+
+
+def _files(folders: tuple[str, ...]) -> list[str]:
+    found = []
+    for folder in folders:
+        try:
+            names = sorted(posix.listdir(folder))
+        except OSError:
+            continue
+        found += [f"{folder}/{name}" for name in names if name.endswith((".json", ".yaml", ".yml"))]
+    return found
+
+
+def _read(path: str) -> tuple[str, Specification]:
+    with open(path, encoding="utf-8") as file:
+        document = jsonio.loads(file.read())
+    devices = {device["name"]: device["containerEdits"] for device in document["devices"]}
+    annotations = document.get("annotations") or {}
+    known = [(name, annotations.get(f"{_ANNOTATIONS}{key}")) for name, key in _HOST]
+    host = {name: str(value) for name, value in known if value is not None}
+    return document["kind"], Specification(path, devices, document.get("containerEdits") or {}, host)
+
+
+def unusable(path: str, error: Exception) -> str:
+    """Return what to say of a specification that is not one."""
+    fault = f"{type(error).__name__}: {error}"
+    return f"the CDI specification {path} can't be used ({fault}): run gpuprov install on this host"

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, render_json
-from gpuprov.runtime_hook import deploy
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, render_json
+from tests.deployed import bundle_below, deploy_below
 
 pytestmark = pytest.mark.root
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
@@ -33,42 +33,28 @@ echo "visible $NVIDIA_VISIBLE_DEVICES"
 
 
 class Bench:
-    """A deployed runtime over a low-level one, and a bundle with busybox in it."""
+    """A deployed runtime over a low-level one, a driver of four files, and a bundle with busybox in it."""
 
     def __init__(self, folder: Path, low_level: str) -> None:
         self.folder = folder
-        self.low_level = shutil.which(low_level, path="/usr/sbin:/usr/bin:/usr/local/sbin") or low_level
+        self.deployed = deploy_below(folder / "deployed", low_level)
+        self.low_level = self.deployed.low_level
+        self.runtime = self.deployed.runtime
+        self.specification = self.deployed.specification
+        self.settings = self.deployed.settings
         self.root = folder / "bundle/rootfs"
-        self.specification = folder / "nvidia.json"
-        self._deploy()
         self._driver()
-        self._bundle()
-
-    def _deploy(self) -> None:
-        for path, mode, content in deploy.deployed_files():
-            place = self.folder / "host" / path.lstrip("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            text = content.replace(b"/etc/cdi/nvidia.json", str(self.specification).encode())
-            place.write_bytes(text.replace(b"/etc/gpuprov/container-runtime.json", str(self.settings).encode()))
-            place.chmod(mode)
-        library = self.folder / "host" / deploy.LIBRARY_PATH.lstrip("/")
-        deploy.compile_bytecode(str(library / "runtime_hook"))
-        self.runtime = self.folder / "gpuprov-container-runtime"
-        launcher = deploy.render_launcher("/usr/bin/python3", str(library), (self.low_level,))
-        self.runtime.write_text(launcher.replace("/etc/gpuprov/container-runtime.json", str(self.settings)))
-        self.runtime.chmod(0o755)
-
-    @property
-    def settings(self) -> Path:
-        return self.folder / "settings.json"
+        applets = ("stat", "find", "sort", "cat", "grep", "readlink")
+        bundle_below(folder / "bundle", low_level, applets)
+        (self.root / LIBRARIES.lstrip("/")).mkdir(parents=True)
 
     def _driver(self) -> None:
         driver = self.folder / "driver"
         driver.mkdir()
         mounts = []
         for name, path in (
-            ("cuda", f"{LIBRARIES}/libcuda.so.550"), ("cuda", f"{LIBRARIES}/libcuda.so.1"),
-            ("ml", f"{LIBRARIES}/libnvidia-ml.so.1"), ("smi", "/usr/bin/nvidia-smi"),
+            ("cuda", f"{LIBRARIES}/libcuda.so.550.163.01"), ("ml", f"{LIBRARIES}/libnvidia-ml.so.550.163.01"),
+            ("smi", "/usr/bin/nvidia-smi"),
         ):  # fmt: skip
             (driver / name).write_text(name)
             mounts.append(Mount(str(driver / name), path))
@@ -80,17 +66,18 @@ class Bench:
         every = Device(
             "all", Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", 195, minor) for minor in range(2)))
         )
-        common = Edits(("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts))
+        arguments = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
+        for target, name in (
+            ("libcuda.so.550.163.01", "libcuda.so.1"), ("libcuda.so.1", "libcuda.so"),
+            ("libnvidia-ml.so.550.163.01", "libnvidia-ml.so.1"),
+        ):  # fmt: skip
+            arguments += ["--link", f"{target}::{LIBRARIES}/{name}"]
+        hook = Hook("createContainer", str(self.deployed.hook), tuple(arguments), ("PATH=/usr/bin",))
+        common = Edits(
+            ("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts), (hook,)
+        )
         annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
         self.specification.write_bytes(render_json(Specification((*devices, every), common, annotations)))
-
-    def _bundle(self) -> None:
-        (self.root / "bin").mkdir(parents=True)
-        shutil.copy("/bin/busybox", self.root / "bin/busybox")
-        for name in ("sh", "stat", "find", "sort", "cat", "grep"):
-            (self.root / "bin" / name).symlink_to("busybox")
-        (self.root / LIBRARIES.lstrip("/")).mkdir(parents=True)
-        subprocess.run((self.low_level, "spec"), cwd=self.folder / "bundle", check=True)
 
     @property
     def config(self) -> Path:
@@ -154,7 +141,8 @@ def test_a_container_gets_all_gpus_their_files_and_may_open_them(bench: Bench) -
     assert f"file {LIBRARIES}/libnvidia-ml.so.1 ml" in report
     assert "visible void" in report
     mounts = [line for line in report if line.startswith("mount ")]
-    assert len(mounts) == 4
+    assert len(mounts) == 3
+    assert len([line for line in report if line.startswith("file ")]) == 6
     assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
     assert "wrote nvidia-smi" not in report
 
@@ -194,7 +182,9 @@ def test_none_is_files_without_devices(bench: Bench) -> None:
 def test_a_driver_capability_brings_its_files_alone(bench: Bench) -> None:
     report = bench.report("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=utility")
     files = {line.split()[1] for line in report if line.startswith("file ")}
-    assert files == {f"{LIBRARIES}/libnvidia-ml.so.1", "/usr/bin/nvidia-smi"}
+    assert files == {
+        f"{LIBRARIES}/libnvidia-ml.so.1", f"{LIBRARIES}/libnvidia-ml.so.550.163.01", "/usr/bin/nvidia-smi"
+    }  # fmt: skip
 
 
 def test_a_container_that_asks_for_nothing_is_left_alone_bit_for_bit(bench: Bench) -> None:

@@ -1,0 +1,37 @@
+"""CUDA's forward compatibility: libraries in the image that let a newer CUDA run on this host's older driver.
+
+Source: NVIDIA, "CUDA Compatibility", Forward Compatibility. They count when, and only when, they are of a later driver
+branch than the host's: an older libcuda than the kernel's modules does not work.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .rootfs import Root
+
+FOLDER = "/usr/local/cuda/compat"
+# So that the image's own ldconfig keeps finding them; a name of its own, which sorts first and never piles up.
+CONFIGURATION = "/etc/ld.so.conf.d/00-gpuprov-compat.conf"
+_LIBCUDA = "libcuda.so."
+
+
+def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
+    """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
+    host = _major(host_driver)
+    versions = [name[len(_LIBCUDA) :] for name in root.names(FOLDER) if _is_versioned(name)]
+    # Several are as good as none: nobody can say which is meant.
+    if not host or len(versions) != 1 or _major(versions[0]) <= host:
+        return "", []
+    names = [name for name in root.names(FOLDER) if name.startswith("lib") and ".so" in name]
+    return root.real_path(FOLDER), names
+
+
+def _is_versioned(name: str) -> bool:
+    """Say whether this is libcuda.so.550.54.15: libcuda.so.1 is a link to it."""
+    return name.startswith(_LIBCUDA) and "." in name[len(_LIBCUDA) :]
+
+
+def _major(version: str) -> int:
+    text = version.partition(".")[0]
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0

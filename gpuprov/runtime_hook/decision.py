@@ -1,0 +1,105 @@
+"""From a container's config.json to what it gets: the one place where request, requirements and specification meet."""
+
+from __future__ import annotations
+
+from . import jsonio, log
+from .equipment import Equipment, choose
+from .errors import Refused
+from .request import Request, parse_request
+from .requirements import require
+from .rootfs import Root
+from .settings import Settings, read_settings
+from .specification import Specifications
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+class Decision:
+    """A GPU container: its configuration, request, equipment, root file system, and the settings that held."""
+
+    __slots__ = ("config", "equipment", "request", "root", "root_path", "settings")
+
+    def __init__(
+        self, config: dict[str, Any], request: Request, equipment: Equipment, root: Root, path: str, settings: Settings
+    ) -> None:
+        self.config = config
+        self.request = request
+        self.equipment = equipment
+        self.root = root
+        self.root_path = path
+        self.settings = settings
+
+
+def decide(bundle: str) -> Decision | None:
+    """Return what the container of a bundle gets, None if it asks for no GPU. Raises Refused if it can't have it."""
+    config = load_config(f"{bundle}/config.json")
+    if config is None:
+        return None
+    settings, trouble = read_settings()
+    request = parse_request(config, settings)
+    if request.devices is None:
+        return None
+    # What is wrong with our own configuration concerns none but GPU containers.
+    if trouble:
+        raise Refused(trouble)
+    try:
+        return _decided(config, request, settings, root_of(config, bundle))
+    except Refused as refused:
+        log.write(settings, "error", f"{config_id(bundle)}: refused: {refused}")
+        raise
+
+
+def _decided(config: dict[str, Any], request: Request, settings: Settings, path: str) -> Decision:
+    specifications = Specifications(settings)
+    if request.requirements:
+        require(request.requirements, specifications.own.host)
+    try:
+        root = Root(path, owner_of(config))
+    except (OSError, ValueError) as error:
+        raise Refused(f"the container's root folder {path} can't be opened: {error}") from None
+    return Decision(config, request, choose(specifications, request, settings, root), root, path, settings)
+
+
+def load_config(path: str) -> dict[str, Any] | None:
+    """Return a config.json, None if it is missing or no object: runc reads it next, and says so.
+
+    Raises Refused for what is not JSON: runc takes some things for it that are none (something after the end), and a
+    GPU container must not slip by.
+    """
+    try:
+        # runc too reads what is no UTF-8 as U+FFFD.
+        with open(path, encoding="utf-8", errors="replace") as file:
+            config = jsonio.loads(file.read())
+    except OSError:
+        return None
+    except ValueError as error:
+        raise Refused(f"{path} is not valid JSON: {error}") from None
+    return config if isinstance(config, dict) else None
+
+
+def root_of(config: dict[str, Any], bundle: str) -> str:
+    """Return the folder of the container's root file system."""
+    root = config.get("root")
+    path = root.get("path", "") if isinstance(root, dict) else ""
+    return path if str(path).startswith("/") else f"{bundle}/{path}"
+
+
+def owner_of(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the host's numbers for the container's root user and group: what we make there shall be theirs."""
+    linux = config.get("linux")
+    mappings = linux if isinstance(linux, dict) else {}
+    return _mapped(mappings.get("uidMappings")), _mapped(mappings.get("gidMappings"))
+
+
+def _mapped(mappings: Any) -> int:
+    for mapping in mappings if isinstance(mappings, list) else ():
+        if isinstance(mapping, dict) and mapping.get("containerID", 0) == 0 and isinstance(mapping.get("hostID"), int):
+            return int(mapping["hostID"])
+    return 0
+
+
+def config_id(bundle: str) -> str:
+    """Return by what a container is named in the log: engines call the bundle's folder by its id."""
+    return bundle.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,120 @@
+"""gpuprov-container-runtime-hook: what an engine runs as an OCI hook, and `explain` for people.
+
+prestart, createRuntime: the whole work of the runtime, by hand (`docker run --gpus` with plain runc).
+createContainer: the links and the loader's cache, after an engine has applied the CDI specification itself.
+poststart, poststop: nothing. Source: OCI runtime specification 1.1, "POSIX-platform Hooks"; the state is on stdin.
+"""
+
+from __future__ import annotations
+
+import posix
+import sys
+
+from . import jsonio, log
+from .decision import config_id, decide, load_config, owner_of, root_of
+from .equipment import Equipment
+from .errors import Refused
+from .links import prepare_root
+from .main import printable
+from .rootfs import Root
+from .settings import read_settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+_LARGEST_STATE = 1 << 20
+_USAGE = "usage: gpuprov-container-runtime-hook prestart|createRuntime|createContainer|poststart|poststop"
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serve one call; never returns. The exit code is 0 for done, 1 for refused: then the container does not start."""
+    # Engines hand over their own environment, or the container's: nothing here, and nothing started here, needs it.
+    posix.environ.clear()
+    try:
+        code = serve(arguments)
+    except Refused as refused:
+        code = _refuse(f"gpuprov: {refused}")
+    except Exception as error:  # a fault of ours must neither start a half-equipped container nor print a traceback
+        code = _refuse(f"gpuprov: internal error {type(error).__name__}: {error}: please report this")
+    sys.stdout.flush()
+    posix._exit(code)
+
+
+def serve(arguments: list[str]) -> int:
+    """Do what the first word that is no flag says, and return the exit code. Raises Refused."""
+    stage = next((word for word in arguments if not word.startswith("-")), "")
+    if stage in ("prestart", "createRuntime"):
+        return _equip(_state())
+    if stage == "createContainer":
+        return _finish(_state(), arguments)
+    if stage in ("poststart", "poststop"):
+        return 0
+    raise Refused(_USAGE)
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(printable(message) + "\n")
+    sys.stderr.flush()
+    return 1
+
+
+def _state() -> dict[str, Any]:
+    """Return the state of the container. Raises Refused for anything else on stdin."""
+    content = sys.stdin.buffer.read(_LARGEST_STATE)
+    try:
+        state = jsonio.loads(content.decode("utf-8", "replace"))
+    except ValueError as error:
+        raise Refused(f"standard input holds no OCI state: {error}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("bundle", ""), str):
+        raise Refused("standard input holds no OCI state")
+    return state
+
+
+def _bundle(state: dict[str, Any]) -> str:
+    # Before runtime specification 1.0 it was called bundlePath.
+    bundle = state.get("bundle") or state.get("bundlePath")
+    if not bundle or not isinstance(bundle, str):
+        raise Refused("the OCI state on standard input names no bundle")
+    return bundle
+
+
+def _equip(state: dict[str, Any]) -> int:
+    bundle = _bundle(state)
+    decision = decide(bundle)
+    if decision is None:
+        return 0
+    pid = state.get("pid")
+    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
+        raise Refused("the OCI state on standard input names no process")
+    from .prestart import equip  # ctypes, which nobody else needs
+
+    log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
+    equip(pid, decision.root_path, decision.config, decision.equipment)
+    return 0
+
+
+def _finish(state: dict[str, Any], arguments: list[str]) -> int:
+    """Make what the specification's hook says, in the container's root: engines have mounted everything by then."""
+    bundle = _bundle(state)
+    config = load_config(f"{bundle}/config.json")
+    if config is None:
+        raise Refused(f"{bundle}/config.json can't be read")
+    settings, trouble = read_settings()
+    if trouble:
+        raise Refused(trouble)
+    mounts = config.get("mounts")
+    mounted = [
+        {"containerPath": str(mount["destination"])}
+        for mount in (mounts if isinstance(mounts, list) else ())
+        if isinstance(mount, dict) and str(mount.get("destination", "")).startswith("/usr/lib")
+    ]
+    pairs = [word.split("::", 1) for flag, word in zip(arguments, arguments[1:]) if flag == "--link" and "::" in word]
+    driver = next((word for flag, word in zip(arguments, arguments[1:]) if flag == "--host-driver-version"), "")
+    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], None, driver)
+    try:
+        root = Root(root_of(config, bundle), owner_of(config))
+    except OSError as error:
+        raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
+    prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
+    return 0

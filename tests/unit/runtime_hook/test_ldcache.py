@@ -1,0 +1,158 @@
+"""The loader's cache as we write it, held against glibc's own ldconfig and loader."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.runtime_hook import ldcache
+from gpuprov.runtime_hook.ldcache import FLAGS, FLAGS_32_BIT, merge
+
+X86_64 = FLAGS["x86_64"]
+FOLDER = "/usr/lib/x86_64-linux-gnu"
+DRIVER = [
+    ("libcuda.so.1", f"{FOLDER}/libcuda.so.1", X86_64),
+    ("libcuda.so", f"{FOLDER}/libcuda.so", X86_64),
+    ("libnvidia-ml.so.1", f"{FOLDER}/libnvidia-ml.so.1", X86_64),
+    ("libnvidia-eglcore.so.550.163.01", f"{FOLDER}/libnvidia-eglcore.so.550.163.01", X86_64),
+    ("libcuda.so.1", "/usr/lib/i386-linux-gnu/libcuda.so.1", FLAGS_32_BIT),
+]
+
+
+def printed(cache: bytes, folder: Path) -> list[tuple[str, str]]:
+    """Return (name, path) of each entry as ldconfig prints it, in the cache's order."""
+    file = folder / "printed"
+    file.write_bytes(cache)
+    done = subprocess.run(("/sbin/ldconfig", "-p", "-C", str(file)), capture_output=True, text=True, check=True)
+    rows = [line.strip().split(" => ") for line in done.stdout.splitlines() if " => " in line]
+    return [(name.split()[0], path) for name, path in rows]
+
+
+def ldconfig(root: Path, *names: str) -> bytes:
+    """Return what glibc's ldconfig writes for a tree with copies of a library under these names."""
+    library = next(Path("/lib/x86_64-linux-gnu").glob("libz.so.1.*"))
+    for name in names:
+        place = root / name.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, place)
+    (root / "etc").mkdir(exist_ok=True)
+    subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True)
+    return (root / "etc/ld.so.cache").read_bytes()
+
+
+def test_a_cache_made_from_nothing_is_one_to_ldconfig(tmp_path: Path) -> None:
+    found = printed(merge(b"", DRIVER), tmp_path)
+    assert sorted(found) == sorted((name, path) for name, path, _ in DRIVER)
+
+
+def test_what_the_image_had_is_still_there_and_the_order_is_glibcs(tmp_path: Path) -> None:
+    names = [f"/usr/lib/x86_64-linux-gnu/lib{name}.so.1" for name in ("a", "cuda2", "cudart", "cuda-10", "z", "nvidia")]
+    old = ldconfig(tmp_path / "root", *names, "/usr/lib/x86_64-linux-gnu/libz.so.1.2")
+    before = printed(old, tmp_path)
+    after = printed(merge(old, DRIVER), tmp_path)
+    assert [row for row in after if "libcuda.so" not in row[0] and "libnvidia-" not in row[0]] == before
+    keys = [ldcache._key(name.encode()) for name, _ in after]
+    assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("higher", "lower"),
+    [
+        ("libcuda.so.10", "libcuda.so.9"), ("libcuda.so.1", "libcuda.so"), ("lib10.so", "liba.so"),
+        ("libb.so", "liba.so"), ("libcuda2.so", "libcuda.so"), ("liba.so.1.10", "liba.so.1.9.9"),
+    ],
+)  # fmt: skip
+def test_names_are_ordered_as_the_loader_searches_them(higher: str, lower: str) -> None:
+    assert ldcache._key(higher.encode()) > ldcache._key(lower.encode())
+
+
+def test_a_second_start_leaves_the_same_bytes() -> None:
+    once = merge(b"", DRIVER)
+    assert merge(once, DRIVER) == once
+    assert merge(once, list(reversed(DRIVER))) == once
+
+
+def test_another_drivers_libraries_are_replaced_and_the_file_does_not_grow_without_end(tmp_path: Path) -> None:
+    newer = [
+        (name.replace("550.163.01", "580.65.06"), path.replace("550.163.01", "580.65.06"), f)
+        for name, path, f in DRIVER
+    ]
+    sizes = set()
+    cache = merge(ldconfig(tmp_path / "root", f"{FOLDER}/libz.so.1"), DRIVER)
+    for _ in range(6):
+        cache = merge(cache, newer)
+        cache = merge(cache, DRIVER)
+        sizes.add(len(cache))
+    assert len(sizes) == 1
+
+
+def test_an_images_own_entry_of_that_name_gives_way_only_for_the_same_kind_of_library(tmp_path: Path) -> None:
+    old = merge(b"", [("libcuda.so.1", "/opt/stubs/libcuda.so.1", X86_64), ("libcuda.so.1", "/opt/32", FLAGS_32_BIT)])
+    found = printed(merge(old, [("libcuda.so.1", f"{FOLDER}/libcuda.so.1", X86_64)]), tmp_path)
+    assert sorted(path for _, path in found) == ["/opt/32", f"{FOLDER}/libcuda.so.1"]
+
+
+def test_optimised_variants_of_the_image_survive(tmp_path: Path) -> None:
+    """The loader of glibc 2.33 and later takes these from the extensions behind the strings, whose offsets move."""
+    root = tmp_path / "root"
+    old = ldconfig(root, f"{FOLDER}/glibc-hwcaps/x86-64-v2/libz.so.1", f"{FOLDER}/libz.so.1")
+    assert b"x86-64-v2" in old
+    (root / "etc/ld.so.cache").write_bytes(merge(old, DRIVER))
+    done = subprocess.run(
+        ("/sbin/ldconfig", "-p", "-C", str(root / "etc/ld.so.cache")), capture_output=True, text=True, check=True
+    )
+    rows = [line for line in done.stdout.splitlines() if "libz" in line]
+    assert len(rows) == 2
+    assert any('hwcap: "x86-64-v2"' in row for row in rows)
+
+
+def test_the_loader_itself_finds_a_library_by_the_cache_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "opt/driver").mkdir(parents=True)
+    (root / "etc").mkdir()
+    program = root / "opt/program"
+    source = tmp_path / "program.c"
+    source.write_text('#include <dlfcn.h>\nint main(void) { return dlopen("libz.so.1", RTLD_NOW) ? 0 : 3; }\n')
+    subprocess.run(("gcc", str(source), "-o", str(program), "-ldl"), check=True)
+    shutil.copy(next(Path("/lib/x86_64-linux-gnu").glob("libz.so.1.*")), root / "opt/driver/libz.so.1")
+    for path in ("/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6"):
+        (root / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, root / path.lstrip("/"))
+    assert subprocess.run(("chroot", str(root), "/opt/program"), check=False).returncode == 3
+    (root / "etc/ld.so.cache").write_bytes(merge(b"", [("libz.so.1", "/opt/driver/libz.so.1", X86_64)]))
+    assert subprocess.run(("chroot", str(root), "/opt/program"), check=False).returncode == 0
+
+
+@pytest.mark.parametrize("spoil", ["", "glibc-ld.so.cache1.1", "torn", "offsets", "count"])
+def test_a_cache_that_cannot_be_read_counts_as_none(spoil: str, tmp_path: Path) -> None:
+    good = merge(b"", [("liba.so.1", "/usr/lib/liba.so.1", X86_64)])
+    bad = {
+        "torn": good[:60],
+        "offsets": good[:52] + b"\xff\xff\xff\x7f" + good[56:],
+        "count": good[:20] + b"\xff\xff\xff\xff" + good[24:],
+    }.get(spoil, spoil.encode())
+    found = printed(merge(bad, DRIVER[:1]), tmp_path)
+    assert found == [("libcuda.so.1", f"{FOLDER}/libcuda.so.1")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
+    good = bytearray(merge(b"", [(f"lib{n}.so.{n}", f"/opt/{n}", X86_64) for n in range(8)]))
+    for _ in range(data.draw(st.integers(1, 12))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(good)))
+    merged = merge(bytes(good[:cut]), DRIVER)
+    assert merge(merged, DRIVER) == merged
+
+
+def test_a_big_images_cache_is_merged_at_once(tmp_path: Path) -> None:
+    names = [(f"lib{random.Random(n).random()}.so.{n}", f"/opt/{n}", X86_64) for n in range(3000)]
+    old = merge(b"", names)
+    assert len(printed(merge(old, DRIVER), tmp_path)) == 3000 + len(DRIVER)

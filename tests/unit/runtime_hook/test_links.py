@@ -1,0 +1,157 @@
+"""Links, loader cache and compatibility libraries in a container's root, held against the loader's own ldconfig."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpuprov.runtime_hook.compat import CONFIGURATION
+from gpuprov.runtime_hook.equipment import Equipment
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.links import prepare_root, statement_on_loader
+from gpuprov.runtime_hook.rootfs import Root
+
+MULTIARCH = "/usr/lib/x86_64-linux-gnu"
+COMPAT = "usr/local/cuda-13.0/compat"
+
+
+def equipment(driver: str = "550.163.01", folder: str = MULTIARCH) -> Equipment:
+    mounts = [
+        {"containerPath": f"{folder}/{name}"}
+        for name in (f"libcuda.so.{driver}", f"libnvidia-eglcore.so.{driver}", f"vdpau/libvdpau_nvidia.so.{driver}")
+    ]
+    links = [(f"libcuda.so.{driver}", f"{folder}/libcuda.so.1"), ("libcuda.so.1", f"{folder}/libcuda.so")]
+    return Equipment({"mounts": [*mounts, {"containerPath": "/usr/bin/nvidia-smi"}]}, links, None, driver)
+
+
+def cached(root: Path) -> dict[str, str]:
+    """Return name → path as the loader's cache says, by ldconfig."""
+    done = subprocess.run(
+        ("/sbin/ldconfig", "-p", "-C", str(root / "etc/ld.so.cache")), capture_output=True, text=True, check=True
+    )
+    rows = [line.strip().split(" => ") for line in done.stdout.splitlines() if " => " in line]
+    return {name.split()[0]: path for name, path in rows}
+
+
+def prepare(path: Path, given: Equipment, *, cuda_compat: bool = True) -> Equipment:
+    root = Root(str(path))
+    try:
+        prepare_root(root, given, cuda_compat=cuda_compat)
+    finally:
+        root.close()
+    return given
+
+
+def everything(root: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path.relative_to(root)): (path.lstat().st_ino, path.lstat().st_mtime_ns)
+        for path in root.rglob("*")
+        if not path.is_dir()
+    }
+
+
+def compatibility(root: Path, *versions: str) -> None:
+    folder = root / COMPAT
+    folder.mkdir(parents=True)
+    (root / "etc/alternatives").mkdir(parents=True)
+    (root / "etc/alternatives/cuda").symlink_to("/usr/local/cuda-13.0")
+    (root / "usr/local/cuda").symlink_to("/etc/alternatives/cuda")
+    for version in versions:
+        (folder / f"libcuda.so.{version}").write_text("library")
+        (folder / "libcuda.so.1").unlink(missing_ok=True)
+        (folder / "libcuda.so.1").symlink_to(f"libcuda.so.{version}")
+
+
+def test_links_and_cache_lead_to_the_driver(tmp_path: Path) -> None:
+    prepare(tmp_path, equipment())
+    folder = tmp_path / MULTIARCH.lstrip("/")
+    assert os.readlink(folder / "libcuda.so.1") == "libcuda.so.550.163.01"
+    assert os.readlink(folder / "libcuda.so") == "libcuda.so.1"
+    assert cached(tmp_path) == {
+        "libcuda.so.1": f"{MULTIARCH}/libcuda.so.1",
+        "libcuda.so": f"{MULTIARCH}/libcuda.so",
+        "libnvidia-eglcore.so.550.163.01": f"{MULTIARCH}/libnvidia-eglcore.so.550.163.01",
+    }
+
+
+def test_a_second_start_writes_nothing(tmp_path: Path) -> None:
+    compatibility(tmp_path, "580.65.06")
+    prepare(tmp_path, equipment())
+    before = everything(tmp_path)
+    prepare(tmp_path, equipment())
+    assert everything(tmp_path) == before
+
+
+def test_another_driver_later_leaves_as_many_files(tmp_path: Path) -> None:
+    prepare(tmp_path, equipment())
+    before = set(everything(tmp_path))
+    prepare(tmp_path, equipment("580.65.06"))
+    assert set(everything(tmp_path)) == before
+    assert os.readlink(tmp_path / MULTIARCH.lstrip("/") / "libcuda.so.1") == "libcuda.so.580.65.06"
+    assert "libnvidia-eglcore.so.580.65.06" in cached(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("versions", "driver", "used"),
+    [
+        pytest.param(("580.65.06",), "550.163.01", True, id="newer than the driver"),
+        pytest.param(("550.54.14",), "550.163.01", False, id="of the same branch"),
+        pytest.param(("535.10.01",), "550.163.01", False, id="older"),
+        pytest.param(("580.65.06", "575.51.03"), "550.163.01", False, id="two of them"),
+        pytest.param((), "550.163.01", False, id="none"),
+        pytest.param(("580.65.06",), "", False, id="driver unknown"),
+    ],
+)
+def test_compatibility_libraries_count_when_and_only_when_they_are_newer(
+    tmp_path: Path, versions: tuple[str, ...], driver: str, used: bool
+) -> None:
+    compatibility(tmp_path, *versions)
+    given = equipment()
+    given.host_driver = driver
+    prepare(tmp_path, given)
+    found = cached(tmp_path)["libcuda.so.1"]
+    assert found == (f"/{COMPAT}/libcuda.so.1" if used else f"{MULTIARCH}/libcuda.so.1")
+    assert (tmp_path / CONFIGURATION.lstrip("/")).exists() is used
+
+
+def test_compatibility_can_be_turned_off_and_goes_again_after_a_driver_update(tmp_path: Path) -> None:
+    compatibility(tmp_path, "580.65.06")
+    prepare(tmp_path, equipment(), cuda_compat=False)
+    assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
+    prepare(tmp_path, equipment())
+    assert (tmp_path / CONFIGURATION.lstrip("/")).read_text() == f"/{COMPAT}\n"
+    prepare(tmp_path, equipment("580.95.05"))
+    assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
+    assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
+
+
+@pytest.mark.parametrize("place", ["usr", "usr/lib", f"{MULTIARCH.lstrip('/')}/libcuda.so.1/x", "etc/ld.so.cache/x"])
+def test_a_root_that_cannot_take_them_is_refused_in_one_sentence(tmp_path: Path, place: str) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("in the way")
+    with pytest.raises(Refused, match=r"can't be made in the container's root file system: [A-Z]"):
+        prepare(tmp_path, equipment())
+
+
+@pytest.mark.parametrize(
+    ("loaders", "says"),
+    [
+        (["lib/ld-musl-x86_64.so.1"], "musl"),
+        (["lib/ld-musl-x86_64.so.1", "lib64/ld-linux-x86-64.so.2"], ""),
+        (["lib64/ld-linux-x86-64.so.2"], ""),
+        ([], ""),
+    ],
+)
+def test_an_image_with_musl_is_told_what_cannot_work(tmp_path: Path, loaders: list[str], says: str) -> None:
+    for name in loaders:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    root = Root(str(tmp_path))
+    said = statement_on_loader(root)
+    root.close()
+    assert says in said
+    assert bool(said) is bool(says)
