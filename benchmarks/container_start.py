@@ -3,14 +3,15 @@
     python -m benchmarks.container_start [--rounds 40] [--gpus 1 8 16]
 
 All variants start the same bundle with the same simulated driver, alternating. `floor` is runc with the same mounts
-and devices in config.json and no hook: what any way of giving GPUs costs at least. Bundles lie in memory, as docker's do
-(/run). Times are of `create` alone.
+and devices in config.json and no hook: what any way of giving GPUs costs at least. Bundles lie in memory, as docker's
+do (/run). Times are of `create` alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -29,7 +30,8 @@ from gpuprov.system import System
 from tests import simgpu
 from tests.deployed import Deployed, bundle_below, deploy_below, program
 
-_NAME = "gpuprov-bench"
+HOOKED = False
+_NAME = f"gpuprov-bench-{os.getpid()}"
 # An image's own libraries: the loader's cache of a CUDA image has some hundred entries.
 _IMAGE_LIBRARIES = 300
 _NVIDIA = "nvidia-container-runtime"
@@ -108,7 +110,7 @@ class Bench:
             "plain runc": (self.runc, plain),
             "floor": (self.runc, floor),
             "gpuprov runtime": (str(self.deployed.runtime), plain),
-            "gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}})),
+            **({"gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}}))} if HOOKED else {}),
         }
         return {**variants, **{f"nvidia {mode}": (path, plain) for mode, path in _nvidia_runtimes().items()}}
 
@@ -126,7 +128,7 @@ class Bench:
     def show(self, title: str, variants: dict[str, tuple[str, str]], rounds: int) -> None:
         """Print one table: every variant of a start, alternating."""
         samples = {name: Sample() for name in variants}
-        for name, (runtime, config) in variants.items():  # once to warm up
+        for runtime, config in variants.values():  # once to warm up
             self._create(runtime, config)
         for _ in range(rounds):
             for name, (runtime, config) in variants.items():
@@ -143,8 +145,15 @@ class Bench:
         (self.bundle / "config.json").write_text(config)
         log = self.folder / "strace"
         argv = ("strace", "-f", "-qq", "-o", str(log), runtime, "create", "--bundle", str(self.bundle), _NAME)
-        subprocess.run(argv, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        subprocess.run((self.runc, "delete", "--force", _NAME), check=True, stdout=subprocess.DEVNULL)
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as traced:
+            # It ends with the last process that it follows, which is the container's.
+            for _ in range(200):
+                if subprocess.run((self.runc, "state", _NAME), capture_output=True, check=False).returncode == 0:
+                    break
+                time.sleep(0.05)
+            time.sleep(0.2)
+            subprocess.run((self.runc, "delete", "--force", _NAME), check=True, stdout=subprocess.DEVNULL)
+            traced.wait(timeout=30)
         lines = [
             line for line in log.read_text(errors="replace").splitlines() if "(" in line and "resumed>" not in line
         ]
@@ -252,11 +261,8 @@ def _print_table(title: str, samples: dict[str, Sample], counted: dict[str, str]
     for name, sample in samples.items():
         wall = statistics.median(sample.wall)
         p95 = sorted(sample.wall)[int(len(sample.wall) * 0.95)]
-        print(
-            f"{name:20}{wall:11.1f}{wall - first:+8.1f}{wall / first:7.2f}{p95:8.1f}{statistics.median(sample.cpu):8.1f}"
-            f"{counted.get(name, ''):>26}".rstrip(),
-            flush=True,
-        )
+        row = f"{name:20}{wall:11.1f}{wall - first:+8.1f}{wall / first:7.2f}{p95:8.1f}"
+        print(f"{row}{statistics.median(sample.cpu):8.1f}{counted.get(name, ''):>26}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
     linux = _object(config, "linux")
     resources = _object(linux, "resources")
     user = _object(_object(config, "process"), "user")
-    device = {"path": node["path"], **_identity(node)}
+    device = {"path": node["path"], **node_identity(node)}
     for name in ("uid", "gid"):
         value = node.get(name)
         own = user.get(name) if isinstance(user.get(name), int) else 0
@@ -143,7 +143,7 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
         resources["devices"] = [*rules, rule]
 
 
-def _identity(node: dict[str, Any]) -> dict[str, Any]:
+def node_identity(node: dict[str, Any]) -> dict[str, Any]:
     """Return type, numbers and mode of a node; what the specification leaves out is the host's node's."""
     if "major" in node and "minor" in node:
         kind = node.get("type") or "c"
@@ -206,5 +206,8 @@ def _add_hook(config: dict[str, Any], hook: dict[str, Any]) -> None:
     if stage not in _STAGES:
         raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
     hooks = _object(config, "hooks")
-    entry: dict[str, Any] = {"path": hook["path"], **{name: hook[name] for name in ("args", "env", "timeout") if name in hook}}
+    entry: dict[str, Any] = {
+        "path": hook["path"],
+        **{name: hook[name] for name in ("args", "env", "timeout") if name in hook},
+    }
     hooks[stage] = [*_list(hooks, stage, dict), entry]

@@ -90,7 +90,8 @@ def _equip(state: dict[str, Any]) -> int:
     from .prestart import equip  # ctypes, which nobody else needs
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
-    equip(pid, decision.root_path, decision.config, decision.equipment)
+    compat = decision.settings.cuda_compat
+    equip(pid, decision.root_path, decision.root.owner, decision.equipment, cuda_compat=compat)
     return 0
 
 

@@ -9,113 +9,12 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, render_json
-from tests.deployed import bundle_below, deploy_below
+from tests.integration.container_bench import LIBRARIES, Bench, nodes
 
 pytestmark = pytest.mark.root
-LIBRARIES = "/usr/lib/x86_64-linux-gnu"
-# What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
-_REPORT = """
-for node in /dev/nvidia*; do
-    [ -e "$node" ] || continue
-    result=$( (exec 3<"$node") 2>&1 ) && result=opened
-    echo "node $node $(stat -c '%t:%T %a' "$node") ${result##*: }"
-done
-find /usr -name '*nvidia*' -o -name 'libcuda*' | sort | while read -r file; do echo "file $file $(cat $file)"; done
-grep -E 'libcuda|nvidia' /proc/mounts | while read -r a b c options d; do echo "mount $b $options"; done
-echo "visible $NVIDIA_VISIBLE_DEVICES"
-(echo x > /usr/bin/nvidia-smi) 2>/dev/null && echo "wrote nvidia-smi"
-"""
-
-
-class Bench:
-    """A deployed runtime over a low-level one, a driver of four files, and a bundle with busybox in it."""
-
-    def __init__(self, folder: Path, low_level: str) -> None:
-        self.folder = folder
-        self.deployed = deploy_below(folder / "deployed", low_level)
-        self.low_level = self.deployed.low_level
-        self.runtime = self.deployed.runtime
-        self.specification = self.deployed.specification
-        self.settings = self.deployed.settings
-        self.root = folder / "bundle/rootfs"
-        self._driver()
-        applets = ("stat", "find", "sort", "cat", "grep", "readlink")
-        bundle_below(folder / "bundle", low_level, applets)
-        (self.root / LIBRARIES.lstrip("/")).mkdir(parents=True)
-
-    def _driver(self) -> None:
-        driver = self.folder / "driver"
-        driver.mkdir()
-        mounts = []
-        for name, path in (
-            ("cuda", f"{LIBRARIES}/libcuda.so.550.163.01"), ("ml", f"{LIBRARIES}/libnvidia-ml.so.550.163.01"),
-            ("smi", "/usr/bin/nvidia-smi"),
-        ):  # fmt: skip
-            (driver / name).write_text(name)
-            mounts.append(Mount(str(driver / name), path))
-        devices = tuple(
-            Device(name, Edits(device_nodes=(DeviceNode(f"/dev/nvidia{minor}", 195, minor),)))
-            for minor in range(2)
-            for name in (str(minor), f"GPU-{minor}")
-        )
-        every = Device(
-            "all", Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", 195, minor) for minor in range(2)))
-        )
-        arguments = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
-        for target, name in (
-            ("libcuda.so.550.163.01", "libcuda.so.1"), ("libcuda.so.1", "libcuda.so"),
-            ("libnvidia-ml.so.550.163.01", "libnvidia-ml.so.1"),
-        ):  # fmt: skip
-            arguments += ["--link", f"{target}::{LIBRARIES}/{name}"]
-        hook = Hook("createContainer", str(self.deployed.hook), tuple(arguments), ("PATH=/usr/bin",))
-        common = Edits(
-            ("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts), (hook,)
-        )
-        annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
-        self.specification.write_bytes(render_json(Specification((*devices, every), common, annotations)))
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "bundle/config.json"
-
-    def configure(self, *environment: str, **changes: Any) -> None:
-        config = json.loads(self.config.read_text())
-        process = {**config["process"], "terminal": False, "args": ["sh", "-c", _REPORT]}
-        process["env"] = ["PATH=/bin:/usr/bin", *environment]
-        root = {"path": "rootfs", "readonly": False}
-        self.config.write_text(json.dumps({**config, "process": process, "root": root, **changes}))
-
-    def create(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run `create`, with the container's own output in a file: it outlives the command."""
-        argv = (str(self.runtime), *words, "create", "--bundle", str(self.folder / "bundle"), "gpuprov-test")
-        with (self.folder / "output").open("w") as output, (self.folder / "errors").open("w") as errors:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, check=False)
-        said = (self.folder / "errors").read_text()
-        return subprocess.CompletedProcess(argv, done.returncode, "", said)
-
-    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run((str(self.runtime), *words), capture_output=True, text=True, check=False)
-
-    def report(self, *environment: str, **changes: Any) -> list[str]:
-        """Return what a container with this environment says of itself."""
-        self.configure(*environment, **changes)
-        done = self.create()
-        assert done.returncode == 0, done.stderr
-        assert self.call("start", "gpuprov-test").returncode == 0
-        for _ in range(200):
-            state = json.loads(self.call("state", "gpuprov-test").stdout)
-            if state["status"] == "stopped":
-                break
-        self.delete()
-        return (self.folder / "output").read_text().splitlines()
-
-    def delete(self) -> None:
-        subprocess.run((self.low_level, "delete", "--force", "gpuprov-test"), capture_output=True, check=False)
 
 
 @pytest.fixture
@@ -123,10 +22,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path, "runc")
     yield made
     made.delete()
-
-
-def nodes(report: list[str]) -> list[str]:
-    return [line for line in report if line.startswith("node ")]
 
 
 def test_a_container_gets_all_gpus_their_files_and_may_open_them(bench: Bench) -> None:

@@ -1,0 +1,114 @@
+"""System calls that Python has no door to: namespaces and mounts on descriptors; by ctypes, for the hook alone.
+
+Kernels from 5.12 on clone a mount, set its attributes, and move it to its place, each on a descriptor: it is never seen
+writable, and no path is looked up twice. Older ones (RHEL 8's 4.18) bind, look what is there, and restrict it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import posix
+
+from .errors import Refused
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# The same numbers on x86-64 and AArch64, as for all calls since Linux 5.1.
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_CLONE_NEWNS = 0x00020000
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
+_OPEN_TREE_CLONE = 1
+_MOVE_EMPTY_PATHS = 0x4 | 0x40
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC = 32, 4096, 16384
+_MS_PRIVATE = 1 << 18
+_FLAGS = {"ro": _MS_RDONLY, "nosuid": _MS_NOSUID, "nodev": _MS_NODEV, "noexec": _MS_NOEXEC}
+_ENOSYS, _EINVAL, _EPERM = 38, 22, 1
+_PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
+
+
+class _MountAttributes(ctypes.Structure):
+    """struct mount_attr (mount_setattr(2)); its flags are those of mount(2) for these four."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def enter_mount_namespace(pid: int) -> None:
+    """Enter a process's mount namespace. Raises Refused."""
+    try:
+        handle = posix.open(f"/proc/{pid}/ns/mnt", posix.O_RDONLY | posix.O_CLOEXEC)
+    except OSError as error:
+        raise Refused(f"the container's process {pid} is gone: {error.strerror}") from None
+    if _LIBC.setns(handle, _CLONE_NEWNS) != 0:
+        raise Refused(f"the container's mount namespace can't be entered: {_error().strerror}")
+    posix.close(handle)
+
+
+def bind(source: str, directory: int, name: str, options: list[str]) -> None:
+    """Bind a file of the host to a name in a directory of the container (a descriptor). Raises OSError.
+
+    What stands there must be of the source's kind already, and no link.
+    """
+    target = posix.open(name, _PATH, dir_fd=directory)
+    try:
+        try:
+            _move(source, target, _flags(options))
+        except OSError as error:
+            if error.errno not in (_ENOSYS, _EINVAL, _EPERM):
+                raise
+            _bind_and_restrict(source, target, directory, name, _flags(options))
+    finally:
+        posix.close(target)
+
+
+def _flags(options: list[str]) -> int:
+    flags = 0
+    for option in options:
+        flags |= _FLAGS.get(option, 0)
+    return flags
+
+
+def _move(source: str, target: int, flags: int) -> None:
+    recursive = _AT_RECURSIVE if posix.stat(source).st_mode & 0o170000 == 0o040000 else 0
+    tree = _call(_OPEN_TREE, _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | posix.O_CLOEXEC | recursive)
+    try:
+        wanted = _MountAttributes(attr_set=flags, propagation=_MS_PRIVATE)
+        size = ctypes.c_size_t(ctypes.sizeof(wanted))
+        _call(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH | recursive, ctypes.byref(wanted), size)
+        _call(_MOVE_MOUNT, tree, b"", target, b"", _MOVE_EMPTY_PATHS)
+    finally:
+        posix.close(tree)
+
+
+def _bind_and_restrict(source: str, target: int, directory: int, name: str, flags: int) -> None:
+    _mount(source, f"/proc/self/fd/{target}", _MS_BIND | _MS_REC, "")
+    mounted = posix.open(name, _PATH, dir_fd=directory)
+    try:
+        ours, theirs = posix.stat(source), posix.fstat(mounted)
+        # Between the two calls the name may have been given to something else (CVE-2024-0132).
+        if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+            raise OSError(_EINVAL, "something else is there than what was mounted", name)
+        place = f"/proc/self/fd/{mounted}"
+        _mount("", place, _MS_PRIVATE | _MS_REC, "")
+        _mount("", place, _MS_REMOUNT | _MS_BIND | flags, "")
+    finally:
+        posix.close(mounted)
+
+
+def _mount(source: str, target: str, flags: int, kind: str) -> None:
+    result = _LIBC.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
+    if result != 0:
+        raise _error()
+
+
+def _call(number: int, *arguments: object) -> int:
+    result: int = _LIBC.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise _error()
+    return result
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, posix.strerror(number))

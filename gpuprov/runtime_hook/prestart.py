@@ -1,0 +1,148 @@
+"""The prestart hook's work: devices, files, links and the loader's cache, put into a container by hand.
+
+runc has made the container's namespaces and mounted its root by then, and not yet entered it: from the container's
+mount namespace both the host's files and the root's folder are seen. What is mounted there goes with the namespace.
+"""
+
+from __future__ import annotations
+
+import posix
+import sys
+
+from .device_cgroup import allow
+from .edits import node_identity
+from .errors import Refused
+from .links import prepare_root
+from .mounts import bind, enter_mount_namespace
+from .rootfs import Root
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from .equipment import Equipment
+
+_TYPE = 0o170000
+_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK = 0o100000, 0o040000, 0o020000, 0o060000
+_NODE_TYPES = {"c": _CHARACTER, "b": _BLOCK}
+_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
+_PARAMS = "/proc/driver/nvidia/params"
+# The same for all containers: a copy of the driver's parameters that keeps nvidia-smi from making device nodes.
+_PARAMS_COPY = "/run/gpuprov/params"
+
+
+def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment, *, cuda_compat: bool = True) -> None:
+    """Give the container of a process what was decided; afterwards this process is in its mount namespace.
+
+    Raises Refused if anything can't be given: then the container must not start.
+    """
+    nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
+    params = _write_params()
+    allow(pid, [node for node in nodes if node["access"]])
+    # From here on Python must find nothing in the container's files that it would load.
+    sys.path.clear()
+    sys.meta_path.clear()
+    enter_mount_namespace(pid)
+    try:
+        root = Root(root_path, owner)
+    except OSError as error:
+        raise Refused(f"the container's root folder {root_path} can't be opened: {error.strerror}") from None
+    posix.umask(0)
+    in_user_namespace = owner != (0, 0)
+    for node in nodes:
+        _attempt(node["path"], _add_node, root, node, in_user_namespace)
+    for mount in equipment.edits.get("mounts") or ():
+        _attempt(mount["containerPath"], _add_mount, root, mount)
+    if params and root.exists(_PARAMS):
+        _attempt(_PARAMS, _add_mount, root, {"hostPath": params, "containerPath": _PARAMS, "options": ["ro", "nosuid"]})
+    posix.umask(0o022)
+    prepare_root(root, equipment, cuda_compat=cuda_compat)
+    root.close()
+
+
+def _attempt(path: str, action: Any, *arguments: Any) -> None:
+    try:
+        action(*arguments)
+    except OSError as error:
+        raise Refused(f"{path} can't be put into the container: {error.strerror}") from None
+
+
+def _node(node: dict[str, Any]) -> dict[str, Any]:
+    permissions = node.get("permissions") or "rwm"
+    access = "" if permissions == "none" else permissions
+    return {**node, **node_identity(node), "access": access, "host": node.get("hostPath") or node["path"]}
+
+
+def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None:
+    """Make a device node; in a user namespace, where such nodes can't be opened, bind the host's."""
+    folder, _, name = node["path"].rpartition("/")
+    directory = root.open_directory(folder, make=True)
+    if in_user_namespace:
+        _make_file(root, directory, name)
+        bind(node["host"], directory, name, ["nosuid", "noexec"])
+        return
+    kind, device = _NODE_TYPES[node["type"]], posix.makedev(node["major"], node["minor"])
+    try:
+        found = posix.stat(name, dir_fd=directory, follow_symlinks=False)
+        if found.st_mode & _TYPE == kind and found.st_rdev == device:
+            return
+        posix.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        pass
+    posix.mknod(name, kind | node["fileMode"], device, dir_fd=directory)
+    posix.chown(name, node.get("uid") or 0, node.get("gid") or 0, dir_fd=directory, follow_symlinks=False)
+
+
+def _add_mount(root: Root, mount: dict[str, Any]) -> None:
+    folder, _, name = mount["containerPath"].rpartition("/")
+    directory = root.open_directory(folder, make=True)
+    if posix.stat(mount["hostPath"]).st_mode & _TYPE == _DIRECTORY:
+        root.open_directory(mount["containerPath"], make=True)
+    else:
+        _make_file(root, directory, name)
+    bind(mount["hostPath"], directory, name, mount.get("options") or [])
+
+
+def _make_file(root: Root, directory: int, name: str) -> None:
+    """See to it that a regular file is there to be mounted over; a link in its place is taken away."""
+    try:
+        found = posix.stat(name, dir_fd=directory, follow_symlinks=False)
+        if found.st_mode & _TYPE == _REGULAR:
+            return
+        posix.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        pass
+    handle = posix.open(name, _CREATE, 0o644, dir_fd=directory)
+    posix.fchown(handle, *root.owner)
+    posix.close(handle)
+
+
+def _write_params() -> str:
+    """Return a copy of the driver's parameters with `ModifyDeviceFiles: 0`, nothing where there are none to change."""
+    try:
+        with open(_PARAMS, encoding="utf-8") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    changed = text.replace("ModifyDeviceFiles: 1\n", "ModifyDeviceFiles: 0\n")
+    if changed == text:
+        return ""
+    try:
+        with open(_PARAMS_COPY, encoding="utf-8") as file:
+            if file.read() == changed:
+                return _PARAMS_COPY
+    except OSError:
+        pass
+    folder = _PARAMS_COPY.rpartition("/")[0]
+    try:
+        try:
+            posix.mkdir(folder, 0o755)
+        except FileExistsError:
+            pass
+        temporary = f"{_PARAMS_COPY}.{posix.getpid()}"
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(changed)
+        posix.rename(temporary, _PARAMS_COPY)
+    except OSError as error:
+        raise Refused(f"{_PARAMS_COPY} can't be written: {error.strerror}") from None
+    return _PARAMS_COPY

@@ -1,0 +1,138 @@
+"""The hook on the real runc, without our runtime: as docker's --gpus has it, on cgroup version 1 and 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.container_bench import LIBRARIES, Bench, nodes
+
+pytestmark = pytest.mark.root
+_VERSION_2 = "umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec"
+ENXIO = "No such device or address"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, "runc")
+    yield made
+    made.delete()
+
+
+@pytest.fixture(params=[1, 2], ids=["cgroup v1", "cgroup v2"])
+def versions(request: pytest.FixtureRequest, bench: Bench, tmp_path: Path) -> Iterator[Bench]:
+    """The bench with a runc that sees one version of cgroups alone."""
+    if request.param == 2:
+        wrapper = tmp_path / "runc-v2"
+        inner = f'{_VERSION_2} {bench.low_level} "$@"'
+        wrapper.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{inner}' sh \"$@\"\n")
+        wrapper.chmod(0o755)
+        bench.low_level = str(wrapper)
+        bench.caller = str(wrapper)
+    yield bench
+    bench.delete()
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
+def test_a_container_gets_all_gpus_by_hook(versions: Bench, stage: str) -> None:
+    report = versions.report("NVIDIA_VISIBLE_DEVICES=all", by_hook=stage)
+    assert nodes(report) == [
+        f"node /dev/nvidia0 c3:0 666 {ENXIO}",
+        f"node /dev/nvidia1 c3:1 666 {ENXIO}",
+        f"node /dev/nvidiactl c3:ff 666 {ENXIO}",
+    ]
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    mounts = [line for line in report if line.startswith("mount ")]
+    assert len(mounts) == 3
+    assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
+    assert "wrote nvidia-smi" not in report
+
+
+def test_a_gpu_that_was_not_asked_for_stays_closed(versions: Bench) -> None:
+    for number in (0, 1):
+        os.mknod(versions.root / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(195, number))
+    script = ["sh", "-c", "for n in 0 1; do (exec 3</gpu$n) 2>&1; done"]
+    report = versions.report("NVIDIA_VISIBLE_DEVICES=1", by_hook="prestart", arguments=script)
+    assert [line.rpartition(": ")[2] for line in report] == ["Operation not permitted", ENXIO]
+
+
+def test_none_is_files_without_devices(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=none", by_hook="prestart")
+    assert nodes(report) == []
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+def test_a_container_that_asks_for_nothing_gets_nothing(bench: Bench) -> None:
+    bench.specification.unlink()
+    assert [line for line in bench.report("A=1", by_hook="prestart") if not line.startswith("visible")] == []
+
+
+def test_a_read_only_root_is_equipped_all_the_same(bench: Bench) -> None:
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=0", by_hook="prestart", root={"path": "rootfs", "readonly": True})
+    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidiactl"]
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+def test_a_refusal_stops_the_start_with_one_line(bench: Bench) -> None:
+    bench.configure("NVIDIA_VISIBLE_DEVICES=9", hooks={"prestart": [bench.hook_entry("prestart")]})
+    done = bench.create(runtime=bench.low_level)
+    assert done.returncode != 0
+    assert "gpuprov: there is no GPU '9' on this host; there are 0, 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["usr", "usr/lib", LIBRARIES[1:], "usr/bin", "dev", "etc"])
+@pytest.mark.parametrize(
+    "target", ["{outside}", "/proc/self/root{outside}", "../../../../../../../..{outside}", "/proc"]
+)
+def test_a_root_whose_folders_are_links_to_the_host_gets_nothing_there(
+    bench: Bench, tmp_path: Path, place: str, target: str
+) -> None:
+    outside = tmp_path / "outside"
+    (outside / "lib/x86_64-linux-gnu").mkdir(parents=True)
+    shutil.rmtree(bench.root / place, ignore_errors=True)
+    (bench.root / place).parent.mkdir(parents=True, exist_ok=True)
+    (bench.root / place).symlink_to(target.format(outside=outside))
+    # runc 1.1 itself follows a /dev that leads out, for the links that it makes there.
+    bench.configure("A=1")
+    bench.create(runtime=bench.low_level)
+    bench.delete()
+    before = sorted(outside.rglob("*"))
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0", hooks={"prestart": [bench.hook_entry("prestart")]})
+    mounts = Path("/proc/self/mounts").read_text()
+    bench.create(runtime=bench.low_level)
+    assert sorted(outside.rglob("*")) == before
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+def test_wrong_nodes_in_the_image_are_replaced(bench: Bench) -> None:
+    """/dev is a tmpfs in most containers; where the image's own is used, it may hold anything."""
+    (bench.root / "dev").mkdir(exist_ok=True)
+    (bench.root / "dev/nvidia0").symlink_to("/dev/zero")
+    (bench.root / "dev/nvidiactl").write_text("a file")
+    config = json.loads(bench.config.read_text())
+    mounts = [mount for mount in config["mounts"] if not mount["destination"].startswith("/dev")]
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=0", by_hook="prestart", mounts=mounts)
+    assert nodes(report) == [f"node /dev/nvidia0 c3:0 666 {ENXIO}", f"node /dev/nvidiactl c3:ff 666 {ENXIO}"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["", "{", "[]", "null", '{"bundle": 5}', "{}", '{"bundle": "/none", "pid": 1}', '{"bundle": "%s", "pid": true}'],
+)
+def test_a_state_that_is_none_is_refused_in_one_line(bench: Bench, state: str) -> None:
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0")
+    text = state.replace("%s", str(bench.config.parent))
+    done = subprocess.run((bench.deployed.hook, "prestart"), input=text, capture_output=True, text=True, check=False)
+    if "none" in state:  # without a config.json there is nobody to give anything to, as runc will say
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+    assert done.stderr.startswith("gpuprov: ")
