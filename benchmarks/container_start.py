@@ -30,7 +30,7 @@ from gpuprov.system import System
 from tests import simgpu
 from tests.deployed import Deployed, bundle_below, deploy_below, program
 
-HOOKED = False
+HOOKED = True
 _NAME = f"gpuprov-bench-{os.getpid()}"
 # An image's own libraries: the loader's cache of a CUDA image has some hundred entries.
 _IMAGE_LIBRARIES = 300

@@ -14,6 +14,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
 
 # PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
@@ -26,6 +27,8 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     deploy.LAUNCHER_PATH,
+    HOOK_PATH,
+    deploy.NVIDIA_HOOK_PATH,
     "/etc/systemd/system/gpuprov-refresh.service",
     "/var/lib/gpuprov/driver-incomplete",
 )
@@ -217,10 +220,15 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)
-        if status is not None and status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
+        if status is None:
+            continue
+        if status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
             content = system.read_bytes(path)
             if content is not None:
                 found[path] = FileFact(content, status.mode, status.uid, status.gid)
+        elif path == deploy.NVIDIA_HOOK_PATH:
+            # A link, or a program too large to be ours, is there all the same, and NVIDIA's.
+            found[path] = FileFact(b"", status.mode, status.uid, status.gid)
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.cdi.discover import discover
-from gpuprov.cdi.generate import specification
+from gpuprov.cdi.discover import ask_nvml, discover
+from gpuprov.cdi.generate import difference, specification
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
@@ -34,7 +34,8 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return what brings the bundled runtime's files, and their byte code, to this version."""
     if spec.toolkit != "bundled":
         return ()
-    files = deploy.deployed_files()
+    there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
+    files = deploy.deployed_files(docker_hook=there is None or deploy.is_ours(there.content))
     wanted = {path for path, _, _ in files}
     # A module of an older version that this one lacks would otherwise stay importable.
     stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
@@ -89,9 +90,10 @@ def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     # Before the driver and its nodes are there, nothing can be said about them.
     if installs(facts, spec) or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
-    content = render_json(specification(facts.driver))
     found = facts.files.get(CDI_SPECIFICATION)
-    return () if _is_there(found, 0o644, content) else (WriteCdiSpecification(content),)
+    if found is not None and _is_there(found, 0o644, found.content) and not difference(found.content, facts.driver):
+        return ()
+    return (WriteCdiSpecification(render_json(specification(facts.driver))),)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class WriteCdiSpecification(Change):
         return capture_path(system, CDI_SPECIFICATION)
 
     def apply(self, system: System, tell: Tell) -> Json:
-        content = self.content or render_json(specification(discover(system)))
+        # Asked only now, because NVML initialises GPUs: seconds for each that nobody keeps awake.
+        content = render_json(specification(ask_nvml(system, discover(system))))
         system.make_directory(parent_of(CDI_SPECIFICATION))
         system.write(CDI_SPECIFICATION, content, mode=0o644, owner=(0, 0))
         return {}

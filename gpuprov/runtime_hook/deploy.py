@@ -119,13 +119,23 @@ def _load(name: str, library: str) -> str:
     return _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
 
 
-def deployed_files() -> tuple[tuple[str, int, bytes], ...]:
-    """Return (path, mode, content) of every file that a host needs; works from inside a zipapp too."""
+def is_ours(content: bytes) -> bool:
+    """Say whether a hook's program is ours, of whatever version."""
+    return b"runtime_hook.hook_main" in content
+
+
+def deployed_files(*, docker_hook: bool = True) -> tuple[tuple[str, int, bytes], ...]:
+    """Return (path, mode, content) of every file that a host needs; works from inside a zipapp too.
+
+    Without `docker_hook`, the hook is not put under the name that docker looks for: NVIDIA's package owns it.
+    """
     package = __package__ or "gpuprov.runtime_hook"
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None
     names = sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
     files = [(LAUNCHER_PATH, 0o755, render_launcher().encode()), (HOOK_PATH, 0o755, render_hook().encode())]
+    if docker_hook:
+        files.append((NVIDIA_HOOK_PATH, 0o755, render_hook().encode()))
     for name in ("__init__", *(name for name in names if name not in _NOT_DEPLOYED)):
         content = pkgutil.get_data(package, f"{name}.py")
         assert content is not None

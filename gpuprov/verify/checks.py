@@ -47,6 +47,7 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         "container, all GPUs",
         "container, one GPU",
         "container, no GPU",
+        "docker run --gpus",
         *(("torch",) if spec.torch_image else ()),
     )
     if not (driver_ok and runtime_ok):
@@ -71,8 +72,9 @@ def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport,
     checks.check(names[0], lambda: containers.all_gpus(bench))
     checks.check(names[1], lambda: containers.one_gpu(bench))
     checks.check(names[2], lambda: containers.no_gpu(bench))
+    checks.check(names[3], lambda: containers.by_docker_gpus(bench))
     if spec.torch_image:
-        checks.check(names[3], lambda: containers.torch(Bench(system, spec.torch_image, host)))
+        checks.check(names[4], lambda: containers.torch(Bench(system, spec.torch_image, host)))
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:

@@ -19,6 +19,8 @@ _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
 _TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
+# What docker says where no hook was on its PATH when it started.
+_NO_HOOK = "could not select device driver"
 # Exit codes: docker's own, a shell's, and nvidia-smi's where the host's own went well.
 _HINTS = {
     9: "the container can't reach the driver: gpuprov install makes nodes and CDI specification anew",
@@ -92,6 +94,20 @@ def no_gpu(bench: Bench) -> Shown:
     return "", "none, as asked"
 
 
+def by_docker_gpus(bench: Bench) -> Shown:
+    """`docker run --gpus all`, which takes another way (a hook, and plain runc), must show the same GPUs."""
+    command = ("nvidia-smi", "-q", "-x")
+    done = _run(bench.system, bench.image, command, (_CAPABILITIES,), flags=("--gpus=all",))
+    if _NO_HOOK in done.stderr:
+        raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
+    if not done.ok:
+        raise Failed(_ended(done))
+    seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
+    if seen != wanted:
+        raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
+    return counted(len(wanted)), f"{counted(len(seen))}, by the hook"
+
+
 def torch(bench: Bench) -> Shown:
     """PyTorch must say that it can use CUDA, on each of the GPUs."""
     pull_if_missing(bench.system, bench.image)
@@ -132,13 +148,14 @@ def _run(
     environment: tuple[str, ...],
     *,
     seconds: float = _CONTAINER_SECONDS,
+    flags: tuple[str, ...] = ("--runtime=nvidia",),
 ) -> Completed:
-    flags = [word for entry in environment for word in ("--env", entry)]
+    asked = [word for entry in environment for word in ("--env", entry)]
     name = f"gpuprov-verify-{system.own_pid()}"
     # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry point
     # stays out: that of NVIDIA's images prints a banner.
     argv = (
-        "docker", "run", "--rm", f"--name={name}", "--pull=never", "--runtime=nvidia", "--network=none", *flags,
+        "docker", "run", "--rm", f"--name={name}", "--pull=never", "--network=none", *flags, *asked,
         "--entrypoint", command[0], image, *command[1:],
     )  # fmt: skip
     done = system.run(argv, timeout=seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from gpuprov.cdi.discover import (
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import Device, Edits, Specification, render_json
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 
@@ -51,8 +51,21 @@ def document(driver: DriverFacts) -> dict[str, Any]:
 
 
 def mounts(driver: DriverFacts) -> Mapping[str, str]:
-    """Container path → host path of what every container with a GPU gets."""
-    return {mount["containerPath"]: mount["hostPath"] for mount in document(driver)["containerEdits"]["mounts"]}
+    """Container path → host path of what every container with a GPU gets, over mounts and links."""
+    edits = document(driver)["containerEdits"]
+    found = {mount["containerPath"]: mount["hostPath"] for mount in edits["mounts"]}
+    return reached(found, [link for hook in edits.get("hooks", ()) for link in hook["args"] if "::" in link])
+
+
+def reached(found: dict[str, str], links: list[str]) -> dict[str, str]:
+    """Return the mounts, and each link (TARGET::PATH) with the file at its end; a link that ends nowhere fails."""
+    targets = {path: target for target, path in (link.split("::") for link in links)}
+    for path in targets:
+        end = path
+        while end in targets:
+            end = targets[end] if targets[end].startswith("/") else f"{end.rpartition('/')[0]}/{targets[end]}"
+        found[path] = found[end]
+    return found
 
 
 @pytest.mark.parametrize("count", [1, 16])
@@ -244,7 +257,10 @@ def test_the_specification_names_every_gpu_three_ways(tmp_path: Path, count: int
     control = [node["path"] for node in found["containerEdits"]["deviceNodes"]]
     assert control == ["/dev/nvidiactl", "/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
     assert found["containerEdits"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
-    assert "hooks" not in found["containerEdits"]
+    (hook,) = found["containerEdits"]["hooks"]
+    assert (hook["hookName"], hook["path"]) == ("createContainer", HOOK_PATH)
+    # Without `env`, runc 1.1 would give the hook the image's environment.
+    assert hook["env"]
 
 
 def test_every_mount_is_read_only_and_unique(tmp_path: Path) -> None:

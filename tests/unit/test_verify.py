@@ -141,6 +141,7 @@ class RecordedHost(System):
             gpu(1).uuid: (0, only(REPORT, 1), ""),
             "none": (0, "", ""),
             "void": (0, "", ""),
+            "gpus": (0, REPORT, ""),
             "torch": (0, "True 2 12.4\n", ""),
         }
         self.asked: list[tuple[str, ...]] = []
@@ -168,12 +169,15 @@ class RecordedHost(System):
             return argv[1]
         if "python3" in argv:
             return "torch"
+        if "--gpus=all" in argv:
+            assert not [word for word in argv if word.startswith("--runtime")]
+            return "gpus"
         devices = [word.partition("=")[2] for word in argv if word.startswith("NVIDIA_VISIBLE_DEVICES=")]
         return devices[0] if devices else "none"
 
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
-CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU"]
+CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus"]
 NAMES = ["driver", "device nodes", "CDI specification", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
@@ -376,6 +380,22 @@ def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says:
     assert good is ok
     assert list(done) == [*NAMES, "torch"]
     assert says in done["torch"].container + done["torch"].reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((125, "", 'could not select device driver "" with capabilities: [[gpu]].\n'), "systemctl restart docker"),
+        ((0, only(REPORT, 1), ""), f"the container sees {gpu(1).uuid}"),
+        ((125, "", "OCI runtime create failed: gpuprov: there is no GPU 7"), "gpuprov: there is no GPU 7"),
+    ],
+)
+def test_gpus_by_dockers_own_flag(host: RecordedHost, answer: tuple[int, str, str], reason: str) -> None:
+    host.answers["gpus"] = answer
+    good, done = checks(host)
+    assert not good
+    assert states(done)["failed"] == ["docker run --gpus"]
+    assert reason in done["docker run --gpus"].reason
 
 
 def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:

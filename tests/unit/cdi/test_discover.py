@@ -24,6 +24,7 @@ from gpuprov.cdi.validation import problems
 from gpuprov.errors import GpuprovError
 from gpuprov.system import Completed, System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
+from tests.unit.test_cdi import reached
 
 DATA = Path(__file__).parent / "data"
 VERSION = "550.163.01"
@@ -90,8 +91,10 @@ def lay(root: Path, table: str) -> None:
 
 
 def mounts(driver: DriverFacts) -> dict[str, str]:
-    """Container path → host path."""
-    return {mount.container_path: mount.host_path for mount in specification(driver).edits.mounts}
+    """Container path → host path, over mounts and links."""
+    edits = specification(driver).edits
+    found = {mount.container_path: mount.host_path for mount in edits.mounts}
+    return reached(found, [link for hook in edits.hooks for link in hook.args if "::" in link])
 
 
 def sonames(table: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -68,8 +67,8 @@ def compatibility(root: Path, *versions: str) -> None:
 def test_links_and_cache_lead_to_the_driver(tmp_path: Path) -> None:
     prepare(tmp_path, equipment())
     folder = tmp_path / MULTIARCH.lstrip("/")
-    assert os.readlink(folder / "libcuda.so.1") == "libcuda.so.550.163.01"
-    assert os.readlink(folder / "libcuda.so") == "libcuda.so.1"
+    assert str((folder / "libcuda.so.1").readlink()) == "libcuda.so.550.163.01"
+    assert str((folder / "libcuda.so").readlink()) == "libcuda.so.1"
     assert cached(tmp_path) == {
         "libcuda.so.1": f"{MULTIARCH}/libcuda.so.1",
         "libcuda.so": f"{MULTIARCH}/libcuda.so",
@@ -90,7 +89,7 @@ def test_another_driver_later_leaves_as_many_files(tmp_path: Path) -> None:
     before = set(everything(tmp_path))
     prepare(tmp_path, equipment("580.65.06"))
     assert set(everything(tmp_path)) == before
-    assert os.readlink(tmp_path / MULTIARCH.lstrip("/") / "libcuda.so.1") == "libcuda.so.580.65.06"
+    assert str((tmp_path / MULTIARCH.lstrip("/") / "libcuda.so.1").readlink()) == "libcuda.so.580.65.06"
     assert "libnvidia-eglcore.so.580.65.06" in cached(tmp_path)
 
 
