@@ -8,7 +8,7 @@ from .errors import Refused
 from .request import Request, parse_request
 from .requirements import require
 from .rootfs import Root
-from .settings import Settings, read_settings
+from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
 
 TYPE_CHECKING = False
@@ -32,12 +32,15 @@ class Decision:
         self.settings = settings
 
 
-def decide(bundle: str) -> Decision | None:
+SETTINGS = (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+
+
+def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision | None:
     """Return what the container of a bundle gets, None if it asks for no GPU. Raises Refused if it can't have it."""
     config = load_config(f"{bundle}/config.json")
     if config is None:
         return None
-    settings, trouble = read_settings()
+    settings, trouble = read_settings(*settings_paths)
     request = parse_request(config, settings)
     if request.devices is None:
         return None

@@ -7,7 +7,7 @@ import posix
 import sys
 
 from . import jsonio, log
-from .decision import Decision, config_id, decide
+from .decision import SETTINGS, Decision, config_id, decide
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
@@ -70,9 +70,9 @@ def bundle_of(arguments: list[str]) -> str:
     return bundle
 
 
-def prepare(bundle: str) -> None:
+def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
     """Equip the bundle's container if it asks for GPUs; leave it untouched, bit for bit, if it does not."""
-    decision = decide(bundle)
+    decision = decide(bundle, settings_paths)
     if decision is None:
         return
     config, equipment = decision.config, decision.equipment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path

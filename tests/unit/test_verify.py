@@ -401,7 +401,7 @@ def test_gpus_by_dockers_own_flag(host: RecordedHost, answer: tuple[int, str, st
 def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
     checks(host)
     runs = [argv for argv in host.asked if argv[:2] == ("docker", "run")]
-    assert len(runs) == 4
+    assert len(runs) == 5
     for argv in runs:
         place = argv.index(SPEC.verify_image)
         assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.deploy import (
     LAUNCHER_PATH,
     LIBRARY_PATH,
+    NVIDIA_HOOK_PATH,
     bytecode_is_current,
     compile_bytecode,
     deployed_files,
+    is_ours,
+    render_hook,
     render_launcher,
 )
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 # Each costs milliseconds at every container start.
 EXPENSIVE = {
@@ -47,13 +52,15 @@ def isolated(modules: Path, code: str, *arguments: str) -> subprocess.CompletedP
 
 def test_everything_but_what_deploys_is_deployed() -> None:
     files = {path: (mode, content) for path, mode, content in deployed_files()}
+    programs = {LAUNCHER_PATH: render_launcher(), HOOK_PATH: render_hook(), NVIDIA_HOOK_PATH: render_hook()}
     assert set(files) == {
-        LAUNCHER_PATH,
+        *programs,
         *(f"{LIBRARY_PATH}/runtime_hook/{path.name}" for path in SOURCES.glob("*.py") if path.name != "deploy.py"),
     }
-    assert files[LAUNCHER_PATH] == (0o755, render_launcher().encode())
+    assert {path: files[path] for path in programs} == {path: (0o755, text.encode()) for path, text in programs.items()}
+    assert set(files) - {path for path, _, _ in deployed_files(docker_hook=False)} == {NVIDIA_HOOK_PATH}
     for path, (mode, content) in files.items():
-        if path != LAUNCHER_PATH:
+        if path not in programs:
             assert mode == 0o644
             assert content == (SOURCES / path.rpartition("/")[2]).read_bytes()
 
@@ -79,21 +86,27 @@ def test_every_deployed_module_imports_in_isolation(modules: Path) -> None:
 @pytest.mark.parametrize("environment", ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=void"])
 def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, environment: str) -> None:
     """Up to the very exec, which the interpreter's audit hook sees."""
-    specification = tmp_path / "nvidia.json"
+    specification = tmp_path / "cdi/nvidia.json"
+    specification.parent.mkdir()
+    (tmp_path / "rootfs").mkdir()
     node = {"path": "/dev/nvidia0", "major": 195, "minor": 0}
     mounts = [{"hostPath": "/x", "containerPath": "/usr/lib64/libcuda.so.1", "options": ["ro"]}]
     devices = [{"name": "0", "containerEdits": {"deviceNodes": [node]}}]
-    document = {"devices": devices, "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts}}
+    document = {
+        "kind": "nvidia.com/gpu",
+        "devices": devices,
+        "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts},
+    }
     annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
     specification.write_text(json.dumps({**document, "annotations": annotations}))
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"specification": str(specification)}))
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{specification.parent}']\n")
     process = {"env": [environment, "NVIDIA_REQUIRE_CUDA=cuda>=12.0"]}
     (tmp_path / "config.json").write_text(json.dumps({"process": process, "root": {"path": "rootfs"}}))
     code = (
         "hook = lambda event, _: event == 'os.exec' and (print(*sys.modules), sys.stdout.flush()); "
         "sys.addaudithook(hook); import runtime_hook.main as main; "
-        f"main.SETTINGS_PATH = {str(settings)!r}; main.main('/bin/true', sys.argv[1:])"
+        f"main.prepare.__defaults__ = (({str(settings)!r}, '/none'),); main.main('/bin/true', sys.argv[1:])"
     )
     done = isolated(modules, code, "create", "--bundle", str(tmp_path), "id")
     assert (done.returncode, done.stderr) == (0, "")
@@ -134,6 +147,41 @@ def test_spoilt_byte_code_is_not_current(modules: Path, spoil: str) -> None:
     assert compiled.read_bytes() == content
 
 
+@pytest.mark.parametrize("name", ["main", "hook_main"])
+def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> None:
+    compile_bytecode(str(modules))
+    (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
+    text = deploy._load(name, str(modules.parent))
+    watch = "import sys; sys.addaudithook(lambda event, words: event == 'open' and print(words[0]))\n"
+    opened = isolated(modules, f"exec({watch + text!r})").stdout.split()
+    assert str(bundle) in opened
+    assert [path for path in opened if path.startswith(str(modules)) and path != str(bundle)] == []
+    content = bundle.read_bytes()
+    assert b"Gets" not in content and b"__future__" not in content
+    bundle.unlink()
+    assert not bytecode_is_current(str(modules))
+    again = isolated(modules, f"exec({text!r}); print(main)")
+    assert (again.returncode, again.stdout.startswith("<function main")) == (0, True)
+
+
+def test_a_bundle_of_an_older_version_is_not_current(modules: Path) -> None:
+    compile_bytecode(str(modules))
+    (bundle,) = [path for path in (modules / "__pycache__").glob("main.*") if path.suffix != ".pyc"]
+    bundle.write_bytes(b"\0" + bundle.read_bytes()[1:])
+    assert not bytecode_is_current(str(modules))
+
+
+def test_nvidias_own_hook_is_told_from_ours() -> None:
+    assert is_ours(render_hook().encode())
+    assert not is_ours(b"\x7fELF")
+
+
+def test_the_hooks_program_runs_isolated() -> None:
+    text = render_hook()
+    assert text.startswith("#!/usr/bin/python3 -ISEB\n")
+    ast.parse(text)
+
+
 def test_an_edited_module_counts_at_the_next_start_in_spite_of_its_byte_code(modules: Path) -> None:
     compile_bytecode(str(modules))
     source = modules / "errors.py"
@@ -148,10 +196,10 @@ def test_the_launcher_is_plain_shell_with_fixed_paths() -> None:
     text = render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
     assert text.startswith("#!/bin/sh\n")
     assert subprocess.run(("sh", "-n"), input=text, text=True, check=False).returncode == 0
-    assert (
-        "for low_level in /usr/local/sbin/runc /usr/local/bin/runc /usr/sbin/runc /usr/bin/runc /opt/crun; do" in text
-    )
-    assert 'exec /usr/bin/python3 -I -S -E -B -c \'import sys; sys.path.insert(0, "/usr/lib/gpuprov");' in text
+    assert "for low_level in /usr/local/sbin/runc /usr/local/bin/runc /usr/sbin/runc /usr/bin/runc " in text
+    assert " /opt/crun; do" in text
+    assert "exec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n" in text
+    assert 'sys.path.append("/usr/lib/gpuprov")\n' in text
     assert text == render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
 
 

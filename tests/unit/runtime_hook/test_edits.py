@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import driver_files
-from gpuprov.runtime_hook.edits import apply_edits
+from gpuprov.runtime_hook.edits import apply_edits, drop_nvidia_hooks, merge_edits, normal_path
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.rootfs import LibraryFolder
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
-EVERYTHING = frozenset(driver_files.ALL)
 
 
 def node(path: str, minor: int, **more: Any) -> dict[str, Any]:
@@ -30,16 +27,11 @@ GPU_1 = {"deviceNodes": [node("/dev/nvidia1", 1)]}
 CONTROL = [node("/dev/nvidiactl", 255), node("/dev/nvidia-uvm", 300), node("/dev/nvidia-modeset", 254)]
 
 
-def edited(
-    config: dict[str, Any],
-    common: dict[str, Any],
-    *devices: dict[str, Any],
-    capabilities: frozenset[str] = EVERYTHING,
-) -> dict[str, Any]:
+def edited(config: dict[str, Any], *parts: dict[str, Any], idmap: bool = False) -> dict[str, Any]:
     """Return the configuration with the edits, the edits themselves unchanged."""
-    before = copy.deepcopy((common, devices))
-    apply_edits(config, common, list(devices), capabilities, LibraryFolder("/nonexistent"))
-    assert (common, devices) == before
+    before = copy.deepcopy(parts)
+    apply_edits(config, merge_edits(list(parts)), idmap=idmap)
+    assert parts == before
     return config
 
 
@@ -172,62 +164,64 @@ def test_what_nobody_here_knows_survives() -> None:
     assert config["mounts"][0] == before["mounts"][0]
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "nodes", "files"),
-    [
-        ({"utility"}, {"nvidiactl"}, {"libnvidia-ml.so.1", "nvidia-smi", "gsp_tu10x.bin"}),
-        ({"compute"}, {"nvidiactl", "nvidia-uvm"}, {"libcuda.so.1", "libnvidia-new.so.1", "gsp_tu10x.bin"}),
-        ({"video"}, {"nvidiactl"}, {"libnvcuvid.so.1", "libnvidia-new.so.1", "gsp_tu10x.bin"}),
-        (
-            {"graphics"},
-            {"nvidiactl", "nvidia-modeset"},
-            {"libGLX_nvidia.so.0", "libnvidia-new.so.1", "gsp_tu10x.bin"},
-        ),
-        (
-            {"display"},
-            {"nvidiactl", "nvidia-modeset"},
-            {"libGLX_nvidia.so.0", "libnvidia-new.so.1", "gsp_tu10x.bin"},
-        ),
-        ({"ngx"}, {"nvidiactl"}, {"libnvidia-ngx.so.550", "libnvidia-new.so.1", "gsp_tu10x.bin"}),
-        ({"compat32"}, {"nvidiactl"}, {"libcuda.so", "gsp_tu10x.bin"}),
-        (set(), {"nvidiactl"}, set()),
-    ],
-)
-def test_each_capability_brings_its_nodes_and_files(capabilities: set[str], nodes: set[str], files: set[str]) -> None:
-    mounts = [
-        mount(path)
-        for path in (
-            f"{LIBRARIES}/libcuda.so.1", f"{LIBRARIES}/libnvidia-ml.so.1", f"{LIBRARIES}/libnvcuvid.so.1",
-            f"{LIBRARIES}/libGLX_nvidia.so.0", f"{LIBRARIES}/libnvidia-ngx.so.550", f"{LIBRARIES}/libnvidia-new.so.1",
-            "/usr/lib/i386-linux-gnu/libcuda.so", "/usr/bin/nvidia-smi", "/lib/firmware/nvidia/550/gsp_tu10x.bin",
-        )
-    ]  # fmt: skip
-    common = {"deviceNodes": CONTROL, "mounts": mounts}
-    config = edited({}, common, GPU_0, capabilities=frozenset(capabilities))
-    assert {one["path"].rpartition("/")[2] for one in config["linux"]["devices"]} == {*nodes, "nvidia0"}
-    assert {one["destination"].rpartition("/")[2] for one in config["mounts"]} == files
-
-
-def test_without_a_device_there_is_no_node_and_no_rule() -> None:
-    config = edited({}, {"deviceNodes": CONTROL, "mounts": [mount("/usr/bin/nvidia-smi")]})
-    assert "linux" not in config
-    assert len(config["mounts"]) == 1
-
-
 def test_nvidias_own_hook_is_dropped_and_others_stay() -> None:
     hooks = [
         {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["x", "prestart"]}, {"path": "/usr/bin/other"},
         {"path": "/opt/nvidia-container-toolkit"},
     ]  # fmt: skip
-    config = edited({"hooks": {"prestart": hooks, "createRuntime": hooks}}, {})
+    config: dict[str, Any] = {"hooks": {"prestart": hooks, "createRuntime": hooks}}
+    drop_nvidia_hooks(config)
     assert config["hooks"] == {"prestart": [{"path": "/usr/bin/other"}], "createRuntime": hooks}
 
 
-@pytest.mark.parametrize("name", ["hooks", "netDevices", "intelRdt", "future"])
-def test_an_edit_that_cannot_be_applied_is_refused(name: str) -> None:
-    with pytest.raises(Refused, match=f"the CDI specification has {name}, which this runtime can't do"):
-        edited({}, {}, {name: [{}]})
-    edited({}, {name: []}, {name: None})
+def test_hooks_are_added_behind_those_of_their_stage() -> None:
+    hook = {"hookName": "createContainer", "path": "/usr/bin/x", "args": ["x", "y"], "env": [], "timeout": 5}
+    config = edited({"hooks": {"createContainer": [{"path": "/first"}]}}, {"hooks": [hook]}, {"hooks": [hook]})
+    entry = {"path": "/usr/bin/x", "args": ["x", "y"], "env": [], "timeout": 5}
+    assert config["hooks"] == {"createContainer": [{"path": "/first"}, entry, entry]}
+
+
+def test_a_hook_for_no_stage_is_refused() -> None:
+    with pytest.raises(Refused, match="'sometimes', which is no stage"):
+        edited({}, {"hooks": [{"hookName": "sometimes", "path": "/x"}]})
+
+
+def test_network_devices_and_resource_control_go_where_runc_looks() -> None:
+    device = {"hostInterfaceName": "ib0", "name": "eth1"}
+    config = edited({"linux": {"intelRdt": {"closID": "a"}}}, {"netDevices": [device], "intelRdt": {"closID": "b"}})
+    assert config["linux"] == {"netDevices": {"ib0": {"name": "eth1"}}, "intelRdt": {"closID": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "wanted"),
+    [
+        (["ro", "bind"], "", ["ro", "bind", "idmap"]),
+        (["rbind"], "", ["rbind", "ridmap"]),
+        (["ro"], "bind", ["ro", "idmap", "bind"]),
+        (["idmap", "bind"], "", ["idmap", "bind"]),
+        (["ro"], "tmpfs", ["ro"]),
+    ],
+)
+def test_in_a_user_namespace_bind_mounts_are_mapped_where_asked_for(
+    options: list[str], kind: str, wanted: list[str]
+) -> None:
+    one = {"hostPath": "/x", "containerPath": "/y", "options": options, "type": kind}
+    inside = {"linux": {"namespaces": [{"type": "user"}]}}
+    assert edited(copy.deepcopy(inside), {"mounts": [one]}, idmap=True)["mounts"][0]["options"] == wanted
+    for config, idmap in ((inside, False), ({"linux": {"namespaces": [{"type": "mount"}]}}, True)):
+        found = edited(copy.deepcopy(config), {"mounts": [one]}, idmap=idmap)["mounts"][0]["options"]
+        assert not {"idmap", "ridmap"} & set(found) - set(options)
+
+
+@pytest.mark.parametrize(
+    ("path", "clean"),
+    [
+        ("/a//b/./c/", "/a/b/c"), ("/a/../b", "/b"), ("/../..", "/"), ("a/../..", ".."), ("", "."), ("/", "/"),
+        ("a/..", "."), ("../a", "../a"),
+    ],
+)  # fmt: skip
+def test_paths_are_cleaned_as_go_does(path: str, clean: str) -> None:
+    assert normal_path(path) == clean
 
 
 @pytest.mark.parametrize(
@@ -243,11 +237,13 @@ def test_an_edit_that_cannot_be_applied_is_refused(name: str) -> None:
         ({"linux": {"devices": [None]}}, "devices is no list"),
         ({"mounts": {"destination": "/"}}, "mounts is no list"),
         ({"hooks": True}, "hooks is no object"),
+        ({"hooks": {"prestart": 5}}, "prestart is no list"),
     ],
 )
 def test_a_configuration_without_a_place_for_an_edit_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(Refused) as caught:
-        edited(config, {"env": ["V=void"], "mounts": [mount("/usr/bin/nvidia-smi")]}, GPU_0)
+        hook = {"hookName": "prestart", "path": "/x"}
+        edited(config, {"env": ["V=void"], "mounts": [mount("/usr/bin/nvidia-smi")], "hooks": [hook]}, GPU_0)
     assert str(caught.value).startswith(f"config.json: {says}")
 
 
@@ -255,4 +251,4 @@ def test_null_is_nothing() -> None:
     config = edited({"process": None, "linux": None, "mounts": None, "hooks": None}, {"env": ["V=void"]}, GPU_0)
     assert config["process"]["env"] == ["V=void"]
     assert len(config["linux"]["devices"]) == 1
-    assert config["mounts"] == []
+    assert config["mounts"] is None

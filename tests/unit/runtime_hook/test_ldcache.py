@@ -149,7 +149,8 @@ def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))
     merged = merge(bytes(good[:cut]), DRIVER)
-    assert merge(merged, DRIVER) == merged
+    assert merged.startswith(ldcache.MAGIC)
+    assert len(merged) < 4096
 
 
 def test_a_big_images_cache_is_merged_at_once(tmp_path: Path) -> None:

@@ -12,37 +12,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuprov.runtime_hook.decision import owner_of, root_of
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.main import bundle_of, is_create, prepare, root_of
+from gpuprov.runtime_hook.main import bundle_of, is_create, prepare
 
 GPU = {"deviceNodes": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0, "permissions": "rw"}]}
 SPECIFICATION = {
-    "devices": [{"name": name, "containerEdits": GPU} for name in ("0", "all")],
+    "kind": "nvidia.com/gpu", "devices": [{"name": name, "containerEdits": GPU} for name in ("0", "all")],
     "containerEdits": {
         "env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": [{"hostPath": "/x", "containerPath": "/usr/bin/nvidia-smi"}],
     },
 }  # fmt: skip
-ASKS = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'
+ASKS = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}, "root": {"path": "rootfs"}}'
 
 
 class Bundle:
     """A bundle, a specification and a settings file below one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = folder / "config.json"
-        self.specification = folder / "nvidia.json"
-        self.settings = folder / "settings.json"
+        self.folder = folder / "bundle"
+        self.root = self.folder / "rootfs"
+        self.root.mkdir(parents=True)
+        self.config = self.folder / "config.json"
+        self.specification = folder / "cdi/nvidia.json"
+        self.specification.parent.mkdir()
+        self.settings = folder / "settings.toml"
         self.specification.write_text(json.dumps(SPECIFICATION))
-        self.set()
+        self.set("")
 
-    def set(self, **more: Any) -> None:
-        self.settings.write_text(json.dumps({"specification": str(self.specification), **more}))
+    def set(self, text: str) -> None:
+        """Write settings; `text` stands at their top."""
+        folders = f"spec-dirs = ['{self.specification.parent}']"
+        self.settings.write_text(f"{text}\n[nvidia-container-runtime.modes.cdi]\n{folders}\n")
 
     def prepare(self, text: str) -> None:
         self.config.write_text(text, errors="surrogateescape")
         os.utime(self.config, (1, 1))
-        prepare(str(self.folder), str(self.settings))
+        self.run()
+
+    def run(self) -> None:
+        prepare(str(self.folder), (str(self.settings), "/nonexistent"))
 
     @property
     def is_untouched(self) -> bool:
@@ -57,7 +66,7 @@ def bundle(tmp_path: Path) -> Bundle:
 @pytest.fixture(scope="module")
 def one_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
     made = Bundle(tmp_path_factory.mktemp("bundle"))
-    made.set(**{"accept-nvidia-visible-devices-as-volume-mounts": True})
+    made.set("accept-nvidia-visible-devices-as-volume-mounts = true")
     yield made
 
 
@@ -125,13 +134,28 @@ def test_the_root_that_a_configuration_names(root: object, folder: str) -> None:
     assert root_of({"root": root}, "/b") == folder
 
 
+@pytest.mark.parametrize(
+    ("linux", "owner"),
+    [
+        ({}, (0, 0)),
+        (None, (0, 0)),
+        ({"uidMappings": [{"containerID": 0, "hostID": 100000, "size": 65536}]}, (100000, 0)),
+        ({"uidMappings": [{"containerID": 5, "hostID": 7}, {"hostID": 9}], "gidMappings": [{"hostID": 8}]}, (9, 8)),
+        ({"uidMappings": [{"hostID": "x"}], "gidMappings": 5}, (0, 0)),
+    ],
+)
+def test_whose_what_is_made_shall_be(linux: object, owner: tuple[int, int]) -> None:
+    assert owner_of({"linux": linux}) == owner
+
+
 def test_a_gpu_container_is_equipped_and_everything_else_in_it_kept(bundle: Bundle) -> None:
-    bundle.prepare('{"odd": [1.5, "\\ud800", 18446744073709551615], "process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}}')
+    odd = '"odd": [1.5, "\\ud800", 18446744073709551615]'
+    bundle.prepare(ASKS.replace("all", "0").replace("{", f"{{{odd}, ", 1))
     config = json.loads(bundle.config.read_text())
     assert config["odd"] == [1.5, "\ud800", 2**64 - 1]
     assert config["process"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
     assert config["linux"]["devices"][0]["path"] == "/dev/nvidia0"
-    assert sorted(path.name for path in bundle.folder.iterdir()) == ["config.json", "nvidia.json", "settings.json"]
+    assert sorted(path.name for path in bundle.folder.iterdir()) == ["config.json", "rootfs"]
 
 
 def test_once_equipped_a_container_is_not_equipped_again(bundle: Bundle) -> None:
@@ -147,7 +171,7 @@ def test_mode_and_owner_of_the_file_stay(bundle: Bundle) -> None:
     if os.geteuid() == 0:
         os.chown(bundle.config, 12, 34)
     before = bundle.config.stat()
-    prepare(str(bundle.folder), str(bundle.settings))
+    bundle.run()
     after = bundle.config.stat()
     assert after.st_ino != before.st_ino
     assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
@@ -164,7 +188,7 @@ def test_a_container_without_gpus_is_untouched_whatever_else_is_broken(bundle: B
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [("{broken", "not valid JSON"), ('{"typo": 1}', "no key 'typo'"), ("\udcff", "can't be read")],
+    [("{broken", "line 1: a key is missing"), ("typo = 1", "no key 'typo'"), ("\udcff", "can't be read")],
 )
 def test_broken_settings_concern_gpu_containers(bundle: Bundle, settings: str, says: str) -> None:
     bundle.settings.write_text(settings, errors="surrogateescape")
@@ -180,11 +204,14 @@ def test_broken_settings_concern_gpu_containers(bundle: Bundle, settings: str, s
         ({"mounts": [5]}, "TypeError"),
         ({"deviceNodes": [{"path": 5, "major": 1, "minor": 1}]}, "AttributeError"),
         ([], "AttributeError"),
-        ({"hooks": [{}]}, "the CDI specification has hooks"),
+        ({"hooks": [{}]}, "KeyError: 'path'"),
+        ({"hooks": [{"path": "/x", "hookName": "never"}]}, "is no stage"),
     ],
 )
 def test_a_specification_that_is_none_is_refused(bundle: Bundle, edits: object, says: str) -> None:
-    bundle.specification.write_text(json.dumps({"devices": [{"name": "all", "containerEdits": edits}]}))
+    bundle.specification.write_text(
+        json.dumps({"kind": "nvidia.com/gpu", "devices": [{"name": "all", "containerEdits": edits}]})
+    )
     with pytest.raises(Refused) as caught:
         bundle.prepare(ASKS)
     assert says in str(caught.value)
@@ -199,13 +226,13 @@ def test_what_is_no_json_is_refused_even_where_runc_would_take_it(bundle: Bundle
 
 
 def test_what_is_no_utf_8_is_read_as_runc_reads_it(bundle: Bundle) -> None:
-    bundle.prepare('{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all", "A=\udcff"]}}')
+    bundle.prepare(ASKS.replace("all", 'all", "A=\udcff'))
     assert json.loads(bundle.config.read_text())["process"]["env"][1] == "A=\ufffd"
 
 
 def test_a_bundle_without_a_configuration_is_left_to_runc(bundle: Bundle) -> None:
-    prepare(str(bundle.folder), str(bundle.settings))
-    prepare("/nonexistent", str(bundle.settings))
+    bundle.run()
+    prepare("/nonexistent", (str(bundle.settings), "/nonexistent"))
     assert not bundle.config.exists()
 
 

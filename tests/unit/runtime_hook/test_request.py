@@ -26,8 +26,7 @@ def config_of(environment: str = "", *mounts: str, **process: Any) -> dict[str, 
 
 
 def devices_of(config: dict[str, Any], settings: dict[str, Any] | None = None) -> list[str] | None:
-    request = parse_request(config, Settings(settings or {}))
-    return None if request is None else request.devices
+    return parse_request(config, Settings(settings or {})).devices
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,6 @@ def devices_of(config: dict[str, Any], settings: dict[str, Any] | None = None) -
         ("", None),
         ("A=1", None),
         ("NVIDIA_VISIBLE_DEVICES=", None),
-        ("NVIDIA_VISIBLE_DEVICES", None),
         ("NVIDIA_VISIBLE_DEVICES=,", None),
         ("NVIDIA_VISIBLE_DEVICES=void", None),
         ("NVIDIA_VISIBLE_DEVICES=0,void", None),
@@ -89,7 +87,7 @@ def test_swarm_resources_replace_the_usual_variable(names: str, environment: str
         (SYS_ADMIN, ["0"]),
         ({"bounding": ["CAP_CHOWN"], "effective": ["CAP_SYS_ADMIN"]}, None),
         ({"bounding": None}, None),
-        (["CAP_SYS_ADMIN"], ["0"]),
+        (["CAP_SYS_ADMIN"], None),
         (None, None),
         ("CAP_SYS_ADMIN", None),
     ],
@@ -160,8 +158,7 @@ def test_a_mount_counts_by_its_cleaned_paths(source: str, destination: str, devi
     ],
 )
 def test_driver_capabilities(environment: str, capabilities: set[str]) -> None:
-    request = parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}"), Settings({}))
-    assert request is not None
+    request = parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}".strip()), Settings({}))
     assert request.capabilities == capabilities
 
 
@@ -172,7 +169,6 @@ def test_driver_capabilities(environment: str, capabilities: set[str]) -> None:
 def test_settings_bound_the_driver_capabilities(supported: str, asked: str, given: set[str]) -> None:
     config = config_of(f"NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES={asked}")
     request = parse_request(config, Settings({"supported-driver-capabilities": supported}))
-    assert request is not None
     assert request.capabilities == given
 
 
@@ -199,12 +195,10 @@ def test_settings_bound_the_driver_capabilities(supported: str, asked: str, give
     ],
 )
 def test_requirements(environment: str, requirements: list[str]) -> None:
-    config = config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}")
+    config = config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}".strip())
     request = parse_request(config, Settings({}))
-    assert request is not None
     assert request.requirements == requirements
     disabled = parse_request(config, Settings({"disable-require": True}))
-    assert disabled is not None
     assert disabled.requirements == []
 
 
@@ -218,13 +212,25 @@ def test_requirements(environment: str, requirements: list[str]) -> None:
         ("NVIDIA_MIG_MONITOR_DEVICES=0", "NVIDIA_MIG_MONITOR_DEVICES is for privileged containers"),
         *(
             (f"CUDA_VERSION={text}", f"CUDA_VERSION={text} is no version")
-            for text in ("nine", "9.0.1.2", "9.", "9.0-rc1", "-9", "v", "vv9", "9" * 11, "9" * 5000, "٩")
+            for text in (
+                "nine",
+                "9.0.1.2",
+                "9.",
+                "9.0-rc1",
+                "-9",
+                "v",
+                "vv9",
+                "4294967296",
+                "1.4294967296",
+                "9" * 5000,
+                "٩",
+            )
         ),
     ],
 )
 def test_what_cannot_be_is_refused(environment: str, says: str) -> None:
     with pytest.raises(Refused) as caught:
-        parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}"), Settings({}))
+        parse_request(config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}".strip()), Settings({}))
     assert says in str(caught.value)
 
 
@@ -236,3 +242,109 @@ def test_a_privileged_container_may_ask_for_mig_devices() -> None:
 @pytest.mark.parametrize("environment", ["NVIDIA_MIG_CONFIG_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=telepathy"])
 def test_who_asks_for_no_gpu_is_refused_nothing(environment: str) -> None:
     assert devices_of(config_of(environment)) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "capabilities", "privileged"),
+    [
+        ("1.0.0-rc1", ["CAP_SYS_ADMIN"], True),
+        ("1.0.0-rc4", ["CAP_SYS_ADMIN"], True),
+        ("1.0.0-rc4", SYS_ADMIN, False),
+        ("1.0.0-rc5", ["CAP_SYS_ADMIN"], False),
+        ("1.0.0-rc5", SYS_ADMIN, True),
+        ("1.0.2", SYS_ADMIN, True),
+        ("nonsense", SYS_ADMIN, True),
+    ],
+)
+def test_what_privilege_is_depends_on_the_specifications_version(
+    version: str, capabilities: object, privileged: bool
+) -> None:
+    config = {**config_of("NVIDIA_VISIBLE_DEVICES=0", capabilities=capabilities), "ociVersion": version}
+    assert parse_request(config, Settings({})).privileged is privileged
+
+
+@pytest.mark.parametrize(
+    ("annotations", "devices"),
+    [
+        ({"cdi.k8s.io/a": "nvidia.com/gpu=0,nvidia.com/gpu=1"}, ["nvidia.com/gpu=0", "nvidia.com/gpu=1"]),
+        ({"cdi.k8s.io/b": "x", "cdi.k8s.io/a": "y, y"}, ["y", " y", "x"]),
+        ({"other/a": "x"}, ["9"]),
+        ({"cdi.k8s.io/a": 5}, ["9"]),
+        ({}, ["9"]),
+        (None, ["9"]),
+        ([], ["9"]),
+    ],
+)
+def test_annotations_come_before_everything_else(annotations: object, devices: list[str]) -> None:
+    config = {**config_of("NVIDIA_VISIBLE_DEVICES=9", f"{MOUNT_ROOT}/0"), "annotations": annotations}
+    assert devices_of(config) == devices
+
+
+def test_annotations_and_mounts_need_no_privilege() -> None:
+    annotated = {**config_of(), "annotations": {"cdi.k8s.io/a": "nvidia.com/gpu=0"}}
+    assert devices_of(annotated, ENVVAR_REFUSED) == ["nvidia.com/gpu=0"]
+    assert devices_of(config_of("", f"{MOUNT_ROOT}/0"), {**ENVVAR_REFUSED, **MOUNTS_ACCEPTED}) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "mounts", "settings", "channels"),
+    [
+        ("NVIDIA_IMEX_CHANNELS=0,3", (), {}, ["0", "3"]),
+        ("NVIDIA_IMEX_CHANNELS=all", (), {}, []),
+        ("NVIDIA_IMEX_CHANNELS=none", (), {}, []),
+        ("NVIDIA_IMEX_CHANNELS=0,void", (), {}, []),
+        ("", (), {}, []),
+        ("CUDA_VERSION=9.0", (), {}, []),
+        ("NVIDIA_IMEX_CHANNELS=1", ("imex/2",), MOUNTS_ACCEPTED, ["2"]),
+        ("NVIDIA_IMEX_CHANNELS=1", ("imex/2",), {}, ["1"]),
+        ("NVIDIA_IMEX_CHANNELS=1", (), {"features.ignore-imex-channel-requests": True}, []),
+    ],
+)
+def test_imex_channels(
+    environment: str, mounts: tuple[str, ...], settings: dict[str, Any], channels: list[str]
+) -> None:
+    config = config_of(f"NVIDIA_VISIBLE_DEVICES=0 {environment}".strip(), *(f"{MOUNT_ROOT}/{name}" for name in mounts))
+    assert parse_request(config, Settings(settings)).imex_channels == channels
+
+
+def test_unprivileged_channels_count_as_devices_do() -> None:
+    config = config_of("NVIDIA_IMEX_CHANNELS=1", f"{MOUNT_ROOT}/0")
+    request = parse_request(config, Settings({**MOUNTS_ACCEPTED, **ENVVAR_REFUSED}))
+    assert (request.devices, request.imex_channels) == (["0"], [])
+
+
+@pytest.mark.parametrize("name", ["gds", "mofed", "gdrcopy", "nvswitch"])
+def test_what_goes_with_gpus_is_asked_for_by_name(name: str) -> None:
+    for value, extras in (("enabled", [name]), ("1", []), ("ENABLED", [])):
+        config = config_of(f"NVIDIA_VISIBLE_DEVICES=0 NVIDIA_{name.upper()}={value}")
+        assert parse_request(config, Settings({})).extras == extras
+
+
+def test_mig_rights_are_handed_on_verbatim() -> None:
+    config = config_of(
+        "NVIDIA_VISIBLE_DEVICES=0 NVIDIA_MIG_CONFIG_DEVICES=all NVIDIA_MIG_MONITOR_DEVICES=0:1", capabilities=SYS_ADMIN
+    )
+    request = parse_request(config, Settings({}))
+    assert (request.mig_config, request.mig_monitor) == ("all", "0:1")
+
+
+def test_an_environment_that_cannot_be_read_closes_the_door_for_gpu_containers_alone() -> None:
+    with pytest.raises(Refused, match="an entry without '=': 'BROKEN'"):
+        devices_of(config_of("NVIDIA_VISIBLE_DEVICES=0 BROKEN"))
+    assert devices_of(config_of("A=1 NVIDIA_VISIBLE_DEVICES")) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "says"),
+    [
+        ("NVIDIA_VISIBLE_DEVICES=0", {}, "named by NVIDIA_VISIBLE_DEVICES"),
+        ("S=0", {"swarm-resource": "S"}, "named by S"),
+        ("CUDA_VERSION=9.0", {}, "a legacy image: all devices"),
+        ("NVIDIA_VISIBLE_DEVICES=0", ENVVAR_REFUSED, "when-unprivileged is false"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DISABLE_REQUIRE=1", {}, "not checked: NVIDIA_DISABLE_REQUIRE"),
+        ("NVIDIA_VISIBLE_DEVICES=0", {"disable-require": True}, "not checked: disable-require"),
+    ],
+)
+def test_the_rule_that_decided_is_named(environment: str, settings: dict[str, Any], says: str) -> None:
+    decisions = parse_request(config_of(environment), Settings(settings)).decisions
+    assert [one for one in decisions if says in one]

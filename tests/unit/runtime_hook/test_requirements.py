@@ -115,19 +115,19 @@ def test_a_broken_expression_is_refused(expression: str, says: str) -> None:
         (
             "cuda>=13.0",
             "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: "
-            "update the driver to >= 580 or use an image for CUDA <= 12.4",
+            "update the driver to ≥ 580 or use an image for CUDA ≤ 12.4",
         ),
         (
             "cuda=12.5",
             "requires cuda=12.5, this host's driver 550.163.01 supports 12.4: "
-            "update the driver to >= 555 or use an image for CUDA <= 12.4",
+            "update the driver to ≥ 555 or use an image for CUDA ≤ 12.4",
         ),
         (
             OF_AN_IMAGE,
             "requires cuda>=12.6 or brand=unknown,driver>=470,driver<471 or brand=grid,driver>=470,driver<471 "
             "or 3 more, "
             "this host's driver 550.163.01 supports 12.4: "
-            "update the driver to >= 560 or use an image for CUDA <= 12.4",
+            "update the driver to ≥ 560 or use an image for CUDA ≤ 12.4",
         ),
         # The driver's CUDA is not what fails: no driver update is advised for it.
         (

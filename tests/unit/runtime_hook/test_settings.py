@@ -1,76 +1,165 @@
-"""The runtime's settings: NVIDIA's names and defaults; a mistake is named."""
+"""The runtime's settings: NVIDIA's names and defaults, our own file over NVIDIA's; a mistake is named."""
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import driver_files
-from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.settings import SETTINGS_PATH, SPECIFICATION_PATH, parse_settings
+from gpuprov.runtime_hook.settings import Settings, read_settings
+
+DEFAULTS = {
+    "accept_envvar_when_unprivileged": True, "accept_volume_mounts": False, "disable_require": False,
+    "supported_capabilities": driver_files.ALL, "swarm_resources": [], "debug": "", "log_level": "info",
+    "runtimes": ("runc", "crun"), "mode": "auto", "spec_dirs": ("/etc/cdi", "/var/run/cdi"),
+    "default_kind": "nvidia.com/gpu", "annotation_prefixes": ("cdi.k8s.io/",), "cuda_compat": True,
+    "ignore_imex": False, "additional_gids": True,
+}  # fmt: skip
+RUNTIME = "[nvidia-container-runtime]\n"
+CDI = "[nvidia-container-runtime.modes.cdi]\n"
 
 
-def test_without_a_word_nvidias_defaults_hold() -> None:
-    found = parse_settings("{}")
-    assert found.accept_envvar_when_unprivileged
-    assert not found.accept_volume_mounts
-    assert not found.disable_require
-    assert found.specification == SPECIFICATION_PATH
-    assert found.supported_capabilities == driver_files.ALL
-    assert found.swarm_resources == []
+def read(folder: Path, own: str | None = None, nvidia: str | None = None) -> tuple[Settings, str]:
+    paths = []
+    for name, text in (("own.toml", own), ("config.toml", nvidia)):
+        if text is not None:
+            (folder / name).write_text(text, errors="surrogateescape")
+        paths.append(str(folder / name))
+    return read_settings(*paths)
 
 
-def test_every_key_is_heard() -> None:
-    found = parse_settings(
-        json.dumps(
-            {
-                "accept-nvidia-visible-devices-envvar-when-unprivileged": False,
-                "accept-nvidia-visible-devices-as-volume-mounts": True,
-                "disable-require": True,
-                "supported-driver-capabilities": "utility, compute,compute,",
-                "swarm-resource": " DOCKER_RESOURCE_GPU ,, B",
-                "specification": "/run/cdi/x.json",
-            }
-        )
-    )
-    assert not found.accept_envvar_when_unprivileged
-    assert found.accept_volume_mounts
-    assert found.disable_require
-    assert found.specification == "/run/cdi/x.json"
-    assert found.supported_capabilities == ("compute", "utility")
-    assert found.swarm_resources == ["DOCKER_RESOURCE_GPU", "B"]
+def values(settings: Settings) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in DEFAULTS}
+
+
+def test_without_a_file_nvidias_defaults_hold(tmp_path: Path) -> None:
+    settings, trouble = read(tmp_path)
+    assert (values(settings), trouble) == (DEFAULTS, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("disable-require = true", "disable_require", True),
+        ("swarm-resource = ' A ,, B'", "swarm_resources", ["A", "B"]),
+        ("accept-nvidia-visible-devices-envvar-when-unprivileged = false", "accept_envvar_when_unprivileged", False),
+        ("accept-nvidia-visible-devices-as-volume-mounts = true", "accept_volume_mounts", True),
+        (
+            "supported-driver-capabilities = 'utility, compute,compute,'",
+            "supported_capabilities",
+            ("compute", "utility"),
+        ),
+        ("supported-driver-capabilities = 'video,all'", "supported_capabilities", driver_files.ALL),
+        ("supported-driver-capabilities = ''", "supported_capabilities", ()),
+        (RUNTIME + "debug = '/var/log/x.log'", "debug", "/var/log/x.log"),
+        (RUNTIME + "debug = '/dev/null'", "debug", ""),
+        (RUNTIME + "debug = 'journal'", "debug", "journal"),
+        (RUNTIME + "log-level = 'error'", "log_level", "error"),
+        (RUNTIME + "runtimes = ['crun', '/opt/runc']", "runtimes", ("crun", "/opt/runc")),
+        (RUNTIME + "mode = 'legacy'", "mode", "legacy"),
+        (CDI + "spec-dirs = ['/a']", "spec_dirs", ("/a",)),
+        (CDI + "default-kind = 'example.com/gpu'", "default_kind", "example.com/gpu"),
+        (CDI + "annotation-prefixes = []", "annotation_prefixes", ()),
+        ("[nvidia-container-runtime.modes.legacy]\ncuda-compat-mode = 'disabled'", "cuda_compat", False),
+        ("[features]\ndisable-cuda-compat-lib-hook = true", "cuda_compat", False),
+        ("[features]\nignore-imex-channel-requests = true", "ignore_imex", True),
+        ("[features]\nno-additional-gids-for-device-nodes = true", "additional_gids", False),
+    ],
+)
+def test_every_key_is_heard_in_either_file(tmp_path: Path, text: str, name: str, value: object) -> None:
+    for files in ({"own": text}, {"nvidia": text}):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        settings, trouble = read(tmp_path, **files)
+        assert trouble == ""
+        assert values(settings) == {**DEFAULTS, name: value}
+
+
+def test_each_key_of_our_own_file_stands_over_nvidias(tmp_path: Path) -> None:
+    nvidia = "disable-require = true\nswarm-resource = 'A'\n" + RUNTIME + "debug = '/a'"
+    settings, trouble = read(tmp_path, "swarm-resource = 'B'", nvidia)
+    assert (trouble, settings.disable_require, settings.swarm_resources, settings.debug) == ("", True, ["B"], "/a")
+
+
+def test_nvidias_own_default_file_is_understood(tmp_path: Path) -> None:
+    text = """#accept-nvidia-visible-devices-as-volume-mounts = false
+disable-require = false
+supported-driver-capabilities = "compat32,compute,display,graphics,ngx,utility,video"
+#swarm-resource = "DOCKER_RESOURCE_GPU"
+
+[nvidia-container-cli]
+environment = []
+ldconfig = "@/sbin/ldconfig.real"
+load-kmods = true
+
+[nvidia-container-runtime]
+log-level = "info"
+mode = "auto"
+runtimes = ["runc", "crun"]
+
+[nvidia-container-runtime.modes.cdi]
+annotation-prefixes = ["cdi.k8s.io/"]
+default-kind = "nvidia.com/gpu"
+spec-dirs = ["/etc/cdi", "/var/run/cdi"]
+
+[nvidia-container-runtime.modes.csv]
+mount-spec-path = "/etc/nvidia-container-runtime/host-files-for-container.d"
+
+[nvidia-container-runtime-hook]
+skip-mode-detection = false
+
+[nvidia-ctk]
+path = "nvidia-ctk"
+"""
+    settings, trouble = read(tmp_path, nvidia=text)
+    assert (values(settings), trouble) == (DEFAULTS, "")
+    assert read(tmp_path, own=text)[1] == ""
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", f"{SETTINGS_PATH} is not valid JSON"),
-        ("{", f"{SETTINGS_PATH} is not valid JSON"),
-        ("{} {}", f"{SETTINGS_PATH} is not valid JSON"),
-        ("[]", f"{SETTINGS_PATH} does not hold an object"),
-        ("null", f"{SETTINGS_PATH} does not hold an object"),
-        ('{"typo": 1}', "has no key 'typo'; known are accept-nvidia-visible-devices-envvar-when-unprivileged,"),
-        ('{"disable-require": "yes"}', "disable-require must be true or false"),
-        ('{"disable-require": 1}', "disable-require must be true or false"),
-        ('{"swarm-resource": ["A"]}', "swarm-resource must be text"),
-        ('{"specification": null}', "specification must be text"),
-        ('{"supported-driver-capabilities": "compute,magic"}', "there is no driver capability 'magic'"),
+        ("disable-require = 'yes'", "disable-require must be true or false"),
+        ("disable-require = 1", "disable-require must be true or false"),
+        ("swarm-resource = ['A']", "swarm-resource must be text"),
+        ("supported-driver-capabilities = 'compute,magic'", "there is no driver capability 'magic'"),
+        (RUNTIME + "runtimes = []", "runtimes must be a list of texts"),
+        (RUNTIME + "runtimes = 'runc'", "runtimes must be a list of texts"),
+        (RUNTIME + "runtimes = [1]", "runtimes must be a list of texts"),
+        (RUNTIME + "mode = 'csv'", "mode 'csv' is for Tegra"),
+        (RUNTIME + "mode = ''", "mode '' is unknown: use one of auto"),
+        (RUNTIME + "log-level = 'loud'", "log-level 'loud' is unknown"),
+        ("{", "can't be read: line 1"),
+        ("a = 1\nb", "can't be read: line 2"),
+        ("\udcff", "can't be read"),
     ],
 )
-def test_a_mistake_is_named(text: str, says: str) -> None:
-    with pytest.raises(Refused) as caught:
-        parse_settings(text)
-    assert says in str(caught.value)
+def test_a_mistake_is_named_by_file_and_key_in_either_file(tmp_path: Path, text: str, says: str) -> None:
+    for files, name in (({"nvidia": text}, "config.toml"), ({"own": text, "nvidia": ""}, "own.toml")):
+        settings, trouble = read(tmp_path, **files)
+        assert str(tmp_path / name) in trouble and says in trouble
+        assert "\n" not in trouble
+        assert values(settings) == DEFAULTS
 
 
-@given(st.text() | st.dictionaries(st.sampled_from(["disable-require", "swarm-resource"]), st.text()).map(json.dumps))
-def test_no_text_raises_anything_but_a_refusal(text: str) -> None:
-    try:
-        found = parse_settings(text)
-    except Refused as refused:
-        assert SETTINGS_PATH in str(refused)
-    else:
-        assert found.specification
+@pytest.mark.parametrize("text", ["typo = 1", "[nvidia-container-runtime]\ntypo = 1", "[typo]\na = 1"])
+def test_an_unknown_key_is_a_typing_error_in_ours_and_a_newer_versions_in_nvidias(tmp_path: Path, text: str) -> None:
+    assert "there is no key" in read(tmp_path, own=text)[1]
+    (tmp_path / "own.toml").unlink()
+    assert read(tmp_path, nvidia=text)[1] == ""
+
+
+def test_a_file_that_is_a_folder_is_trouble(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").mkdir()
+    assert "own.toml can't be read: " in read(tmp_path)[1]
+
+
+@given(st.text())
+def test_no_text_raises(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("settings")
+    (folder / "own.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    _, trouble = read_settings(str(folder / "own.toml"), str(folder / "none"))
+    assert isinstance(trouble, str)

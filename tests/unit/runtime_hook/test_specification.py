@@ -9,13 +9,32 @@ from typing import Any
 import pytest
 
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.specification import Specification, find_devices, load_specification
+from gpuprov.runtime_hook.settings import Settings
+from gpuprov.runtime_hook.specification import Specifications
 
 FIRST, SECOND, EVERY = {"env": ["N=0"]}, {"env": ["N=1"]}, {"env": ["N=all"]}
 UUID = "GPU-5d4c3b2a-0000-1111-2222-333344445555"
-GPUS = Specification(
-    {"0": FIRST, UUID: FIRST, "0000:1b:00.0": FIRST, "1": SECOND, "10": SECOND, "all": EVERY}, {}, {}
-)  # fmt: skip
+COMMON = {"env": ["COMMON=1"]}
+GPUS = {"0": FIRST, UUID: FIRST, "0000:1b:00.0": FIRST, "1": SECOND, "10": SECOND, "1:0": SECOND, "all": EVERY}
+
+
+def write(path: Path, devices: dict[str, dict[str, Any]], kind: str = "nvidia.com/gpu", **more: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    listed = [{"name": name, "containerEdits": edits} for name, edits in devices.items()]
+    path.write_text(json.dumps({"cdiVersion": "0.6.0", "kind": kind, "devices": listed, **more}))
+
+
+def specifications(*folders: Path, default_kind: str = "nvidia.com/gpu") -> Specifications:
+    prefix = "nvidia-container-runtime.modes.cdi"
+    return Specifications(
+        Settings({f"{prefix}.spec-dirs": [str(one) for one in folders], f"{prefix}.default-kind": default_kind})
+    )
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Specifications:
+    write(tmp_path / "nvidia.json", GPUS, containerEdits=COMMON)
+    return specifications(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -35,44 +54,68 @@ GPUS = Specification(
         ("nvidia.com/gpu=all", EVERY),
     ],
 )
-def test_a_device_by_each_of_its_names(name: str, edits: dict[str, Any]) -> None:
-    assert find_devices(GPUS, [name]) == [edits]
+def test_a_device_by_each_of_its_names(gpus: Specifications, name: str, edits: dict[str, Any]) -> None:
+    assert gpus.edits_of([name]) == [COMMON, edits]
 
 
-def test_devices_come_in_the_order_in_which_they_are_named() -> None:
-    assert find_devices(GPUS, ["1", UUID]) == [SECOND, FIRST]
-    assert find_devices(GPUS, []) == []
+def test_devices_come_in_the_order_in_which_they_are_named(gpus: Specifications) -> None:
+    assert gpus.edits_of(["1", UUID]) == [COMMON, SECOND, FIRST]
+    assert gpus.edits_of([]) == [{**COMMON, "deviceNodes": []}]
 
 
-@pytest.mark.parametrize(
-    "name", ["7", "00", "GPU-5d4c3b2a", UUID.lower(), "0001:1b:00.0", "1b:00.0", "ALL", "vendor.com/gpu=0", "", "0:0"]
-)
-def test_an_unknown_device_is_refused_with_those_that_there_are(name: str) -> None:
+@pytest.mark.parametrize("name", ["7", "00", "GPU-5d4c3b2a", UUID.lower(), "0001:1b:00.0", "1b:00.0", "ALL", "", "0:0"])
+def test_an_unknown_device_is_refused_with_those_that_there_are(gpus: Specifications, name: str) -> None:
     with pytest.raises(Refused) as caught:
-        find_devices(GPUS, ["0", name])
-    assert str(caught.value) == f"there is no GPU {name!r} on this host; there are 0, 1, 10"
+        gpus.edits_of(["0", name])
+    assert str(caught.value) == f"there is no GPU {name!r} on this host; there are 0, 1, 1:0, 10"
 
 
-def test_on_a_host_without_gpus_there_are_none() -> None:
+def test_on_a_host_without_gpus_there_are_none(tmp_path: Path) -> None:
+    write(tmp_path / "nvidia.json", {})
     with pytest.raises(Refused, match="there are none"):
-        find_devices(Specification({}, {}, {}), ["all"])
+        specifications(tmp_path).edits_of(["all"])
 
 
 def test_a_specification_is_read_with_what_it_says_of_the_host(tmp_path: Path) -> None:
-    path = tmp_path / "nvidia.json"
     annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4", "other": "x"}
-    document = {
-        "cdiVersion": "0.6.0", "kind": "nvidia.com/gpu", "annotations": annotations,
-        "containerEdits": {"env": ["A=1"]}, "devices": [{"name": "0", "containerEdits": FIRST}],
-    }  # fmt: skip
-    path.write_text(json.dumps(document))
-    found = load_specification(str(path))
-    assert found.devices == {"0": FIRST}
-    assert found.common == {"env": ["A=1"]}
+    write(tmp_path / "nvidia.json", {"0": FIRST}, annotations=annotations, containerEdits=COMMON)
+    found = specifications(tmp_path).own
+    assert (found.devices, found.common) == ({"0": FIRST}, COMMON)
     assert found.host == {"driver": "550.163.01", "cuda": "12.4"}
-    path.write_text(json.dumps({"devices": [], "annotations": None, "containerEdits": None}))
-    bare = load_specification(str(path))
+    write(tmp_path / "nvidia.json", {}, annotations=None, containerEdits=None)
+    bare = specifications(tmp_path).own
     assert (bare.devices, bare.common, bare.host) == ({}, {}, {})
+
+
+def test_other_kinds_are_found_in_all_folders_the_later_one_winning(tmp_path: Path) -> None:
+    first, second = tmp_path / "etc", tmp_path / "run"
+    write(first / "nvidia.json", GPUS, containerEdits=COMMON)
+    write(first / "a.json", {"x": {"env": ["X=etc"]}, "y": {"env": ["Y=etc"]}}, "vendor.com/net", containerEdits=COMMON)
+    write(second / "b.json", {"x": {"env": ["X=run"]}}, "vendor.com/net")
+    (second / "broken.json").write_text("{")
+    found = specifications(first, second, tmp_path / "none").edits_of(["vendor.com/net=x", "0", "vendor.com/net=y"])
+    assert [one.get("env") for one in found] == [None, ["X=run"], ["COMMON=1"], ["N=0"], ["COMMON=1", "Y=etc"]]
+
+
+def test_a_default_kind_of_ones_own_is_where_plain_names_are_looked_for(tmp_path: Path) -> None:
+    write(tmp_path / "own.json", {"0": SECOND}, "example.com/gpu")
+    assert specifications(tmp_path, default_kind="example.com/gpu").edits_of(["0"])[-1] == SECOND
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("vendor.com/net=z", "there is no device vendor.com/net=z on this host; there are x"),
+        ("other.com/net=0", "there is no CDI specification of other.com/net in "),
+        ("yaml.com/net=0", "is YAML, which this runtime can't read: gpuprov cdi transform"),
+    ],
+)
+def test_a_device_of_another_kind_that_is_not_there_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    write(tmp_path / "a.json", {"x": FIRST}, "vendor.com/net")
+    (tmp_path / "b.yaml").write_text('cdiVersion: "0.5.0"\nkind: "yaml.com/net"\n')
+    with pytest.raises(Refused) as caught:
+        specifications(tmp_path).edits_of([name])
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +130,7 @@ def test_a_specification_is_read_with_what_it_says_of_the_host(tmp_path: Path) -
         '{"devices": [5]}',
         '{"devices": [{}]}',
         '{"devices": [{"name": []}]}',
+        '{"devices": []}',
         '{"devices": [], "annotations": 5}',
         "\ufeff{}",
         "kind: nvidia.com/gpu\n",
@@ -97,17 +141,18 @@ def test_a_broken_specification_is_refused_by_its_path(tmp_path: Path, text: str
     path = tmp_path / "nvidia.json"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(Refused) as caught:
-        load_specification(str(path))
+        _ = specifications(tmp_path).own
     assert str(caught.value).startswith(f"the CDI specification {path} can't be used (")
     assert str(caught.value).endswith("): run gpuprov install on this host")
 
 
 def test_a_missing_specification_says_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
-        load_specification(f"{tmp_path}/nvidia.json")
+        _ = specifications(tmp_path).own
     assert (
         str(caught.value) == f"there is no CDI specification {tmp_path}/nvidia.json on this host: "
         "run gpuprov install there"
     )
+    (tmp_path / "nvidia.json").mkdir()
     with pytest.raises(Refused, match="can't be used"):
-        load_specification(str(tmp_path))
+        _ = specifications(tmp_path).own
