@@ -14,6 +14,7 @@ import click
 
 from gpuprov import __version__
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.hook_commands import hook
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -191,6 +192,9 @@ def completion(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
+
+
+cli.add_command(hook)
 
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:

@@ -55,6 +55,17 @@ def parse_request(config: dict[str, Any], settings: Settings) -> Request:
     request.devices = _devices(config, environment, settings, request)
     if request.devices is None:
         return request
+    try:
+        _fill(request, config, environment, malformed, settings)
+    except Refused as refused:
+        refused.request = request
+        raise
+    return request
+
+
+def _fill(
+    request: Request, config: dict[str, Any], environment: dict[str, str], malformed: str, settings: Settings
+) -> None:
     if malformed:
         raise Refused(
             f"the container's environment has an entry without '=': {malformed!r}: mend the image or the call"
@@ -64,7 +75,6 @@ def parse_request(config: dict[str, Any], settings: Settings) -> Request:
     request.capabilities = _capabilities(environment, settings, request)
     request.requirements = _requirements(environment, settings, request)
     request.extras = [name.lower() for name in _EXTRAS if environment.get(f"NVIDIA_{name}") == "enabled"]
-    return request
 
 
 def _environment(config: dict[str, Any]) -> tuple[dict[str, str], str]:

@@ -53,6 +53,23 @@ def require(expressions: list[str], host: dict[str, str]) -> None:
             raise Refused(_violation(alternatives, host))
 
 
+def check(expressions: list[str], host: dict[str, str]) -> tuple[str, str]:
+    """Return (`satisfied`, `violated` or `invalid`, reason): each condition is looked at before any is held up."""
+    for expression in expressions:
+        for alternative in expression.split(" "):
+            for part in alternative.split(","):
+                if part:
+                    try:
+                        _condition(part)
+                    except Refused as refused:
+                        return "invalid", str(refused)
+    try:
+        require(expressions, host)
+    except Refused as refused:
+        return "violated", str(refused)
+    return "satisfied", ""
+
+
 def _holds(alternative: str, host: dict[str, str]) -> bool:
     conditions = [_condition(part) for part in alternative.split(",") if part]
     return all(_condition_holds(*condition, host) for condition in conditions)
