@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuprov import __version__
+from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.hook_commands import hook
 
@@ -194,6 +195,7 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
 
 
+cli.add_command(cdi)
 cli.add_command(hook)
 
 

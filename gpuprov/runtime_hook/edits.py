@@ -197,7 +197,8 @@ def _destination(mount: dict[str, Any]) -> str:
 
 
 def _has_user_namespace(config: dict[str, Any]) -> bool:
-    namespaces = _list(_object(config, "linux"), "namespaces", dict)
+    linux = config.get("linux")
+    namespaces = _list(linux, "namespaces", dict) if isinstance(linux, dict) else ()
     return any(one.get("type") == "user" for one in namespaces)
 
 

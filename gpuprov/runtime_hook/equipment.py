@@ -71,10 +71,10 @@ def _chosen(
     if not settings.additional_gids:
         edits.pop("additionalGids", None)
     hooks = edits.pop("hooks", [])
-    own = next((hook for hook in hooks if hook["path"] == driver_files.HOOK_PATH), None)
+    own = next((hook for hook in hooks if _is_own(hook)), None)
     links = _links(own, capabilities, folders) if own else []
     # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
-    others = [{**hook, "env": hook.get("env") or []} for hook in hooks if hook["path"] != driver_files.HOOK_PATH]
+    others = [{**hook, "env": hook.get("env") or []} for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
     equipment = Equipment(edits, links, own, _host_driver(specifications, links))
@@ -84,6 +84,11 @@ def _chosen(
         *folders.decisions,
     ]
     return equipment
+
+
+def _is_own(hook: dict[str, Any]) -> bool:
+    """By its name alone: a specification may have been made for another root."""
+    return bool(hook["path"].rpartition("/")[2] == driver_files.HOOK_PATH.rpartition("/")[2])
 
 
 def _host_driver(specifications: Specifications, links: list[tuple[str, str]]) -> str:

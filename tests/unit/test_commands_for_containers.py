@@ -1,0 +1,236 @@
+"""`gpuprov cdi` and `gpuprov hook` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from gpuprov.cli import cli
+from gpuprov.errors import GpuprovError
+from tests import simgpu
+
+CONFIG = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'
+
+
+def run(*words: object, stdin: str = "") -> Result:
+    return CliRunner().invoke(cli, [str(word) for word in words], input=stdin)
+
+
+def error_of(result: Result) -> GpuprovError:
+    assert isinstance(result.exception, GpuprovError), result.output
+    return result.exception
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with a driver and two GPUs."""
+    root = tmp_path_factory.mktemp("driver")
+    simgpu.install_tree(root)
+    simgpu.write_kernel_tree(root, 2)
+    return root
+
+
+@pytest.fixture
+def host(driver: Path, tmp_path: Path) -> Path:
+    """A folder with a config.toml, and a specification of that driver in its spec-dirs."""
+    (tmp_path / "cdi").mkdir()
+    done = run("cdi", "generate", "--driver-root", driver, "--output", tmp_path / "cdi/nvidia.json")
+    assert done.exit_code == 0, done.output
+    (tmp_path / "config.toml").write_text(f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{tmp_path}/cdi']\n")
+    return tmp_path
+
+
+def test_a_generated_specification_is_valid_and_names_every_device(driver: Path) -> None:
+    done = run("cdi", "generate", "--driver-root", driver)
+    assert run("cdi", "validate", "-", stdin=done.output).output == ""
+    found = yaml.safe_load(done.output)
+    assert [device["name"] for device in found["devices"]] == [
+        name for n in range(2) for name in (str(n), simgpu.gpu(n).uuid, simgpu.gpu(n).sysfs_id)
+    ] + ["all"]
+    assert all(mount["hostPath"].startswith(str(driver)) for mount in found["containerEdits"]["mounts"])
+    assert not any(mount["containerPath"].startswith(str(driver)) for mount in found["containerEdits"]["mounts"])
+    as_json = run("cdi", "generate", "--driver-root", driver, "--format", "json")
+    assert json.loads(as_json.output) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("--no-all-device", "--device-name-strategy", "index"), ["0", "1"]),
+        (("--no-all-device", "--device-name-strategy", "uuid"), [simgpu.gpu(0).uuid, simgpu.gpu(1).uuid]),
+        (("--device-name-strategy", "type-index"), ["gpu0", "gpu1", "all"]),
+        (("--device-id", "1"), ["1"]),
+    ],
+)
+def test_devices_are_named_and_chosen_as_asked(driver: Path, words: tuple[str, ...], names: list[str]) -> None:
+    found = yaml.safe_load(run("cdi", "generate", "--driver-root", driver, *words).output)
+    assert [device["name"] for device in found["devices"]] == names
+
+
+def test_kind_and_hook_are_what_is_asked_for(driver: Path) -> None:
+    words = ("--vendor", "example.com", "--class", "accelerator", "--nvidia-cdi-hook-path", "/opt/hook")
+    found = yaml.safe_load(run("cdi", "generate", "--driver-root", driver, *words).output)
+    assert found["kind"] == "example.com/accelerator"
+    assert found["containerEdits"]["hooks"][0]["path"] == "/opt/hook"
+    bare = yaml.safe_load(run("cdi", "generate", "--driver-root", driver, "--disable-hook", "all").output)
+    assert "hooks" not in bare["containerEdits"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management"])
+def test_where_nothing_of_the_kind_is_there_is_nothing_to_generate(tmp_path: Path, mode: str) -> None:
+    error = error_of(run("cdi", "generate", "--driver-root", tmp_path, "--mode", mode))
+    assert "there is no NVIDIA driver here" in str(error) or "this host has nothing for" in str(error)
+
+
+def test_an_unknown_device_id_is_an_error(driver: Path) -> None:
+    assert "there is no device 7" in str(error_of(run("cdi", "generate", "--driver-root", driver, "--device-id", "7")))
+
+
+def test_listing_names_devices_and_says_on_stderr_what_is_wrong(host: Path) -> None:
+    (host / "cdi/bad.yaml").write_text("kind: x\n")
+    done = run("cdi", "list", "--spec-dir", host / "cdi")
+    assert done.exit_code == 0
+    assert "nvidia.com/gpu=0\n" in done.stdout and "nvidia.com/gpu=all\n" in done.stdout
+    assert done.stderr.startswith(f"{host}/cdi/bad.yaml: ")
+    found = json.loads(run("cdi", "list", "--spec-dir", host / "cdi", "--json").stdout)
+    assert {"name": "nvidia.com/gpu=0", "file": f"{host}/cdi/nvidia.json"} in found["devices"]
+    assert list(found["errors"]) == [f"{host}/cdi/bad.yaml"]
+
+
+def test_validation_says_each_fault_in_a_line(host: Path, tmp_path: Path) -> None:
+    good = host / "cdi/nvidia.json"
+    assert (run("cdi", "validate", good).exit_code, run("cdi", "validate", "--spec-dir", host / "cdi").exit_code) == (
+        0,
+        0,
+    )
+    bad = tmp_path / "bad.json"
+    bad.write_text(good.read_text().replace('"name": "1"', '"name": "0"').replace("nvidia.com/gpu", "-/gpu"))
+    done = run("cdi", "validate", good, bad)
+    assert done.exit_code == 1
+    assert [line.partition(": ")[0] for line in done.output.splitlines()] == [str(bad), str(bad)]
+    assert "can't be read" in str(error_of(run("cdi", "validate", tmp_path / "missing.json")))
+
+
+def test_injection_prints_the_configuration_with_the_device(host: Path) -> None:
+    done = run("cdi", "inject", "--device", "nvidia.com/gpu=1", "--spec-dir", host / "cdi", stdin=CONFIG)
+    config = json.loads(done.stdout)
+    assert "/dev/nvidia1" in [device["path"] for device in config["linux"]["devices"]]
+    assert "/dev/nvidia0" not in [device["path"] for device in config["linux"]["devices"]]
+    assert config["process"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
+    assert len(config["hooks"]["createContainer"]) == 1
+    missing = run("cdi", "inject", "--device", "nvidia.com/gpu=9", "--spec-dir", host / "cdi", stdin=CONFIG)
+    assert "there is no CDI device nvidia.com/gpu=9" in str(error_of(missing))
+    for text in ("", "[]", "{"):
+        broken = run("cdi", "inject", "--device", "x", stdin=text)
+        assert "holds no config.json" in str(error_of(broken))
+
+
+def test_a_specification_is_moved_to_another_root_and_another_form(host: Path) -> None:
+    words = ("--from", "/usr", "--to", "/opt", "--relative-to", "container", "--input", host / "cdi/nvidia.json")
+    done = run("cdi", "transform", "root", *words, "--format", "yaml", "--output", host / "moved.yaml")
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load((host / "moved.yaml").read_text())
+    paths = [mount["containerPath"] for mount in found["containerEdits"]["mounts"]]
+    assert "/opt/bin/nvidia-smi" in paths and not any(path.startswith("/usr/") for path in paths)
+    assert run("cdi", "validate", host / "moved.yaml").exit_code == 0
+
+
+def explain(host: Path, config: str) -> dict[str, Any]:
+    done = run("hook", "explain", "--config", host / "config.toml", "--json", stdin=config)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_explain_has_all_its_keys(host: Path) -> None:
+    found = explain(host, CONFIG)
+    assert list(found) == [
+        "legacy", "privileged", "gpu_container", "devices", "imex_channels", "capabilities", "requirements",
+        "mig_config", "mig_monitor", "edits", "decisions", "error",
+    ]  # fmt: skip
+    assert (found["devices"], found["capabilities"], found["error"]) == (["all"], ["compute", "utility"], None)
+    assert [node["path"] for node in found["edits"]["deviceNodes"]][-2:] == ["/dev/nvidia0", "/dev/nvidia1"]
+    assert f"libcuda.so.{simgpu.DRIVER_VERSION}::/usr/lib/x86_64-linux-gnu/libcuda.so.1" in found["edits"]["links"]
+    assert "devices are named by NVIDIA_VISIBLE_DEVICES" in found["decisions"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "error"),
+    [
+        ("", None, None),
+        ("NVIDIA_VISIBLE_DEVICES=void", None, None),
+        ("NVIDIA_VISIBLE_DEVICES=none", [""], None),
+        ("NVIDIA_VISIBLE_DEVICES=7", ["7"], "there is no GPU '7' on this host; there are 0, 1"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_REQUIRE_CUDA=cuda>=13.0", ["0"], "update the driver to ≥ 580"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DRIVER_CAPABILITIES=magic", ["0"], "asks for magic"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_MIG_CONFIG_DEVICES=all", ["0"], "is for privileged containers alone"),
+        ("CUDA_VERSION=11.4", ["all"], None),
+    ],
+)
+def test_explain_tells_request_and_refusal(
+    host: Path, environment: str, devices: list[str] | None, error: str | None
+) -> None:
+    found = explain(host, json.dumps({"process": {"env": environment.split()}}))
+    assert (found["devices"], found["gpu_container"]) == (devices, devices is not None)
+    assert (found["error"] is None) if error is None else error in found["error"]
+
+
+def test_explain_looks_into_a_bundles_root(host: Path) -> None:
+    bundle = host / "bundle"
+    (bundle / "rootfs/lib").mkdir(parents=True)
+    (bundle / "rootfs/lib/ld-musl-x86_64.so.1").touch()
+    (bundle / "rootfs/usr/lib64").mkdir(parents=True)
+    (bundle / "config.json").write_text(json.dumps({**json.loads(CONFIG), "root": {"path": "rootfs"}}))
+    done = run("hook", "explain", "--config", host / "config.toml", "--bundle", bundle)
+    assert done.exit_code == 0, done.output
+    assert "this image's C library is musl" in done.stdout
+    assert "/usr/lib64/libcuda.so.1" in done.stdout
+    assert sorted(path.name for path in (bundle / "rootfs/usr/lib64").iterdir()) == []
+
+
+def test_explain_of_broken_settings_is_the_refusal(host: Path) -> None:
+    (host / "config.toml").write_text("typo = 1\n")
+    assert "there is no key 'typo'" in explain(host, CONFIG)["error"]
+    assert explain(host, "{}")["error"] is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5"])
+def test_explain_of_what_is_no_configuration_is_a_usage_error(text: str) -> None:
+    assert error_of(run("hook", "explain", stdin=text)).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("--cuda", "12.4", "cuda>=12.0"), 0, "satisfied"),
+        (("--cuda", "12.4", "cuda>=12.0,driver>=1"), 0, "satisfied"),
+        (("--cuda", "12.4"), 0, "satisfied"),
+        (("--cuda", "12.4", "", " , "), 0, "satisfied"),
+        (("--cuda", "12.4", "--driver", "550.163.01", "cuda>=13.0"), 1, "violated: requires cuda>=13.0, this host's"),
+        (("--brand", "Tesla", "brand=geforce brand=TESLA"), 0, "satisfied"),
+        (("--arch", "9.0", "arch<9.0"), 1, "violated"),
+        (("--cuda", "12.4", "cuda>=12 cuda==1"), 2, "invalid"),
+        (("--cuda", "12.4", "cuda"), 2, "invalid"),
+        (("--cuda", "12.4", "cuda>=x"), 2, "invalid"),
+        (("--brand", "x", "brand<x"), 2, "invalid"),
+    ],
+)  # fmt: skip
+def test_requirements_are_satisfied_violated_or_invalid(words: tuple[str, ...], code: int, says: str) -> None:
+    done = run("hook", "requirements", *words)
+    assert (done.exit_code, done.output.startswith(says)) == (code, True), done.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["cdi", "cdi generate", "cdi list", "cdi validate", "cdi inject", "cdi transform", "cdi transform root", "hook",
+     "hook explain", "hook requirements"],
+)  # fmt: skip
+def test_every_command_has_examples(words: str) -> None:
+    done = run(*words.split(), "--help")
+    assert done.exit_code == 0
+    assert "Example" in done.output and f"gpuprov {words}" in done.output
