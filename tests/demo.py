@@ -36,9 +36,10 @@ def main() -> None:
         if code != 0:
             sys.exit(code)
     image = "$(docker images -q gpuprov-verify)"
-    line = f"docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all {image} nvidia-smi -L"
-    print(f"\nlab-b# {line}", flush=True)
-    print(hosts[-1].ssh(line).stdout)
+    for flags in ("--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all", "--gpus 2"):
+        line = f"docker run --rm {flags} {image} nvidia-smi -L"
+        print(f"\nlab-b# {line}", flush=True)
+        print(hosts[-1].ssh(line).stdout.rstrip())
     _tell("done; look around: .venv/bin/python -m tests.lab shell lab-a; end it: make demo-down")
 
 
