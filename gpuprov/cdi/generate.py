@@ -6,6 +6,7 @@ that read CDI themselves run; gpuprov's own runtime reads them from there and ma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpuprov.cdi.discover import DriverFacts, Node
@@ -18,9 +19,10 @@ from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_ke
 
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
 _WORLD = 0o006  # read and write for others
-ANNOTATION_PREFIX = "gpuprov.io/"
+# What the host is stands among the hook's arguments: annotations would need CDI 0.6.0, which podman 4 does not know.
+_FLAGS = ("--host-driver-version", "--host-cuda-version", "--gpu-architecture", "--gpu-brand")
 # What only NVML knows.
-_OF_NVML = tuple(f"{ANNOTATION_PREFIX}{name}" for name in ("cuda-version", "gpu-architecture", "gpu-brand"))
+_OF_NVML = _FLAGS[1:]
 
 
 def specification(driver: DriverFacts) -> Specification:
@@ -38,7 +40,7 @@ def specification(driver: DriverFacts) -> Specification:
     common = replace(
         control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver)
     )  # fmt: skip
-    return Specification(tuple(devices), common, _annotations(driver))
+    return Specification(tuple(devices), common, {})
 
 
 def difference(content: bytes, driver: DriverFacts) -> str:
@@ -67,18 +69,33 @@ def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
         for gpu in driver.gpus
     )
     wanted = specification(replace(driver, gpus=gpus))
-    known = {key: value for key, value in found.annotations.items() if key in _OF_NVML}
-    return replace(wanted, annotations={**wanted.annotations, **known})
+    known = {flag: value for flag, value in host_facts(found).items() if flag in _OF_NVML}
+    hooks = tuple(
+        replace(hook, args=_with_facts(hook.args, {**host_facts(wanted), **known})) for hook in wanted.edits.hooks
+    )
+    return replace(wanted, edits=replace(wanted.edits, hooks=hooks))
+
+
+def host_facts(specification: Specification) -> dict[str, str]:
+    """Return what the specification says of the host: flag → value, such as --host-driver-version."""
+    arguments = [word for hook in specification.edits.hooks if hook.path == HOOK_PATH for word in hook.args]
+    return {flag: value for flag, value in zip(arguments, arguments[1:]) if flag in _FLAGS}
+
+
+def _with_facts(arguments: tuple[str, ...], facts: Mapping[str, str]) -> tuple[str, ...]:
+    links = [word for place, word in enumerate(arguments) if "--link" in arguments[max(0, place - 1) : place + 1]]
+    told = [word for flag in _FLAGS if flag in facts for word in (flag, facts[flag])]
+    return (*arguments[:2], *told, *links)
 
 
 def _first_difference(found: Specification, wanted: Specification) -> str:
     wrong = problems(found)
     if wrong:
         return wrong[0]
-    for key in sorted({*found.annotations, *wanted.annotations}):
-        theirs, ours = found.annotations.get(key, "nothing"), wanted.annotations.get(key, "nothing")
+    for flag in _FLAGS:
+        theirs, ours = (host_facts(one).get(flag, "nothing") for one in (found, wanted))
         if theirs != ours:
-            return f"{key.rpartition('/')[2]} is {theirs} there, {ours} here"
+            return f"{flag.removeprefix('--').removeprefix('host-')} is {theirs} there, {ours} here"
     there, here = ({device.name: device.edits for device in one.devices} for one in (found, wanted))
     for name in (*here, *there):
         if there.get(name) != here.get(name):
@@ -133,10 +150,9 @@ def _hooks(driver: DriverFacts) -> tuple[Hook, ...]:
     links = [pair for library in driver.libraries for pair in _links(library)]
     if not links:
         return ()
-    arguments = [HOOK_PATH.rpartition("/")[2], "createContainer", "--host-driver-version", driver.library_version]
-    for target, path in links:
-        arguments += ["--link", f"{target}::{path}"]
-    return (Hook("createContainer", HOOK_PATH, tuple(arguments), ("PATH=/usr/bin:/bin",)),)
+    words = [word for target, path in links for word in ("--link", f"{target}::{path}")]
+    arguments = _with_facts((HOOK_PATH.rpartition("/")[2], "createContainer", *words), _facts(driver))
+    return (Hook("createContainer", HOOK_PATH, arguments, ("PATH=/usr/bin:/bin",)),)
 
 
 def _links(library: Library) -> list[tuple[str, str]]:
@@ -155,16 +171,16 @@ def _links(library: Library) -> list[tuple[str, str]]:
     return found
 
 
-def _annotations(driver: DriverFacts) -> dict[str, str]:
+def _facts(driver: DriverFacts) -> dict[str, str]:
     """What NVIDIA_REQUIRE_* is held against at container start, without asking a device then."""
     version = driver.library_version
     capabilities = [gpu.compute_capability for gpu in driver.gpus]
     brands = {gpu.brand for gpu in driver.gpus}
     found = {
-        "driver-version": version,
-        "cuda-version": driver.cuda_version or (cuda_version_of_driver(version) if version else ""),
+        "--host-driver-version": version,
+        "--host-cuda-version": driver.cuda_version or (cuda_version_of_driver(version) if version else ""),
         # Of unlike GPUs the least: what an image requires must hold for whichever it gets.
-        "gpu-architecture": min(capabilities, key=version_key) if capabilities and all(capabilities) else "",
-        "gpu-brand": brands.pop() if len(brands) == 1 else "",
+        "--gpu-architecture": min(capabilities, key=version_key) if capabilities and all(capabilities) else "",
+        "--gpu-brand": brands.pop() if len(brands) == 1 else "",
     }
-    return {f"{ANNOTATION_PREFIX}{name}": value for name, value in found.items() if value}
+    return {flag: value for flag, value in found.items() if value}

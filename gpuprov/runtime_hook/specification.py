@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 KIND = "nvidia.com/gpu"
 _OWN_NAME = "nvidia.json"
-_ANNOTATIONS = "gpuprov.io/"
-_HOST = (
-    ("driver", "driver-version"), ("cuda", "cuda-version"), ("arch", "gpu-architecture"), ("brand", "gpu-brand"),
-)  # fmt: skip
+# What the host is stands among the arguments of gpuprov's own hook.
+_HOST = {
+    "--host-driver-version": "driver", "--host-cuda-version": "cuda", "--gpu-architecture": "arch",
+    "--gpu-brand": "brand",
+}  # fmt: skip
 
 
 class Specification:
@@ -190,10 +191,10 @@ def _read(path: str) -> tuple[str, Specification]:
     with open(path, encoding="utf-8") as file:
         document = jsonio.loads(file.read())
     devices = {device["name"]: device["containerEdits"] for device in document["devices"]}
-    annotations = document.get("annotations") or {}
-    known = [(name, annotations.get(f"{_ANNOTATIONS}{key}")) for name, key in _HOST]
-    host = {name: str(value) for name, value in known if value is not None}
-    return document["kind"], Specification(path, devices, document.get("containerEdits") or {}, host)
+    common = document.get("containerEdits") or {}
+    words = [word for hook in common.get("hooks") or () for word in hook.get("args") or ()]
+    host = {_HOST[flag]: str(value) for flag, value in zip(words, words[1:]) if flag in _HOST}
+    return document["kind"], Specification(path, devices, common, host)
 
 
 def unusable(path: str, error: Exception) -> str:

@@ -13,7 +13,7 @@ from tests.deployed import bundle_below, deploy_below
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 # What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
-_REPORT = """
+REPORT = """
 for node in /dev/nvidia*; do
     [ -e "$node" ] || continue
     result=$( (exec 3<"$node") 2>&1 ) && result=opened
@@ -62,6 +62,7 @@ class Bench:
             "all", Edits(device_nodes=tuple(DeviceNode(f"/dev/nvidia{minor}", 195, minor) for minor in range(2)))
         )
         arguments = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
+        arguments += ["--host-cuda-version", "12.4"]
         for target, name in (
             ("libcuda.so.550.163.01", "libcuda.so.1"), ("libcuda.so.1", "libcuda.so"),
             ("libnvidia-ml.so.550.163.01", "libnvidia-ml.so.1"),
@@ -71,8 +72,7 @@ class Bench:
         common = Edits(
             ("NVIDIA_VISIBLE_DEVICES=void",), (DeviceNode("/dev/nvidiactl", 195, 255),), tuple(mounts), (hook,)
         )
-        annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
-        self.specification.write_bytes(render_json(Specification((*devices, every), common, annotations)))
+        self.specification.write_bytes(render_json(Specification((*devices, every), common, {})))
 
     @property
     def config(self) -> Path:
@@ -80,7 +80,7 @@ class Bench:
 
     def configure(self, *environment: str, arguments: list[str] | None = None, **changes: Any) -> None:
         config = json.loads(self.config.read_text())
-        process = {**config["process"], "terminal": False, "args": arguments or ["sh", "-c", _REPORT]}
+        process = {**config["process"], "terminal": False, "args": arguments or ["sh", "-c", REPORT]}
         process["env"] = ["PATH=/bin:/usr/bin", *environment]
         root = {"path": "rootfs", "readonly": False}
         self.config.write_text(json.dumps({**config, "process": process, "root": root, **changes}))

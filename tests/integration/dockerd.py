@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import tempfile
@@ -27,6 +28,8 @@ class DockerHost(System):
         self.folder = folder
         self.socket = f"unix://{folder}/docker.sock"
         self.restarts = 0
+        # Where dockerd looks for runtimes and hooks.
+        self.search_path = os.environ["PATH"]
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "root/etc/docker").mkdir(parents=True)
         # As under systemd, containerd is a service of its own: dockerd's own one would delay each stop by a second.
@@ -107,7 +110,8 @@ class DockerHost(System):
 
     def _spawn(self, command: tuple[str, ...], log: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as file:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            environment = {**os.environ, "PATH": self.search_path}
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
 
     def _log(self) -> str:
         log = self.folder / "log"

@@ -23,7 +23,7 @@ from gpuprov.cdi.discover import (
     parse_information,
     parse_kernel_version,
 )
-from gpuprov.cdi.generate import specification
+from gpuprov.cdi.generate import host_facts, specification
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import Device, Edits, Specification, render_json
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -175,9 +175,9 @@ def test_a_library_of_another_version_than_the_kernels_is_told_apart(tmp_path: P
     write_kernel_tree(tmp_path, 1, "535.216.03")
     driver = discover(System(str(tmp_path)))
     assert (driver.kernel_version, driver.library_version) == ("535.216.03", "550.163.01")
-    assert document(driver)["annotations"] == {
-        "gpuprov.io/cuda-version": "12.4",
-        "gpuprov.io/driver-version": "550.163.01",
+    assert host_facts(specification(driver)) == {
+        "--host-cuda-version": "12.4",
+        "--host-driver-version": "550.163.01",
     }
 
 
@@ -246,7 +246,7 @@ def test_nodes_that_are_missing_or_have_other_numbers_are_to_be_made(tmp_path: P
 @pytest.mark.parametrize("count", [1, 16])
 def test_the_specification_names_every_gpu_three_ways(tmp_path: Path, count: int) -> None:
     found = document(discover(host(tmp_path, count)))
-    assert (found["cdiVersion"], found["kind"]) == ("0.6.0", "nvidia.com/gpu")
+    assert (found["cdiVersion"], found["kind"]) == ("0.5.0", "nvidia.com/gpu")
     expected = [name for index in range(count) for name in (str(index), gpu(index).uuid, gpu(index).sysfs_id)]
     assert [device["name"] for device in found["devices"]] == [*expected, "all"]
     for index in range(count):
@@ -289,7 +289,7 @@ def test_same_driver_same_bytes(tmp_path: Path) -> None:
         (("gpu0", "all"), {}, "0.3.0"),
         (("0", "all"), {}, "0.5.0"),
         ((), {}, "0.3.0"),
-        (("gpu0",), {"gpuprov.io/driver-version": VERSION}, "0.6.0"),
+        (("gpu0",), {"example.com/x": VERSION}, "0.6.0"),
     ],
 )
 def test_the_version_is_the_lowest_that_has_what_is_used(

@@ -15,7 +15,7 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, expected_nodes
-from gpuprov.cdi.generate import difference, specification
+from gpuprov.cdi.generate import difference, host_facts, specification
 from gpuprov.cdi.loader_cache import CachedLibrary, parse_cache
 from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.nvidia_smi import SmiFacts, parse_facts, sysfs_bus_id
@@ -29,7 +29,7 @@ from tests.unit.test_cdi import reached
 DATA = Path(__file__).parent / "data"
 VERSION = "550.163.01"
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"
-DRIVER = "gpuprov.io/driver-version"
+DRIVER = "--host-driver-version"
 # `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 CAPABILITIES = "".join(f"{gpu(number).bus_id}, 9.0\n" for number in (0, 1))
@@ -222,9 +222,9 @@ def test_nvml_knows_the_uuid_of_a_sleeping_gpu_and_what_images_require(host: Hos
     assert [(one.uuid, one.brand, one.compute_capability) for one in driver.gpus] == [
         (gpu(number).uuid, "NVIDIA", "9.0") for number in (0, 1)
     ]
-    assert specification(driver).annotations == {
-        "gpuprov.io/driver-version": VERSION, "gpuprov.io/cuda-version": "12.4",
-        "gpuprov.io/gpu-architecture": "9.0", "gpuprov.io/gpu-brand": "NVIDIA",
+    assert host_facts(specification(driver)) == {
+        "--host-driver-version": VERSION, "--host-cuda-version": "12.4",
+        "--gpu-architecture": "9.0", "--gpu-brand": "NVIDIA",
     }  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def test_a_driver_older_than_the_query_for_compute_capabilities(host: Host) -> N
     host.capabilities = (2, 'Field "compute_cap" is not a valid field to query.\n')
     driver = ask_nvml(host, discover(host))
     assert {one.brand for one in driver.gpus} == {"NVIDIA"}
-    assert "gpuprov.io/gpu-architecture" not in specification(driver).annotations
+    assert "--gpu-architecture" not in host_facts(specification(driver))
 
 
 def test_unlike_gpus_promise_the_least(host: Host) -> None:
@@ -264,9 +264,9 @@ def test_unlike_gpus_promise_the_least(host: Host) -> None:
     host.report = (0, REPORT.replace("<product_brand>NVIDIA", "<product_brand>GeForce RTX", 1))
     driver = ask_nvml(host, discover(host))
     assert [one.brand for one in driver.gpus] == ["GeForceRTX", "NVIDIA"]
-    annotations = specification(driver).annotations
-    assert annotations["gpuprov.io/gpu-architecture"] == "8.6"
-    assert "gpuprov.io/gpu-brand" not in annotations
+    annotations = host_facts(specification(driver))
+    assert annotations["--gpu-architecture"] == "8.6"
+    assert "--gpu-brand" not in annotations
 
 
 def test_what_nvml_does_not_know_is_not_taken_for_a_name() -> None:
@@ -369,17 +369,25 @@ def changed(content: bytes, change: Callable[[dict[str, Any]], object]) -> bytes
     return (json.dumps(document, indent=1) + "\n").encode()
 
 
+def tell(document: dict[str, Any], version: str | None) -> None:
+    """Let the specification say another driver version, or none."""
+    words = document["containerEdits"]["hooks"][0]["args"]
+    place = words.index(DRIVER)
+    words[place : place + 2] = [] if version is None else [DRIVER, version]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda one: one["annotations"].update({DRIVER: "535.1"}), "driver-version is 535.1 there, 550.163.01 here"),
-        (lambda one: one["annotations"].pop(DRIVER), "driver-version is nothing there, 550.163.01 here"),
+        (lambda one: tell(one, "535.1"), "driver-version is 535.1 there, 550.163.01 here"),
+        (lambda one: tell(one, None), "driver-version is nothing there, 550.163.01 here"),
         (lambda one: one["devices"].pop(1), f"device {gpu(0).uuid} is missing"),
         (lambda one: one["devices"].append({**one["devices"][0], "name": "7"}), "device 7 is gone"),
         (lambda one: one["devices"][0]["containerEdits"]["deviceNodes"][0].update(minor=5), "device 0 is another"),
         (lambda one: one["devices"].append(one["devices"][0]), "the device '0' stands there 2 times"),
         (lambda one: one["containerEdits"]["mounts"].pop(0), "EGL_nvidia.so.550.163.01 is missing"),
         (lambda one: one["containerEdits"]["mounts"][0].update(hostPath="/x"), "EGL_nvidia.so.550.163.01 is another"),
+        (lambda one: one["containerEdits"]["hooks"][0]["args"].pop(), "the links are others"),
         (lambda one: one["containerEdits"]["deviceNodes"].pop(), "the control nodes are others"),
         (lambda one: one["containerEdits"].pop("env"), "its form is another"),
         (lambda one: one.pop("cdiVersion"), "cdiVersion is missing"),

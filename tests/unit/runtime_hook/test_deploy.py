@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,13 +93,15 @@ def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, envir
     node = {"path": "/dev/nvidia0", "major": 195, "minor": 0}
     mounts = [{"hostPath": "/x", "containerPath": "/usr/lib64/libcuda.so.1", "options": ["ro"]}]
     devices = [{"name": "0", "containerEdits": {"deviceNodes": [node]}}]
-    document = {
+    document: dict[str, Any] = {
         "kind": "nvidia.com/gpu",
         "devices": devices,
         "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"], "mounts": mounts},
     }
-    annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4"}
-    specification.write_text(json.dumps({**document, "annotations": annotations}))
+    words = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
+    words += ["--host-cuda-version", "12.4", "--link", "libcuda.so.1::/usr/lib64/libcuda.so"]
+    document["containerEdits"]["hooks"] = [{"hookName": "createContainer", "path": f"/{words[0]}", "args": words}]
+    specification.write_text(json.dumps(document))
     settings = tmp_path / "settings.toml"
     settings.write_text(f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{specification.parent}']\n")
     process = {"env": [environment, "NVIDIA_REQUIRE_CUDA=cuda>=12.0"]}

@@ -77,12 +77,22 @@ def test_on_a_host_without_gpus_there_are_none(tmp_path: Path) -> None:
 
 
 def test_a_specification_is_read_with_what_it_says_of_the_host(tmp_path: Path) -> None:
-    annotations = {"gpuprov.io/driver-version": "550.163.01", "gpuprov.io/cuda-version": "12.4", "other": "x"}
-    write(tmp_path / "nvidia.json", {"0": FIRST}, annotations=annotations, containerEdits=COMMON)
+    words = [
+        "hook",
+        "createContainer",
+        "--host-driver-version",
+        "550.163.01",
+        "--host-cuda-version",
+        "12.4",
+        "--x",
+        "y",
+    ]
+    common = {**COMMON, "hooks": [{"hookName": "createContainer", "path": "/hook", "args": words}]}
+    write(tmp_path / "nvidia.json", {"0": FIRST}, containerEdits=common)
     found = specifications(tmp_path).own
-    assert (found.devices, found.common) == ({"0": FIRST}, COMMON)
+    assert (found.devices, found.common) == ({"0": FIRST}, common)
     assert found.host == {"driver": "550.163.01", "cuda": "12.4"}
-    write(tmp_path / "nvidia.json", {}, annotations=None, containerEdits=None)
+    write(tmp_path / "nvidia.json", {}, containerEdits=None)
     bare = specifications(tmp_path).own
     assert (bare.devices, bare.common, bare.host) == ({}, {}, {})
 
@@ -131,7 +141,7 @@ def test_a_device_of_another_kind_that_is_not_there_is_refused(tmp_path: Path, n
         '{"devices": [{}]}',
         '{"devices": [{"name": []}]}',
         '{"devices": []}',
-        '{"devices": [], "annotations": 5}',
+        '{"devices": [], "containerEdits": 5, "kind": "nvidia.com/gpu"}',
         "\ufeff{}",
         "kind: nvidia.com/gpu\n",
         "\udcff",

@@ -1,0 +1,148 @@
+"""Engines as they are: docker's --gpus on this machine's cgroups, podman's --device by the CDI specification."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.container_bench import LIBRARIES, REPORT, Bench, nodes
+from tests.integration.dockerd import DockerHost, docker_host
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
+ENXIO = "No such device or address"
+# In a mount namespace of its own; $1 stands for the machine's /etc/cdi.
+_WITH_CDI = 'mount --bind "$1" /etc/cdi && shift && exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield Bench(tmp_path_factory.mktemp("bench"), "runc")
+
+
+@pytest.fixture(scope="module")
+def docker(bench: Bench) -> Iterator[DockerHost]:
+    """A dockerd that found our hook on its PATH, with an image of the bundle's root."""
+    with docker_host(started=False) as host:
+        programs = host.folder / "programs"
+        programs.mkdir()
+        (programs / "nvidia-container-runtime-hook").symlink_to(bench.deployed.hook)
+        host.search_path = f"{programs}:{os.environ['PATH']}"
+        assert host.start()
+        root = subprocess.run(("tar", "-C", str(bench.root), "-c", "."), capture_output=True, check=True).stdout
+        host.docker("import", "-", "busybox-gpu", stdin=root)
+        yield host
+
+
+def run(docker: DockerHost, *words: str) -> tuple[int, list[str], str]:
+    """Run the report in a container; return its exit code, lines, and what docker complained of."""
+    done = docker.run(("docker", "run", "--rm", "--network=none", *words, "busybox-gpu", "sh", "-c", f"{REPORT}\n:"))
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def paths(report: list[str]) -> list[str]:
+    return [line.split()[1] for line in nodes(report)]
+
+
+def test_gpus_all(docker: DockerHost) -> None:
+    code, report, errors = run(docker, "--gpus", "all")
+    assert code == 0, errors
+    assert nodes(report) == [
+        f"node /dev/nvidia0 c3:0 666 {ENXIO}", f"node /dev/nvidia1 c3:1 666 {ENXIO}",
+        f"node /dev/nvidiactl c3:ff 666 {ENXIO}",
+    ]  # fmt: skip
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+@pytest.mark.parametrize(
+    ("flag", "devices"),
+    [
+        ("1", ["/dev/nvidia0"]),
+        ("2", ["/dev/nvidia0", "/dev/nvidia1"]),
+        ('"device=1"', ["/dev/nvidia1"]),
+        ('"device=GPU-1,GPU-0"', ["/dev/nvidia0", "/dev/nvidia1"]),
+    ],
+)
+def test_gpus_by_number_and_by_name(docker: DockerHost, flag: str, devices: list[str]) -> None:
+    code, report, errors = run(docker, "--gpus", flag)
+    assert (code, paths(report)) == (0, [*devices, "/dev/nvidiactl"]), errors
+
+
+def test_gpus_with_driver_capabilities_bring_their_files_alone(docker: DockerHost) -> None:
+    code, report, errors = run(docker, "--gpus", '"capabilities=utility"')
+    assert code == 0, errors
+    assert "file /usr/bin/nvidia-smi smi" in report
+    assert not [line for line in report if "libcuda" in line]
+
+
+def test_a_read_only_container_is_equipped(docker: DockerHost) -> None:
+    code, report, errors = run(docker, "--read-only", "--gpus", "all")
+    assert (code, len(paths(report))) == (0, 3), errors
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpus", '"device=7"'), "gpuprov: there is no GPU '7' on this host; there are 0, 1"),
+        (
+            ("--gpus", "all", "-e", "NVIDIA_REQUIRE_CUDA=cuda>=13.0"),
+            "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: update the driver to ≥ 580 or use an "
+            "image for CUDA ≤ 12.4",
+        ),
+        (("--gpus", '"device=1,capabilities=video"'), "there is no GPU 'capabilities=video'"),
+    ],
+)
+def test_dockers_error_line_says_what_was_asked_what_there_is_and_what_to_do(
+    docker: DockerHost, words: tuple[str, ...], says: str
+) -> None:
+    code, _, errors = run(docker, *words)
+    assert code == 125
+    assert says in errors
+    assert "Traceback" not in errors
+
+
+def test_a_container_that_starts_many_times_leaves_what_one_start_leaves(docker: DockerHost) -> None:
+    docker.docker("create", "--name=again", "--network=none", "--gpus=all", "busybox-gpu", "sh", "-c", ":")
+    left = []
+    for _ in range(3):
+        docker.docker("start", "--attach", "again")
+        left.append(sorted(docker.docker("diff", "again").splitlines()))
+    docker.docker("rm", "again")
+    assert left[0] == left[1] == left[2]
+    files = [line.split()[1] for line in left[0] if (line.startswith("A ") and "nvidia" in line) or "cuda" in line]
+    assert f"{LIBRARIES}/libcuda.so.1" in files
+    assert not [path for path in files if "~" in path]
+
+
+@pytest.mark.skipif(shutil.which("podman") is None, reason="needs podman: apt-get install podman")
+def test_podman_takes_devices_by_the_specification(bench: Bench, tmp_path: Path) -> None:
+    configuration = tmp_path / "containers.conf"
+    configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
+    made = not Path("/etc/cdi").exists()
+    Path("/etc/cdi").mkdir(exist_ok=True)
+    private = ("unshare", "-m", "sh", "-c", _WITH_CDI, "sh", str(bench.deployed.specifications))
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    try:
+        # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+        with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+            argv = (
+                *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
+                "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
+                "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
+            )  # fmt: skip
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+            subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
+    finally:
+        if made:
+            Path("/etc/cdi").rmdir()
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.splitlines()
+    assert paths(report) == ["/dev/nvidia1", "/dev/nvidiactl"]
+    # The links come from the specification's own hook.
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
