@@ -40,7 +40,7 @@ class Bench:
         self.root = folder / "bundle/rootfs"
         self._driver()
         applets = ("stat", "find", "sort", "cat", "grep", "readlink")
-        bundle_below(folder / "bundle", low_level, applets)
+        self.pristine = bundle_below(folder / "bundle", low_level, applets)
         (self.root / LIBRARIES.lstrip("/")).mkdir(parents=True)
 
     def _driver(self) -> None:
@@ -79,7 +79,7 @@ class Bench:
         return self.folder / "bundle/config.json"
 
     def configure(self, *environment: str, arguments: list[str] | None = None, **changes: Any) -> None:
-        config = json.loads(self.config.read_text())
+        config = self.pristine
         process = {**config["process"], "terminal": False, "args": arguments or ["sh", "-c", REPORT]}
         process["env"] = ["PATH=/bin:/usr/bin", *environment]
         root = {"path": "rootfs", "readonly": False}

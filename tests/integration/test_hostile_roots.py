@@ -1,0 +1,247 @@
+"""Hostile root file systems: random trees full of links, and trees that change meanwhile; nothing outside is touched.
+
+The races run some seconds here; for minutes of them set GPUPROV_RACE_SECONDS=300.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpuprov.runtime_hook.equipment import Equipment
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.links import prepare_root
+from gpuprov.runtime_hook.rootfs import Root
+from tests.integration.container_bench import LIBRARIES, Bench
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes, runc")]
+_RACE_SECONDS = float(os.environ.get("GPUPROV_RACE_SECONDS", "8"))
+# Every place on the way to something that a start makes.
+_PLACES = (
+    "usr", "usr/lib", LIBRARIES[1:], f"{LIBRARIES[1:]}/libcuda.so.1", f"{LIBRARIES[1:]}/libcuda.so.550.163.01",
+    f"{LIBRARIES[1:]}/.gpuprov~", "usr/bin", "usr/bin/nvidia-smi", "usr/local", "usr/local/cuda",
+    "usr/local/cuda/compat", "usr/local/cuda/compat/libcuda.so.580.65.06", "etc", "etc/ld.so.cache", "etc/.gpuprov~",
+    "etc/ld.so.conf.d", "etc/ld.so.conf.d/00-gpuprov-compat.conf", "lib", "lib64", "dev",
+)  # fmt: skip
+_TARGETS = (
+    "{outside}", "{outside}/file", "../{outside}", "../../../../../../../..{outside}", "/proc/self/root{outside}",
+    "/proc/self/cwd", "/proc/self/fd/0", "/proc/1/root", "/", ".", "..", "/etc", "/usr/lib", "usr", "lib", "loop",
+    "/usr/local/cuda", "../etc", "/dev", "a/../b", "//", "{outside}/folder/../file",
+)  # fmt: skip
+_KINDS = ("folder", "file", "fifo", "device")
+
+
+def outside_of(folder: Path) -> Path:
+    """Make what must stay as it is."""
+    outside = folder / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("host")
+    return outside
+
+
+def state(folder: Path) -> list[tuple[str, int, int, int, int]]:
+    """Return what would change if anything in the folder were made, written, mounted over or given away."""
+    found = []
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        status = path.lstat()
+        found.append((str(path), status.st_ino, status.st_mode, status.st_uid, status.st_mtime_ns))
+    return found
+
+
+def lay(root: Path, outside: Path, tree: dict[str, str]) -> None:
+    """Make the tree, as far as it can be made: what lies below a link that leads out is left out."""
+    for place in sorted(tree):
+        path = root / place
+        if any(
+            parent.is_symlink() or not parent.is_dir() for parent in _between(root, path) if os.path.lexists(parent)
+        ):
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        what = tree[place]
+        if what == "folder":
+            path.mkdir(exist_ok=True)
+        elif what == "file":
+            path.write_text("image")
+        elif what == "fifo":
+            os.mkfifo(path)
+        elif what == "device":
+            os.mknod(path, 0o20666, os.makedev(1, 5))
+        else:
+            path.symlink_to(what.format(outside=outside))
+
+
+def _between(root: Path, path: Path) -> list[Path]:
+    return [parent for parent in path.parents if root in parent.parents]
+
+
+def equipment() -> Equipment:
+    mounts = [{"containerPath": f"{LIBRARIES}/libcuda.so.550.163.01"}, {"containerPath": "/usr/bin/nvidia-smi"}]
+    links = [("libcuda.so.550.163.01", f"{LIBRARIES}/libcuda.so.1"), ("libcuda.so.1", f"{LIBRARIES}/libcuda.so")]
+    return Equipment({"mounts": mounts}, links, None, "550.163.01")
+
+
+def prepare(path: Path) -> bool:
+    root = Root(str(path))
+    try:
+        prepare_root(root, equipment())
+        return True
+    except Refused:
+        return False
+    finally:
+        root.close()
+
+
+_TREES = st.dictionaries(st.sampled_from(_PLACES), st.sampled_from(_TARGETS) | st.sampled_from(_KINDS), max_size=8)
+
+
+def test_ten_thousand_random_trees_lead_nowhere_else() -> None:
+    """By a plain generator: hypothesis takes four times as long, and a tree is small enough to be read as it is."""
+    outcomes = set()
+    for seed in range(10_000):
+        random = Random(seed)
+        places = random.sample(_PLACES, random.randint(0, 8))
+        tree = {place: random.choice((*_TARGETS, *_KINDS)) for place in places}
+        with tempfile.TemporaryDirectory(prefix="gpuprov-tree-", dir="/dev/shm") as folder:
+            outside = outside_of(Path(folder))
+            root = Path(folder) / "root"
+            root.mkdir()
+            lay(root, outside, tree)
+            before = world(outside)
+            outcomes.add(prepare(root))
+            assert world(outside) == before, tree
+    assert outcomes == {True, False}
+
+
+def world(outside: Path) -> tuple[object, ...]:
+    """Return what is outside of the root; of this machine's mounts, those in the test's own folder."""
+    files = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(outside.parent) in line]
+    return state(outside), Path("/etc").stat().st_mtime_ns, len(files), mounts
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("bench"), "runc")
+    shutil.copytree(made.root, made.folder / "pristine", symlinks=True)
+    yield made
+    made.delete()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=_TREES, by_hook=st.booleans())
+def test_random_trees_in_real_containers_lead_nowhere_else(bench: Bench, tree: dict[str, str], by_hook: bool) -> None:
+    shutil.rmtree(bench.root)
+    shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
+    outside = bench.folder / "outside"
+    if not outside.exists():
+        outside_of(bench.folder)
+    for place in tree:
+        if (bench.root / place).is_dir() and not (bench.root / place).is_symlink():
+            shutil.rmtree(bench.root / place)
+    # runc 1.1 itself makes links in a /dev that leads out.
+    lay(bench.root, outside, {place: what for place, what in tree.items() if place != "dev"})
+    before = world(outside)
+    hooks = {"hooks": {"prestart": [bench.hook_entry("prestart")]}} if by_hook else {}
+    bench.configure("NVIDIA_VISIBLE_DEVICES=all", **hooks)
+    try:
+        done = bench.create(runtime=bench.low_level if by_hook else "")
+    finally:
+        bench.delete()
+    assert world(outside) == before
+    assert "Traceback" not in done.stderr
+
+
+# Swaps folders of the root with links out of it, as fast as it can, with and without a moment between.
+_SWAP = """
+import os, sys, itertools
+root, outside = sys.argv[1:]
+places = ["usr/lib", "usr/lib/x86_64-linux-gnu", "etc", "usr/bin"]
+for place in itertools.cycle(places):
+    path, aside = f"{root}/{place}", f"{root}/aside"
+    try:
+        os.symlink(outside, aside)
+        os.rename(path, f"{root}/real")
+        os.rename(aside, path)
+        os.rename(path, aside)
+        os.rename(f"{root}/real", path)
+        os.unlink(aside)
+    except OSError:
+        for one, other in (("real", place),):
+            try:
+                if os.path.islink(path):
+                    os.unlink(path)
+                os.rename(f"{root}/{one}", f"{root}/{other}")
+            except OSError:
+                pass
+        try:
+            os.unlink(aside)
+        except OSError:
+            pass
+"""
+
+
+def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -> None:
+    """CVE-2024-0132, CVE-2025-23359: between look and use the image's path may become another."""
+    outside = outside_of(tmp_path)
+    root = tmp_path / "root"
+    for place in (LIBRARIES[1:], "etc", "usr/bin"):
+        (root / place).mkdir(parents=True)
+    before = state(outside)
+    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(root), str(outside)))
+    made = refused = 0
+    end = time.monotonic() + _RACE_SECONDS
+    try:
+        while time.monotonic() < end:
+            for path in (root / LIBRARIES[1:], root / "etc"):
+                for name in ("libcuda.so", "libcuda.so.1", "ld.so.cache"):
+                    with contextlib.suppress(OSError):
+                        (path / name).unlink(missing_ok=True)
+            assert not (outside / "libcuda.so").is_symlink()
+            if prepare(root):
+                made += 1
+            else:
+                refused += 1
+    finally:
+        swapper.kill()
+        swapper.wait()
+    assert state(outside) == before
+    # Both happened, or this was no race.
+    assert made > 100
+    assert refused + made > 200
+
+
+def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench) -> None:
+    shutil.rmtree(bench.root)
+    shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
+    outside = bench.folder / "outside-of-race"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("host")
+    before = world(outside)
+    bench.configure("NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]})
+    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), str(outside)))
+    codes = set()
+    end = time.monotonic() + _RACE_SECONDS
+    try:
+        while time.monotonic() < end:
+            done = bench.create(runtime=bench.low_level)
+            codes.add(done.returncode)
+            assert "Traceback" not in done.stderr
+            bench.delete()
+    finally:
+        swapper.kill()
+        swapper.wait()
+        bench.delete()
+    assert world(outside) == before
+    assert 0 in codes
