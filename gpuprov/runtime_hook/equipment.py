@@ -171,10 +171,12 @@ class _Folders:
         Debian's images have a /usr/lib64 too, for the loader's own path, and don't search it: MULTIARCH goes first.
         """
         assert self._root is not None
+        multiarch = f"/usr/lib/{posix.uname().machine}-linux-gnu"
         if folder in _32_BIT:
-            candidates = (*_32_BIT, *((_RHEL_32_BIT,) if self._root.is_directory(_LIB64) else ()))
+            like_rhel = self._root.is_directory(_LIB64) and not self._root.is_directory(multiarch)
+            candidates = (*_32_BIT, *((_RHEL_32_BIT,) if like_rhel else ()))
         else:
-            candidates = (f"/usr/lib/{posix.uname().machine}-linux-gnu" if folder == _LIB64 else folder, _LIB64)
+            candidates = (multiarch if folder == _LIB64 else folder, _LIB64)
         chosen = next((one for one in candidates if self._root.is_directory(one)), folder)
         if chosen != folder:
             self.decisions.append(f"libraries go to {chosen}, where this image's loader searches, not to {folder}")

@@ -45,6 +45,12 @@ def enter_mount_namespace(pid: int) -> None:
     posix.close(handle)
 
 
+def act_as(owner: tuple[int, int]) -> None:
+    """Make files as this user and group from now on: a user namespace's file systems know no other (setfsuid(2))."""
+    _LIBC.setfsgid(owner[1])
+    _LIBC.setfsuid(owner[0])
+
+
 def bind(source: str, directory: int, name: str, options: list[str]) -> None:
     """Bind a file of the host to a name in a directory of the container (a descriptor). Raises OSError.
 

@@ -13,7 +13,7 @@ from .device_cgroup import allow
 from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
-from .mounts import bind, enter_mount_namespace
+from .mounts import act_as, bind, enter_mount_namespace
 from .rootfs import Root
 
 TYPE_CHECKING = False
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK = 0o100000, 0o040000, 0o020000, 0o060000
+_HOST = (0, 0)
 _NODE_TYPES = {"c": _CHARACTER, "b": _BLOCK}
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _PARAMS = "/proc/driver/nvidia/params"
@@ -56,7 +57,9 @@ def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment
     if params and root.exists(_PARAMS):
         _attempt(_PARAMS, _add_mount, root, {"hostPath": params, "containerPath": _PARAMS, "options": ["ro", "nosuid"]})
     posix.umask(0o022)
+    act_as(owner)
     prepare_root(root, equipment, cuda_compat=cuda_compat)
+    act_as(_HOST)
     root.close()
 
 
@@ -76,11 +79,14 @@ def _node(node: dict[str, Any]) -> dict[str, Any]:
 def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None:
     """Make a device node; in a user namespace, where such nodes can't be opened, bind the host's."""
     folder, _, name = node["path"].rpartition("/")
-    directory = root.open_directory(folder, make=True)
     if in_user_namespace:
+        act_as(root.owner)
+        directory = root.open_directory(folder, make=True)
         _make_file(root, directory, name)
+        act_as(_HOST)
         bind(node["host"], directory, name, ["nosuid", "noexec"])
         return
+    directory = root.open_directory(folder, make=True)
     kind, device = _NODE_TYPES[node["type"]], posix.makedev(node["major"], node["minor"])
     try:
         found = posix.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -95,11 +101,14 @@ def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None
 
 def _add_mount(root: Root, mount: dict[str, Any]) -> None:
     folder, _, name = mount["containerPath"].rpartition("/")
+    is_directory = posix.stat(mount["hostPath"]).st_mode & _TYPE == _DIRECTORY
+    act_as(root.owner)
     directory = root.open_directory(folder, make=True)
-    if posix.stat(mount["hostPath"]).st_mode & _TYPE == _DIRECTORY:
+    if is_directory:
         root.open_directory(mount["containerPath"], make=True)
     else:
         _make_file(root, directory, name)
+    act_as(_HOST)
     bind(mount["hostPath"], directory, name, mount.get("options") or [])
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -153,7 +154,7 @@ def test_random_trees_in_real_containers_lead_nowhere_else(bench: Bench, tree: d
     # runc 1.1 itself makes links in a /dev that leads out.
     lay(bench.root, outside, {place: what for place, what in tree.items() if place != "dev"})
     before = world(outside)
-    hooks = {"hooks": {"prestart": [bench.hook_entry("prestart")]}} if by_hook else {}
+    hooks: dict[str, Any] = {"hooks": {"prestart": [bench.hook_entry("prestart")]}} if by_hook else {}
     bench.configure("NVIDIA_VISIBLE_DEVICES=all", **hooks)
     try:
         done = bench.create(runtime=bench.low_level if by_hook else "")

@@ -1,0 +1,238 @@
+"""Single sides of a start on the real runc: user namespaces, settings, logs, volumes, an image that interferes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+from tests.integration.container_bench import LIBRARIES, Bench, nodes
+
+pytestmark = pytest.mark.root
+ALL = "NVIDIA_VISIBLE_DEVICES=all"
+BY = ["", "prestart"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, "runc")
+    yield made
+    made.delete()
+
+
+# -- user namespaces -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host_nodes(bench: Bench) -> Iterator[None]:
+    """Device nodes on the host, which a user namespace can't make: taken away again."""
+    made = []
+    for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
+        path = Path("/dev") / name
+        if not path.exists():
+            os.mknod(path, 0o20666, os.makedev(195, minor))
+            path.chmod(0o666)
+            made.append(path)
+    yield
+    for path in made:
+        path.unlink()
+
+
+@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
+def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
+    bench: Bench, host_nodes: None, by_hook: str
+) -> None:
+    for path in [bench.folder, *bench.folder.parents[:3]]:
+        path.chmod(path.stat().st_mode | 0o055)
+    for folder, _, files in os.walk(bench.root):
+        for name in (".", *files):
+            os.chown(Path(folder) / name, 100000, 100000, follow_symlinks=False)
+    linux = dict(bench.pristine["linux"])
+    mapping = [{"containerID": 0, "hostID": 100000, "size": 65536}]
+    linux |= {"uidMappings": mapping, "gidMappings": mapping, "namespaces": [*linux["namespaces"], {"type": "user"}]}
+    mounts = [one for one in bench.pristine["mounts"] if one["type"] not in ("sysfs", "cgroup", "mqueue")]
+    report = bench.report(ALL, by_hook=by_hook, linux=linux, mounts=mounts)
+    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
+    assert all(line.endswith("No such device or address") for line in nodes(report))
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    link = bench.root / LIBRARIES[1:] / "libcuda.so.1"
+    assert (link.lstat().st_uid, link.lstat().st_gid) == (100000, 100000)
+    assert (bench.root / "etc/ld.so.cache").stat().st_uid == 100000
+
+
+# -- settings and logs -----------------------------------------------------------------------------------------------
+
+
+def test_an_edit_of_the_settings_counts_at_the_next_start(bench: Bench) -> None:
+    wanted = (ALL, "NVIDIA_REQUIRE_CUDA=cuda>=99")
+    bench.configure(*wanted)
+    assert "requires cuda>=99" in bench.create().stderr
+    bench.deployed.nvidia_settings.write_text("disable-require = true\n")
+    assert len(nodes(bench.report(*wanted))) == 3
+    bench.settings.write_text("disable-require = false\n")
+    bench.configure(*wanted)
+    assert "requires cuda>=99" in bench.create().stderr
+
+
+def test_a_swarm_resource_is_heard_though_its_name_is_none_of_nvidias(bench: Bench) -> None:
+    bench.settings.write_text('swarm-resource = "DOCKER_RESOURCE_GPU"\n')
+    assert [line.split()[1] for line in nodes(bench.report("DOCKER_RESOURCE_GPU=1"))] == [
+        "/dev/nvidia1",
+        "/dev/nvidiactl",
+    ]
+
+
+def test_the_low_level_runtime_is_the_settings_and_a_change_of_it_is_seen(bench: Bench, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+        bench.settings.write_text(f"[nvidia-container-runtime]\nruntimes = ['/nonexistent', '{program}']\n")
+        for _ in range(2):
+            assert bench.call("state", "x").stdout == f"{name} state x\n"
+    bench.settings.unlink()
+    assert "container does not exist" in bench.call("state", "x").stderr
+
+
+def test_a_log_has_one_line_for_each_gpu_containers_start(bench: Bench) -> None:
+    log = bench.folder / "log"
+    bench.settings.write_text(f"[nvidia-container-runtime]\ndebug = '{log}'\n")
+    bench.report(ALL, "EVIL=\x1b[2J\n2026 forged")
+    bench.report("A=1")
+    bench.report("NVIDIA_VISIBLE_DEVICES=none", by_hook="prestart")
+    bench.configure("NVIDIA_VISIBLE_DEVICES=9")
+    bench.create()
+    lines = log.read_text().splitlines()
+    assert [re.sub(r"^\S+ ", "", line).split(":")[0] for line in lines] == [
+        "info bundle",
+        "info bundle",
+        "error bundle",
+    ]
+    assert "all; compute,utility; devices are named by NVIDIA_VISIBLE_DEVICES" in lines[0]
+    assert "there is no GPU '9'" in lines[2]
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("target", ["{folder}", "/nonexistent/x", "{folder}/link"])
+def test_a_log_that_cannot_be_written_keeps_nobody_from_starting(bench: Bench, target: str) -> None:
+    (bench.folder / "victim").write_text("untouched")
+    (bench.folder / "link").symlink_to("victim")
+    bench.settings.write_text(f"[nvidia-container-runtime]\ndebug = '{target.format(folder=bench.folder)}'\n")
+    assert len(nodes(bench.report(ALL))) == 3
+    assert (bench.folder / "victim").read_text() == "untouched"
+
+
+# -- what the container brings itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
+def test_a_volume_over_the_libraries_folder_has_the_links_too(bench: Bench, tmp_path: Path, by_hook: str) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    mount = {"destination": LIBRARIES, "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
+    report = bench.report(ALL, by_hook=by_hook, mounts=[*bench.pristine["mounts"], mount])
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+_PYTHON = (
+    "json", "posix", "sitecustomize", "usercustomize", "encodings/__init__", "runtime_hook/__init__", "ctypes",
+    "_struct", "runtime_hook/hook_main",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime", "createContainer"])
+@pytest.mark.parametrize("env", [[], None], ids=["env empty", "no env key"])
+def test_nothing_of_the_image_runs_in_a_hook(bench: Bench, stage: str, env: list[str] | None) -> None:
+    """CVE-2025-23266, and Python's own doors: its path, its working folder, sitecustomize, a codec."""
+    mark = bench.root / "mark"
+    code = f"open({str(mark)!r}, 'a').write('ran'); open('/mark', 'a').write('ran')\n"
+    for name in _PYTHON:
+        place = bench.root / f"{name}.py"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(code)
+        for folder in ("usr/lib/python3.11", "usr/lib/python3/dist-packages"):
+            other = bench.root / folder / f"{name}.py"
+            other.parent.mkdir(parents=True, exist_ok=True)
+            other.write_text(code)
+    for name in ("etc/ld.so.preload", "etc/ld.so.conf", "etc/nsswitch.conf"):
+        (bench.root / name).parent.mkdir(exist_ok=True)
+        (bench.root / name).write_text("/evil.so\n")
+    for name in ("sbin/ldconfig", "sbin/ldconfig.real", "usr/bin/python3"):
+        (bench.root / name).parent.mkdir(exist_ok=True, parents=True)
+        (bench.root / name).write_text("#!/bin/sh\necho ran > /mark\n")
+        (bench.root / name).chmod(0o755)
+    entry: dict[str, Any] = {**bench.hook_entry(stage), "env": env}
+    if stage == "createContainer":
+        entry["args"] = [*entry["args"], "--link", f"libcuda.so.550.163.01::{LIBRARIES}/libcuda.so.1"]
+    if env is None:
+        del entry["env"]
+    preload = "LD_AUDIT=/evil.so" if env == [] else "A=1"
+    bench.configure(ALL, "PYTHONPATH=/", "PYTHONHOME=/", "PYTHONSTARTUP=/json.py", "PYTHONINSPECT=1", preload,
+                    hooks={stage: [entry]})  # fmt: skip
+    done = bench.create(runtime=bench.low_level)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not mark.exists() and not Path("/mark").exists()
+    assert (bench.root / LIBRARIES[1:] / "libcuda.so.1").is_symlink()
+    assert "evil" not in (bench.root / "etc/ld.so.cache").read_bytes().decode("latin-1")
+
+
+def test_a_container_that_asks_by_no_word_of_ours_is_passed_through_bit_for_bit(bench: Bench) -> None:
+    text = '{ "ociVersion": "1.0.2",   "odd": [1.50, 1e3, "\\ud83d\\ude00"], "process": {"env": ["A=1"]} }\n'
+    bench.config.write_text(text)
+    bench.create()
+    assert bench.config.read_text() == text
+    # The same where Python has to look, because the image's own words look like a request.
+    text = text.replace("A=1", "NVIDIA_VISIBLE_DEVICES=void")
+    bench.config.write_text(text)
+    bench.create()
+    assert bench.config.read_text() == text
+
+
+def test_fields_that_nobody_knows_survive_and_the_file_is_replaced_whole(bench: Bench) -> None:
+    bench.configure(ALL, future={"x": [1, None, 2**63]})
+    before = bench.config.stat()
+    assert bench.create().returncode == 0
+    after = bench.config.stat()
+    assert json.loads(bench.config.read_text())["future"] == {"x": [1, None, 2**63]}
+    assert after.st_ino != before.st_ino
+
+
+@pytest.mark.parametrize(
+    ("layout", "folder"),
+    [
+        (["usr/lib/x86_64-linux-gnu", "usr/lib64"], "/usr/lib/x86_64-linux-gnu"),
+        (["usr/lib64"], "/usr/lib64"),
+        (["usr/lib"], LIBRARIES),
+    ],
+    ids=["Debian", "RHEL and SUSE", "neither"],
+)
+def test_libraries_are_where_the_images_loader_searches(bench: Bench, layout: list[str], folder: str) -> None:
+    shutil.rmtree(bench.root / "usr")
+    for place in layout:
+        (bench.root / place).mkdir(parents=True)
+    report = bench.report(ALL)
+    assert f"file {folder}/libcuda.so.1 cuda" in report
+
+
+def test_compatibility_libraries_of_the_image_are_found_first(bench: Bench) -> None:
+    folder = bench.root / "usr/local/cuda/compat"
+    folder.mkdir(parents=True)
+    (folder / "libcuda.so.580.65.06").write_text("compat")
+    (folder / "libcuda.so.1").symlink_to("libcuda.so.580.65.06")
+    for by_hook in BY:
+        bench.report(ALL, by_hook=by_hook)
+        cache = (bench.root / "etc/ld.so.cache").read_bytes()
+        assert b"/usr/local/cuda/compat/libcuda.so.1\0" in cache
+        assert f"{LIBRARIES}/libcuda.so.1\0".encode() not in cache
+
+
+def test_the_hook_has_the_name_that_docker_looks_for() -> None:
+    assert NVIDIA_HOOK_PATH.rpartition("/")[2] == "nvidia-container-runtime-hook"

@@ -1,0 +1,116 @@
+"""The device cgroup: which one rules, and what the eBPF program says to each opening, by an interpreter of its own."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook.device_cgroup import cgroup_of, program
+from gpuprov.runtime_hook.errors import Refused
+
+BLOCK, CHARACTER = 1, 2
+MKNOD, READ, WRITE = 1, 2, 4
+HYBRID = """25 1 0:22 / /sys/fs/cgroup ro - tmpfs tmpfs ro
+26 25 0:23 / /sys/fs/cgroup/unified rw shared:4 - cgroup2 cgroup2 rw,nsdelegate
+30 25 0:27 / /sys/fs/cgroup/devices rw shared:8 - cgroup cgroup rw,devices
+31 25 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
+"""
+NESTED = "40 1 0:30 /outer/inner /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+NESTED_V1 = "41 1 0:31 /docker/abc /sys/fs/cgroup/devices rw - cgroup cgroup rw,devices\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "mounts", "found"),
+    [
+        ("5:devices:/docker/x\n0::/docker/x\n", HYBRID, (1, "/sys/fs/cgroup/devices/docker/x")),
+        ("5:cpu,cpuacct:/a\n0::/system.slice/x.scope\n", HYBRID, (2, "/sys/fs/cgroup/unified/system.slice/x.scope")),
+        ("0::/\n", "40 1 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n", (2, "/sys/fs/cgroup")),
+        ("0::/outer/inner/x:y\n", NESTED, (2, "/sys/fs/cgroup/x:y")),
+        ("3:devices:/docker/abc/def\n", NESTED_V1, (1, "/sys/fs/cgroup/devices/def")),
+        ("3:name=systemd,devices:/x\n", HYBRID, (1, "/sys/fs/cgroup/devices/x")),
+    ],
+)
+def test_the_cgroup_that_rules_devices(cgroups: str, mounts: str, found: tuple[int, str]) -> None:
+    assert cgroup_of(cgroups, mounts) == found
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "mounts"),
+    [
+        ("", HYBRID),
+        ("0::/x\n", ""),
+        ("3:devices:/elsewhere\n", NESTED_V1),
+        ("0::/outer/innermost\n", NESTED),
+        ("x\n", HYBRID),
+    ],
+)
+def test_where_none_is_mounted_the_container_is_refused(cgroups: str, mounts: str) -> None:
+    with pytest.raises(Refused, match="no cgroup hierarchy that rules devices"):
+        cgroup_of(cgroups, mounts)
+
+
+def node(kind: str, major: int, minor: int, access: str = "rw") -> dict[str, Any]:
+    return {"type": kind, "major": major, "minor": minor, "access": access}
+
+
+NODES = [node("c", 195, 0), node("c", 195, 255, "r"), node("b", 8, 1, "rwm"), node("c", 4_000_000, 1_048_575)]
+ALLOW, DENY = struct.pack("=BBhi", 0xB7, 0, 0, 1), struct.pack("=BBhi", 0xB7, 0, 0, 0)
+EXIT = struct.pack("=BBhi", 0x95, 0, 0, 0)
+# As runc's begin: they load what they need from the context in register 1, and from nowhere else.
+LOADS = struct.pack("=BBhi", 0x61, 0x12, 0, 0)
+
+
+def verdict(code: bytes, kind: int, access: int, major: int, minor: int) -> int:
+    """Run the program as the kernel does (Documentation/bpf/standardization/instruction-set.rst)."""
+    context = struct.pack("=III", access << 16 | kind, major, minor)
+    registers: dict[int, Any] = {1: "context"}
+    steps = [struct.unpack_from("=BBhi", code, place) for place in range(0, len(code), 8)]
+    place = 0
+    while True:
+        operation, both, offset, number = steps[place]
+        to, source = both & 15, both >> 4
+        place += 1
+        if operation == 0x61:
+            assert registers[source] == "context"
+            registers[to] = struct.unpack_from("=I", context, offset)[0]
+        elif operation == 0xBC:
+            registers[to] = registers[source] & 0xFFFFFFFF
+        elif operation == 0xB7:
+            registers[to] = number
+        elif operation == 0x54:
+            registers[to] &= number & 0xFFFFFFFF
+        elif operation == 0x74:
+            registers[to] >>= number
+        elif operation == 0x56:
+            place += offset if registers[to] != number & 0xFFFFFFFF else 0
+        elif operation == 0x5E:
+            place += offset if registers[to] != registers[source] else 0
+        else:
+            assert operation == 0x95, hex(operation)
+            return int(registers[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "access", "major", "minor", "allowed"),
+    [
+        (CHARACTER, READ, 195, 0, True),
+        (CHARACTER, READ | WRITE, 195, 0, True),
+        (CHARACTER, MKNOD, 195, 0, False),
+        (CHARACTER, READ | WRITE | MKNOD, 195, 0, False),
+        (CHARACTER, READ, 195, 1, False),
+        (CHARACTER, READ, 196, 0, False),
+        (BLOCK, READ, 195, 0, False),
+        (CHARACTER, READ, 195, 255, True),
+        (CHARACTER, WRITE, 195, 255, False),
+        (BLOCK, READ | WRITE | MKNOD, 8, 1, True),
+        (CHARACTER, WRITE, 4_000_000, 1_048_575, True),
+    ],
+)
+def test_what_is_allowed_is_allowed_and_all_else_is_asked_of_the_old_program(
+    kind: int, access: int, major: int, minor: int, allowed: bool
+) -> None:
+    assert verdict(program(NODES, LOADS + DENY + EXIT), kind, access, major, minor) == int(allowed)
+    assert verdict(program(NODES, LOADS + ALLOW + EXIT), kind, access, major, minor) == 1
+    assert verdict(program([], LOADS + DENY + EXIT), kind, access, major, minor) == 0

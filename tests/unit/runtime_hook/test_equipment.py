@@ -1,0 +1,200 @@
+"""What a container gets of all that there is: by capability, by request, and where its image looks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook import driver_files
+from gpuprov.runtime_hook.equipment import Equipment, choose
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.request import parse_request
+from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.runtime_hook.settings import Settings
+from gpuprov.runtime_hook.specification import Specifications
+
+MULTIARCH = "/usr/lib/x86_64-linux-gnu"
+FILES = (
+    f"{MULTIARCH}/libcuda.so.550", f"{MULTIARCH}/libnvidia-ml.so.550", f"{MULTIARCH}/libnvcuvid.so.550",
+    f"{MULTIARCH}/libGLX_nvidia.so.550", f"{MULTIARCH}/libnvidia-ngx.so.550", f"{MULTIARCH}/libnvidia-new.so.550",
+    f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.550", "/usr/lib/i386-linux-gnu/libcuda.so.550", "/usr/bin/nvidia-smi",
+    "/lib/firmware/nvidia/550/gsp_tu10x.bin",
+)  # fmt: skip
+LINKS = (("libcuda.so.550", "libcuda.so.1"), ("libnvidia-ml.so.550", "libnvidia-ml.so.1"))
+
+
+def node(path: str, minor: int) -> dict[str, Any]:
+    return {"path": path, "type": "c", "major": 195, "minor": minor}
+
+
+@pytest.fixture
+def common() -> dict[str, Any]:
+    words = ["gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01"]
+    for target, name in LINKS:
+        words += ["--link", f"{target}::{MULTIARCH}/{name}"]
+    return {
+        "deviceNodes": [node("/dev/nvidiactl", 255), node("/dev/nvidia-uvm", 0), node("/dev/nvidia-modeset", 254)],
+        "mounts": [{"hostPath": path, "containerPath": path, "options": ["ro", "rbind"]} for path in FILES],
+        "hooks": [{"hookName": "createContainer", "path": driver_files.HOOK_PATH, "args": words, "env": ["A=1"]}],
+        "additionalGids": [44],
+    }
+
+
+def chosen(
+    folder: Path, common: dict[str, Any], *environment: str, root: Path | None = None, **settings: Any
+) -> Equipment:
+    """Return what a container with this environment gets."""
+    devices = [{"name": name, "containerEdits": {"deviceNodes": [node("/dev/nvidia0", 0)]}} for name in ("0", "all")]
+    document = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "containerEdits": common, "devices": devices}
+    (folder / "nvidia.json").write_text(json.dumps(document))
+    values = {"nvidia-container-runtime.modes.cdi.spec-dirs": [str(folder)], **settings}
+    privileged = {"bounding": ["CAP_SYS_ADMIN"]}
+    process = {"env": list(environment) or ["NVIDIA_VISIBLE_DEVICES=all"], "capabilities": privileged}
+    request = parse_request({"process": process}, Settings(values))
+    opened = Root(str(root)) if root else None
+    try:
+        return choose(Specifications(Settings(values)), request, Settings(values), opened)
+    finally:
+        if opened:
+            opened.close()
+
+
+def names(equipment: Equipment) -> set[str]:
+    return {mount["containerPath"].rpartition("/")[2] for mount in equipment.edits.get("mounts", ())}
+
+
+def paths(equipment: Equipment) -> list[str]:
+    return [one["path"] for one in equipment.edits.get("deviceNodes", ())]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "nodes", "files", "links"),
+    [
+        ("utility", {"nvidiactl"}, {"libnvidia-ml.so.550", "nvidia-smi"}, {"libnvidia-ml.so.1"}),
+        ("compute", {"nvidiactl", "nvidia-uvm"}, {"libcuda.so.550", "libnvidia-new.so.550"}, {"libcuda.so.1"}),
+        ("video", {"nvidiactl"}, {"libnvcuvid.so.550", "libvdpau_nvidia.so.550", "libnvidia-new.so.550"}, set()),
+        ("graphics", {"nvidiactl", "nvidia-modeset"}, {"libGLX_nvidia.so.550", "libnvidia-new.so.550"}, set()),
+        ("display", {"nvidiactl", "nvidia-modeset"}, {"libGLX_nvidia.so.550", "libnvidia-new.so.550"}, set()),
+        ("ngx", {"nvidiactl"}, {"libnvidia-ngx.so.550", "libnvidia-new.so.550"}, set()),
+        ("compat32", {"nvidiactl"}, {"libcuda.so.550"}, set()),
+    ],
+)
+def test_each_capability_brings_its_nodes_files_and_links(
+    tmp_path: Path, common: dict[str, Any], capabilities: str, nodes: set[str], files: set[str], links: set[str]
+) -> None:
+    got = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
+    assert {path.rpartition("/")[2] for path in paths(got)} == {*nodes, "nvidia0"}
+    # Firmware goes with every capability.
+    assert names(got) == {*files, "gsp_tu10x.bin"}
+    assert {path.rpartition("/")[2] for _, path in got.links} == links
+
+
+def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
+    tmp_path: Path, common: dict[str, Any]
+) -> None:
+    bare = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=,")
+    assert (names(bare), paths(bare), bare.links) == (set(), ["/dev/nvidiactl", "/dev/nvidia0"], [])
+    files = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none")
+    assert paths(files) == []
+    assert "libcuda.so.550" in names(files)
+
+
+def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
+    tmp_path: Path, common: dict[str, Any]
+) -> None:
+    common["hooks"] += [
+        {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "x"]},
+        {"hookName": "prestart", "path": "/opt/x", "env": ["B=1"]},
+    ]
+    got = chosen(tmp_path, common)
+    assert [(hook["path"], hook["env"]) for hook in got.edits["hooks"]] == [
+        ("/usr/bin/nvidia-cdi-hook", []), ("/opt/x", ["B=1"]),
+    ]  # fmt: skip
+    assert got.links == [(target, f"{MULTIARCH}/{name}") for target, name in LINKS]
+    assert got.host_driver == "550.163.01"
+
+
+def test_a_socket_that_is_gone_keeps_no_container_from_starting(tmp_path: Path, common: dict[str, Any]) -> None:
+    there = tmp_path / "there/socket"
+    there.parent.mkdir()
+    there.touch()
+    for path in (str(there), "/nonexistent/socket"):
+        common["mounts"].append({"hostPath": path, "containerPath": path, "options": ["ro", "noexec", "bind"]})
+    assert [one["hostPath"] for one in chosen(tmp_path, common).edits["mounts"] if "socket" in one["hostPath"]] == [
+        str(there)
+    ]
+
+
+def test_groups_can_be_turned_off(tmp_path: Path, common: dict[str, Any]) -> None:
+    assert chosen(tmp_path, common).edits["additionalGids"] == [44]
+    off: dict[str, Any] = {"features.no-additional-gids-for-device-nodes": True}
+    without = chosen(tmp_path, common, **off)
+    assert "additionalGids" not in without.edits
+
+
+@pytest.mark.parametrize(
+    ("image", "folder", "folder_32"),
+    [
+        (["usr/lib/x86_64-linux-gnu", "usr/lib64"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+        (["usr/lib/x86_64-linux-gnu", "usr/lib/i386-linux-gnu"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+        (["usr/lib64", "usr/lib"], "/usr/lib64", "/usr/lib"),
+        (["usr/lib64", "usr/lib32"], "/usr/lib64", "/usr/lib32"),
+        (["usr/lib"], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+        ([], MULTIARCH, "/usr/lib/i386-linux-gnu"),
+    ],
+)
+def test_libraries_go_where_the_images_loader_searches(
+    tmp_path: Path, common: dict[str, Any], image: list[str], folder: str, folder_32: str
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in image:
+        (root / name).mkdir(parents=True, exist_ok=True)
+    everything = ("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=all")
+    got = chosen(tmp_path, common, *everything, root=root)
+    places = [mount["containerPath"] for mount in got.edits["mounts"]]
+    assert f"{folder}/libcuda.so.550" in places and f"{folder_32}/libcuda.so.550" in places
+    assert f"{folder}/vdpau/libvdpau_nvidia.so.550" in places
+    assert "/usr/bin/nvidia-smi" in places
+    assert got.links[0] == ("libcuda.so.550", f"{folder}/libcuda.so.1")
+    assert any("where this image's loader searches" in one for one in got.decisions) is (folder != MULTIARCH)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ("NVIDIA_IMEX_CHANNELS=x", "asks for 'x': channels are numbers below 1048576"),
+        ("NVIDIA_IMEX_CHANNELS=1048576", "channels are numbers below"),
+        ("NVIDIA_IMEX_CHANNELS=3", "the IMEX channel /dev/nvidia-caps-imex-channels/channel3 is not on this host"),
+        ("NVIDIA_MIG_CONFIG_DEVICES=all", "no MIG capability 'config'"),
+        ("NVIDIA_MIG_MONITOR_DEVICES=all", "no MIG capability 'monitor'"),
+        ("NVIDIA_GDS=enabled", "no CDI specification of nvidia.com/gds"),
+        ("NVIDIA_GDRCOPY=enabled", "no CDI specification of nvidia.com/gdrcopy"),
+    ],
+)
+def test_what_is_asked_for_beside_gpus_and_not_there_is_refused(
+    tmp_path: Path, common: dict[str, Any], environment: str, says: str
+) -> None:
+    with pytest.raises(Refused, match=says):
+        chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", environment)
+
+
+def test_what_has_a_specification_of_its_own_comes_from_there(tmp_path: Path, common: dict[str, Any]) -> None:
+    edits = {
+        "deviceNodes": [node("/dev/nvidia-fs0", 9)],
+        "mounts": [{"hostPath": "/a", "containerPath": "/etc/cufile.json"}],
+    }
+    document = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gds", "devices": [{"name": "all", "containerEdits": edits}]}
+    (tmp_path / "gds.json").write_text(json.dumps(document))
+    got = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_GDS=enabled")
+    assert "/dev/nvidia-fs0" in paths(got)
+    assert "cufile.json" in names(got)
+
+
+@pytest.mark.parametrize("broken", [{"mounts": [{}]}, {"mounts": [5]}, {"deviceNodes": [{}]}, {"hooks": [{}]}])
+def test_a_specification_that_is_none_is_refused_by_its_path(tmp_path: Path, broken: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=f"the CDI specification {tmp_path}/nvidia.json can't be used"):
+        chosen(tmp_path, broken)
