@@ -18,6 +18,7 @@ from gpuprov.cdi.files import (
     find_firmware,
     find_libraries,
     find_programs,
+    find_x_modules,
 )
 from gpuprov.system import FileStatus, System
 
@@ -31,10 +32,22 @@ _NODE_MODE = 0o666  # the driver's default for DeviceFileMode
 
 
 @dataclass(frozen=True)
+class Node:
+    """A device node that the driver's devices call for, with the mode and the group that it has or ought to have."""
+
+    path: str
+    major: int
+    minor: int
+    mode: int = _NODE_MODE
+    gid: int = 0
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU that the loaded driver serves: its number among NVML's (PCI bus order), minor, UUID, bus id and model.
 
     `brand` and `compute_capability` are known through NVML alone, and empty where it was not asked or does not answer.
+    `drm_nodes` are the kernel's own nodes for rendering and display (/dev/dri/renderD128), where nvidia-drm is loaded.
     """
 
     index: int
@@ -44,17 +57,7 @@ class Gpu:
     model: str
     brand: str = ""
     compute_capability: str = ""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A device node that the driver's devices call for, with the mode and the group that it has or ought to have."""
-
-    path: str
-    major: int
-    minor: int
-    mode: int = _NODE_MODE
-    gid: int = 0
+    drm_nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ def discover(system: System) -> DriverFacts:
         gpus=gpus,
         libraries=libraries,
         programs=find_programs(system) if library_version else (),
-        configuration=find_configuration(system) if library_version else (),
+        configuration=(
+            (*find_configuration(system), *find_x_modules(system, library_version)) if library_version else ()
+        ),
         firmware=find_firmware(system, library_version),
         sockets=tuple(path for path in _SOCKETS if system.exists(path)),
         nodes=nodes,
@@ -136,7 +141,19 @@ def _gpus(system: System) -> tuple[Gpu, ...]:
         if minor.isdigit() and fields.get("GPU Excluded", "No") != "Yes":
             uuid = fields.get("GPU UUID", "")
             found.append((bus_id, int(minor), "" if "?" in uuid else uuid, fields.get("Model", "")))
-    return tuple(Gpu(index, minor, uuid, bus_id, model) for index, (bus_id, minor, uuid, model) in enumerate(found))
+    return tuple(
+        Gpu(index, minor, uuid, bus_id, model, drm_nodes=_drm_nodes(system, bus_id))
+        for index, (bus_id, minor, uuid, model) in enumerate(found)
+    )
+
+
+def _drm_nodes(system: System, bus_id: str) -> tuple[Node, ...]:
+    nodes = []
+    for name in system.list_directory(f"/sys/bus/pci/devices/{bus_id}/drm"):
+        status = system.status(f"/dev/dri/{name}") if re.fullmatch(r"(card|renderD)\d+", name) else None
+        if status is not None and status.kind == "char":
+            nodes.append(Node(f"/dev/dri/{name}", status.major, status.minor, status.mode, status.gid))
+    return tuple(nodes)
 
 
 def _bus_order(bus_id: str) -> tuple[int, ...]:

@@ -44,6 +44,9 @@ _CONFIGURATION = (
 )  # fmt: skip
 
 
+_X_MODULES = ("/usr/lib/xorg/modules", "/usr/lib64/xorg/modules", "/usr/lib/x86_64-linux-gnu/xorg/modules")
+
+
 @dataclass(frozen=True)
 class Library:
     """A driver library: the real file, and the names (soname, development link) by which a container is to see it.
@@ -132,6 +135,14 @@ def find_programs(system: System) -> tuple[DriverFile, ...]:
 def find_configuration(system: System) -> tuple[DriverFile, ...]:
     """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX."""
     return _present(system, _CONFIGURATION)
+
+
+def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
+    """Return the driver's modules for an X server, for containers that run one."""
+    names = ("drivers/nvidia_drv.so", "extensions/libglxserver_nvidia.so")
+    versioned = f"extensions/libglxserver_nvidia.so.{version}"
+    places = (f"{folder}/{name}" for folder in _X_MODULES for name in (*names, versioned))
+    return _present(system, places) if version else ()
 
 
 def find_firmware(system: System, version: str) -> tuple[str, ...]:

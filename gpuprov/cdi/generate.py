@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpuprov.cdi.discover import DriverFacts, Node
+from gpuprov.cdi.discover import DriverFacts, Gpu, Node
 from gpuprov.cdi.files import Library
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, parse_json, render_json
 from gpuprov.cdi.validation import problems
@@ -27,13 +27,12 @@ _OF_NVML = _FLAGS[1:]
 
 def specification(driver: DriverFacts) -> Specification:
     """Return devices by index, UUID, PCI bus id, and `all`; what every container needs stands in the common edits."""
-    by_path = {node.path: node for node in driver.nodes}
     devices = []
     for gpu in driver.gpus:
-        edits = _node_edits((by_path[f"/dev/nvidia{gpu.minor}"],))
+        edits = _node_edits(_gpu_nodes(driver, gpu))
         # PCI bus ids too: people pin GPUs by their slot.
         devices += [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
-    own = tuple(by_path[f"/dev/nvidia{gpu.minor}"] for gpu in driver.gpus)
+    own = tuple(node for gpu in driver.gpus for node in _gpu_nodes(driver, gpu))
     if own:
         devices.append(Device("all", _node_edits(own)))
     control = _node_edits(tuple(node for node in driver.nodes if node not in own))
@@ -63,9 +62,8 @@ def difference(content: bytes, driver: DriverFacts) -> str:
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
     """Return the driver's specification, with what NVML answered when `found` was written."""
     uuids = {device.edits: device.name for device in found.devices if device.name.startswith("GPU-")}
-    by_path = {node.path: node for node in driver.nodes}
     gpus = tuple(
-        gpu if gpu.uuid else replace(gpu, uuid=uuids.get(_node_edits((by_path[f"/dev/nvidia{gpu.minor}"],)), ""))
+        gpu if gpu.uuid else replace(gpu, uuid=uuids.get(_node_edits(_gpu_nodes(driver, gpu)), ""))
         for gpu in driver.gpus
     )
     wanted = specification(replace(driver, gpus=gpus))
@@ -114,6 +112,12 @@ def _first_different_edit(found: Edits, wanted: Edits) -> str:
     if found.device_nodes != wanted.device_nodes:
         return "the control nodes are others"
     return ""
+
+
+def _gpu_nodes(driver: DriverFacts, gpu: Gpu) -> tuple[Node, ...]:
+    """Return a GPU's own node, and those of the kernel's graphics: the runtime gives these to graphics alone."""
+    (node,) = (node for node in driver.nodes if node.path == f"/dev/nvidia{gpu.minor}")
+    return (node, *gpu.drm_nodes)
 
 
 def _node_edits(nodes: tuple[Node, ...]) -> Edits:

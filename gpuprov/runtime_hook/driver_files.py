@@ -34,6 +34,11 @@ _FILES = {
     "libnvidia-egl-gbm": _GRAPHICS, "libnvidia-egl-wayland": _GRAPHICS, "libnvidia-egl-xcb": _GRAPHICS,
     "libnvidia-egl-xlib": _GRAPHICS, "libnvidia-gtk2": _GRAPHICS, "libnvidia-gtk3": _GRAPHICS,
     "libnvidia-vulkan-producer": _GRAPHICS, "libnvidia-wayland-client": _GRAPHICS, "libnvidia-api": _GRAPHICS,
+    "nvidia_icd.json": _GRAPHICS, "nvidia_icd.x86_64.json": _GRAPHICS, "nvidia_layers.json": _GRAPHICS,
+    "10_nvidia.json": _GRAPHICS, "10_nvidia_wayland.json": _GRAPHICS, "15_nvidia_gbm.json": _GRAPHICS,
+    "20_nvidia_xcb.json": _GRAPHICS, "20_nvidia_xlib.json": _GRAPHICS, "nvoptix.bin": _GRAPHICS,
+    "nvidia-drm_gbm": _GRAPHICS, "nvidia_drv": _GRAPHICS, "libglxserver_nvidia": _GRAPHICS, "nvidia.icd": _COMPUTE,
+    "nvidia-imex": _COMPUTE, "nvidia-imex-ctl": _COMPUTE,
     "libnvidia-ngx": ("ngx",), "nvidia-ngx-updater": ("ngx",), "_nvngx.dll": ("ngx",), "nvngx.dll": ("ngx",),
 }  # fmt: skip
 _UNKNOWN = ("compute", "display", "graphics", "ngx", "video")
@@ -50,9 +55,9 @@ def capabilities_of(path: str) -> tuple[str, ...]:
 
 
 def node_is_needed(path: str, capabilities: frozenset[str]) -> bool:
-    """Say whether a control node is needed: unified memory is for compute, mode setting for a display."""
+    """Say whether a node is needed: unified memory is for compute, mode setting and rendering for a display."""
     if path.startswith("/dev/nvidia-uvm"):
         return "compute" in capabilities
-    if path == "/dev/nvidia-modeset":
+    if path == "/dev/nvidia-modeset" or path.startswith("/dev/dri/"):
         return bool({"display", "graphics"} & capabilities)
     return True

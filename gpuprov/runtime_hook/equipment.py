@@ -102,6 +102,12 @@ def _wanted(edits: dict[str, Any], capabilities: frozenset[str], folders: _Folde
         found["deviceNodes"] = [
             node for node in edits["deviceNodes"] if driver_files.node_is_needed(node["path"], capabilities)
         ]
+        # Groups come with nodes that not everybody may open: none for a node that is left out.
+        left_out = {node.get("gid") for node in edits["deviceNodes"] if node not in found["deviceNodes"]}
+        still = {node.get("gid") for node in found["deviceNodes"]}
+        found["additionalGids"] = [
+            gid for gid in edits.get("additionalGids") or () if gid in still or gid not in left_out
+        ]
     if edits.get("mounts"):
         found["mounts"] = [
             {**mount, "containerPath": folders.in_container(mount["containerPath"])}

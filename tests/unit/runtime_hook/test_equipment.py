@@ -136,6 +136,19 @@ def test_groups_can_be_turned_off(tmp_path: Path, common: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("capabilities", "nodes", "groups"), [("compute", 0, [27]), ("graphics", 1, [27, 44]), ("display", 1, [27, 44])]
+)
+def test_a_node_that_is_left_out_brings_no_group(
+    tmp_path: Path, common: dict[str, Any], capabilities: str, nodes: int, groups: list[int]
+) -> None:
+    common["deviceNodes"] += [{**node("/dev/dri/card0", 0), "gid": 44}, {**node("/dev/nvidia-x", 0), "gid": 27}]
+    common["additionalGids"] = [27, 44]
+    got = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
+    assert len([path for path in paths(got) if "/dri/" in path]) == nodes
+    assert got.edits["additionalGids"] == groups
+
+
+@pytest.mark.parametrize(
     ("image", "folder", "folder_32"),
     [
         (["usr/lib/x86_64-linux-gnu", "usr/lib64"], MULTIARCH, "/usr/lib/i386-linux-gnu"),

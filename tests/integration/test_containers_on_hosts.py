@@ -1,0 +1,113 @@
+"""Containers on provisioned hosts of three releases (docker 20.10 and 26, cgroup v2, systemd): every way to a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import Host
+from tests.lab.fixtures import Site, gpuprov
+from tests.lab.shell import LabError
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+HOSTS = {"bullseye": 1, "main": 2, "trixie": 2}
+# The host's own system as an image: a loader, ldconfig and Python, and nothing of the driver's.
+_IMAGE = r"""
+cd / && tar --exclude='*nvidia*' --exclude='*libcuda*' --exclude='*libnvcuvid*' --exclude='*dist-packages*' \
+  -c bin sbin lib lib64 usr/lib64 usr/bin/python3* usr/bin/bash usr/bin/sh usr/bin/dash usr/bin/ls usr/bin/grep \
+  usr/sbin/ldconfig usr/lib/python3.* usr/lib/x86_64-linux-gnu etc/ld.so.conf etc/ld.so.conf.d 2>/dev/null |
+  docker import - full:1
+"""
+_FINDS = """python3 -c 'import ctypes, ctypes.util
+library, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+assert library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0
+print(count.value)'"""
+_WAYS = ("--gpus all", "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all")
+
+
+@pytest.fixture(scope="module", params=list(HOSTS))
+def host(request: pytest.FixtureRequest, site: Site) -> Host:
+    """A provisioned host with an image of a whole system."""
+    done = gpuprov("install", "--hosts", site.inventory(request.param))
+    assert done.returncode == 0, done.stdout
+    found = site.hosts[request.param]
+    found.ssh(_IMAGE)
+    return found
+
+
+def run(host: Host, flags: str, command: str) -> str:
+    return host.ssh(f"docker run --rm --network=none {flags} full:1 {command}").stdout
+
+
+@pytest.mark.parametrize("flags", _WAYS)
+def test_a_program_finds_the_driver_by_the_loaders_cache(host: Host, flags: str) -> None:
+    gpus = HOSTS[host.name]
+    assert run(host, flags, _FINDS).strip() == str(gpus)
+    listed = run(host, flags, "ldconfig -p")
+    assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in listed
+    assert run(host, flags, "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+    # And still does once the image's own ldconfig has run, as `apt-get install` makes it.
+    assert run(host, flags, f'sh -c "ldconfig; {_quoted(_FINDS)}"').strip() == str(gpus)
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ("--gpus 1", 1),
+        ("""--gpus '"device=0"'""", 1),
+        ("""--gpus '"capabilities=utility"'""", 1),
+        ("--gpus all --read-only", None),
+        ("--gpus all --user 1000:1000", None),
+        ("--gpus all --cap-drop ALL --security-opt no-new-privileges", None),
+    ],
+)
+def test_dockers_own_flag(host: Host, flags: str, lines: int | None) -> None:
+    listed = run(host, flags, "nvidia-smi -L")
+    assert listed.count("UUID: GPU-") == (HOSTS[host.name] if lines is None else lines)
+
+
+@pytest.mark.parametrize("flags", _WAYS)
+def test_a_refusal_is_dockers_error_line(host: Host, flags: str) -> None:
+    with pytest.raises(LabError) as caught:
+        run(host, f"{flags} -e 'NVIDIA_REQUIRE_CUDA=cuda>=13.0'", "true")
+    assert "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: update the driver to" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_device_rules_survive_systemds_reload_with_the_runtime(host: Host) -> None:
+    """With the hook they are lost then, as with NVIDIA's: docs/troubleshooting.md says so."""
+    flags = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all --name reload --detach --network=none"
+    host.ssh(f"docker run {flags} full:1 python3 -c 'import time; time.sleep(60)'")
+    try:
+        host.ssh("systemctl daemon-reload")
+        assert host.ssh("docker exec reload nvidia-smi -L").stdout == host.ssh("nvidia-smi -L").stdout
+    finally:
+        host.ssh("docker rm --force reload")
+
+
+def test_a_container_left_alone_has_nothing_of_the_drivers(host: Host) -> None:
+    listed = run(host, "", "sh -c 'ls /dev /usr/bin; ldconfig -p'")
+    assert "nvidia" not in listed and "libcuda" not in listed
+
+
+def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) -> None:
+    if host.name != "trixie":
+        pytest.skip("only trixie's docker (26) reads CDI")
+    daemon = host.ssh("cat /etc/docker/daemon.json").stdout
+    try:
+        host.ssh("cat > /etc/docker/daemon.json", stdin='{"features": {"cdi": true},' + daemon.strip()[1:])
+        host.ssh("systemctl restart docker")
+        assert run(host, "--device nvidia.com/gpu=all", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+        assert run(host, "--device nvidia.com/gpu=1", "nvidia-smi -L").count("UUID: GPU-") == 1
+        assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
+        listed = run(host, "--device nvidia.com/gpu=all", "ldconfig -p")
+        assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in listed
+        # The installation keeps what somebody else put into daemon.json.
+        assert gpuprov("install", "--hosts", site.inventory(host.name)).returncode == 0
+        assert '"cdi"' in host.ssh("cat /etc/docker/daemon.json").stdout
+    finally:
+        host.ssh("cat > /etc/docker/daemon.json", stdin=daemon)
+        host.ssh("systemctl restart docker")
