@@ -1,4 +1,4 @@
-"""gpuprov-container-runtime-hook: what an engine runs as an OCI hook, and `explain` for people.
+"""gpuprov-container-runtime-hook: what an engine runs as an OCI hook.
 
 prestart, createRuntime: the whole work of the runtime, by hand (`docker run --gpus` with plain runc).
 createContainer: the links and the loader's cache, after an engine has applied the CDI specification itself.
@@ -12,6 +12,7 @@ import sys
 
 from . import jsonio, log
 from .decision import config_id, decide, load_config, owner_of, root_of
+from .dev_char import link_nodes
 from .equipment import Equipment
 from .errors import Refused
 from .links import prepare_root
@@ -90,6 +91,7 @@ def _equip(state: dict[str, Any]) -> int:
     from .prestart import equip  # ctypes, which nobody else needs
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
+    link_nodes(decision.equipment.edits.get("deviceNodes") or [])
     compat = decision.settings.cuda_compat
     equip(pid, decision.root_path, decision.root.owner, decision.equipment, cuda_compat=compat)
     return 0

@@ -8,6 +8,7 @@ import sys
 
 from . import jsonio, log
 from .decision import SETTINGS, Decision, config_id, decide
+from .dev_char import link_nodes
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
@@ -83,6 +84,7 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
         prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
     apply_edits(config, equipment.edits)
     drop_nvidia_hooks(config)
+    link_nodes(equipment.edits.get("deviceNodes") or [])
     try:
         write(f"{bundle}/config.json", jsonio.dumps(config))
     except OSError as error:

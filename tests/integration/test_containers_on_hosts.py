@@ -89,7 +89,7 @@ def test_device_rules_survive_systemds_reload_with_the_runtime(host: Host) -> No
 
 
 def test_a_container_left_alone_has_nothing_of_the_drivers(host: Host) -> None:
-    listed = run(host, "", "sh -c 'ls /dev /usr/bin; ldconfig -p'")
+    listed = run(host, "", "sh -c 'ls /dev /usr/bin; ldconfig -p 2>/dev/null; :'")
     assert "nvidia" not in listed and "libcuda" not in listed
 
 

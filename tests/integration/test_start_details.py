@@ -40,9 +40,22 @@ def host_nodes(bench: Bench) -> Iterator[None]:
             os.mknod(path, 0o20666, os.makedev(195, minor))
             path.chmod(0o666)
             made.append(path)
+    links = Path("/dev/char")
+    before = set(links.iterdir()) if links.exists() else None
     yield
-    for path in made:
+    for path in (*made, *(set(links.iterdir()) - (before or set()))):
         path.unlink()
+    if before is None:
+        links.rmdir()
+
+
+@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
+def test_the_hosts_nodes_have_the_links_by_which_systemd_knows_them(
+    bench: Bench, host_nodes: None, by_hook: str
+) -> None:
+    bench.report("NVIDIA_VISIBLE_DEVICES=1", by_hook=by_hook)
+    found = {path.name: str(path.readlink()) for path in Path("/dev/char").glob("195:*")}
+    assert found == {"195:1": "../nvidia1", "195:255": "../nvidiactl"}
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
