@@ -25,12 +25,12 @@ from typing import Any
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
 from tests import simgpu
 from tests.deployed import Deployed, bundle_below, deploy_below, program
 
-HOOKED = True
 _NAME = f"gpuprov-bench-{os.getpid()}"
 # An image's own libraries: the loader's cache of a CUDA image has some hundred entries.
 _IMAGE_LIBRARIES = 300
@@ -110,7 +110,7 @@ class Bench:
             "plain runc": (self.runc, plain),
             "floor": (self.runc, floor),
             "gpuprov runtime": (str(self.deployed.runtime), plain),
-            **({"gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}}))} if HOOKED else {}),
+            "gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}})),
         }
         return {**variants, **{f"nvidia {mode}": (path, plain) for mode, path in _nvidia_runtimes().items()}}
 
@@ -186,7 +186,7 @@ class Bench:
             subprocess.run((*python, "import posix; posix._exit(0)"), check=True)
             parts.setdefault("Python's own start and end", []).append((time.perf_counter() - begun) * 1000)
             done = subprocess.run(
-                (*python, _PARTS.format(library=library, bundle=self.bundle)),
+                (*python, _PARTS.format(load=deploy._load("main", str(library)), bundle=self.bundle)),
                 capture_output=True,
                 text=True,
                 check=True,
@@ -206,12 +206,12 @@ class Bench:
 
 
 _PARTS = """
-import sys, time
+import time
 now = time.perf_counter
 begun = now()
-sys.path.append("{library}")
-from runtime_hook import main, decision, jsonio, edits, links
-found = {{"import, module by module": (now() - begun) * 1000}}
+{load}
+found = {{"import": (now() - begun) * 1000}}
+from runtime_hook import main, decision, jsonio
 def timed(module, name, what):
     function = getattr(module, name)
     def measured(*words, **named):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from gpuprov.fleet.inventory import read_inventory
+from gpuprov.runtime_hook.settings import _KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,3 +32,13 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_key_of_the_runtimes_configuration_is_explained() -> None:
+    text = (ROOT / "docs/container-runtime.md").read_text()
+    missing = [
+        key
+        for key in _KEYS
+        if f"`{key.removeprefix('nvidia-container-runtime.').removeprefix('features.')}`" not in text
+    ]
+    assert missing == []
