@@ -1,0 +1,69 @@
+"""The runtime's log: to a file or to the journal, one line whatever an image puts into it, and never a failure."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpuprov.runtime_hook import log
+from gpuprov.runtime_hook.settings import Settings
+
+RUNTIME = "nvidia-container-runtime"
+
+
+def settings(debug: str, level: str = "info") -> Settings:
+    return Settings({f"{RUNTIME}.debug": debug, f"{RUNTIME}.log-level": level})
+
+
+def test_it_is_off_by_default_and_for_the_null_device(tmp_path: Path) -> None:
+    log.write(Settings({}), "error", "x")
+    log.write(settings("/dev/null"), "error", "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "written"),
+    [
+        ("debug", ["debug", "info", "warning", "error"]), ("info", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]), ("warn", ["warning", "error"]), ("error", ["error"]),
+    ],
+)  # fmt: skip
+def test_lines_below_the_level_are_left_out(tmp_path: Path, wanted: str, written: list[str]) -> None:
+    for level in ("debug", "info", "warning", "error"):
+        log.write(settings(str(tmp_path / "log"), wanted), level, "text")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[1] for line in lines] == written
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w+ text", line) for line in lines)
+
+
+def test_an_images_words_forge_no_line_and_command_no_terminal(tmp_path: Path) -> None:
+    log.write(settings(str(tmp_path / "log")), "info", "a\n2026 error forged\r\x1b[2J\udcff é")
+    assert (tmp_path / "log").read_text().partition(" info ")[2] == "a 2026 error forged [2J é\n"
+
+
+def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "socket"
+    monkeypatch.setattr(log, "_JOURNAL", str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as journal:
+        journal.bind(str(path))
+        log.write(settings("journal"), "error", "GPU\nPRIORITY=0")
+        assert journal.recv(1000).decode() == (
+            "MESSAGE=GPU PRIORITY=0\nPRIORITY=3\nSYSLOG_IDENTIFIER=gpuprov-container-runtime\n"
+        )
+
+
+def test_without_a_journal_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_JOURNAL", str(tmp_path / "none"))
+    log.write(settings("journal"), "error", "x")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "missing folder"])
+def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "victim").write_text("")
+    place = {"folder": tmp_path, "link": tmp_path / "link", "missing folder": tmp_path / "none/log"}[kind]
+    (tmp_path / "link").symlink_to("victim")
+    log.write(settings(str(place)), "error", "x")
+    assert (tmp_path / "victim").read_text() == ""
