@@ -118,6 +118,7 @@ class MakeNode(Change):
     major: int
     minor: int
     mode: int = 0o666
+    group: int = 0
 
     def summary(self) -> str:
         return f"make device node {self.path} (c {self.major}:{self.minor})"
@@ -128,7 +129,7 @@ class MakeNode(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         system.make_directory(parent_of(self.path))
         system.remove(self.path)
-        system.make_node(self.path, self.major, self.minor, self.mode)
+        system.make_node(self.path, self.major, self.minor, self.mode, self.group)
         return {}
 
     @classmethod

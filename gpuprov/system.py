@@ -323,10 +323,12 @@ class System:
         self.path(path).replace(self.path(new))
         _sync_directory(self.path(new).parent)
 
-    def make_node(self, path: str, major: int, minor: int, mode: int) -> None:
-        """Make a character device node."""
+    def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
+        """Make a character device node of root's and a group's."""
         place = self.path(path)
         os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
+        if group:
+            os.chown(place, 0, group)
         place.chmod(mode)
 
     def change_mode(self, path: str, mode: int) -> None:

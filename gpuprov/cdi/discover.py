@@ -28,6 +28,8 @@ _SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket
 NVIDIA_MAJOR = 195
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}
 _UVM_MINORS = {"/dev/nvidia-uvm": 0, "/dev/nvidia-uvm-tools": 1}
+# As nvidia-modprobe makes them: to configure MIG is root's.
+_MIG_MODES = {"config": 0o400, "monitor": 0o444}
 _NODE_MODE = 0o666  # the driver's default for DeviceFileMode
 
 
@@ -65,7 +67,7 @@ class DriverFacts:
     """The driver on a host. `kernel_version`: of the loaded modules, `library_version`: of the libraries; "" if none.
 
     `cuda_version` is what NVML says, "" where it was not asked or does not answer. `nodes` are the device nodes that
-    ought to be there, `present` those that are, with the right numbers.
+    ought to be there, `capability_nodes` those of MIG's rights; `present` are those that are, with the right numbers.
     """
 
     kernel_version: str = ""
@@ -78,6 +80,7 @@ class DriverFacts:
     firmware: tuple[str, ...] = ()
     sockets: tuple[str, ...] = ()
     nodes: tuple[Node, ...] = ()
+    capability_nodes: tuple[Node, ...] = ()
     present: tuple[str, ...] = ()
 
 
@@ -87,6 +90,7 @@ def discover(system: System) -> DriverFacts:
     libraries, library_version = find_libraries(system)
     gpus = _gpus(system) if kernel_version else ()
     nodes = _nodes(system, gpus)
+    capability_nodes = _capability_nodes(system) if gpus else ()
     return DriverFacts(
         kernel_version=kernel_version,
         library_version=library_version,
@@ -99,7 +103,8 @@ def discover(system: System) -> DriverFacts:
         firmware=find_firmware(system, library_version),
         sockets=tuple(path for path in _SOCKETS if system.exists(path)),
         nodes=nodes,
-        present=tuple(node.path for node in nodes if _status(system, node) is not None),
+        capability_nodes=capability_nodes,
+        present=tuple(node.path for node in (*nodes, *capability_nodes) if _status(system, node) is not None),
     )
 
 
@@ -108,7 +113,8 @@ def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
 
     Runs nvidia-smi, where that makes nothing: the driver is whole and no node is missing. The rest stays as it is.
     """
-    whole = driver.gpus and driver.kernel_version == driver.library_version and len(driver.present) == len(driver.nodes)
+    complete = {node.path for node in driver.nodes} <= set(driver.present)
+    whole = driver.gpus and driver.kernel_version == driver.library_version and complete
     answers, cuda_version = nvidia_smi.ask(system) if whole else ({}, "")
     gpus = tuple(_completed(gpu, answers.get(gpu.bus_id, nvidia_smi.SmiFacts())) for gpu in driver.gpus)
     return replace(driver, gpus=gpus, cuda_version=cuda_version)
@@ -180,6 +186,20 @@ def _nodes(system: System, gpus: tuple[Gpu, ...]) -> tuple[Node, ...]:
     return tuple(
         replace(node, mode=int(mode) if mode.isdigit() else node.mode, gid=int(gid) if gid.isdigit() else node.gid)
         for node in nodes
+    )
+
+
+def _capability_nodes(system: System) -> tuple[Node, ...]:
+    """Return the nodes of the rights to configure and to monitor MIG; those of instances come with the instances."""
+    major = parse_devices(system.read_text("/proc/devices") or "").get("nvidia-caps")
+    minors = system.read_text("/proc/driver/nvidia-caps/mig-minors") or ""
+    found = dict(re.findall(r"^(config|monitor) (\d+)$", minors, re.MULTILINE))
+    if major is None:
+        return ()
+    return tuple(
+        Node(f"/dev/nvidia-caps/nvidia-cap{found[name]}", major, int(found[name]), mode)
+        for name, mode in _MIG_MODES.items()
+        if name in found
     )
 
 

@@ -237,9 +237,9 @@ def test_nodes_that_are_missing_or_have_other_numbers_are_to_be_made(tmp_path: P
     (tmp_path / "dev/nvidia-uvm").write_text("a plain file")
     uvm = next(node for node in device_nodes(2) if node.path == "/dev/nvidia-uvm")
     assert missing_nodes(discover(system)) == (
-        ("/dev/nvidia1", 195, 1, 0o666),
-        ("/dev/nvidiactl", 195, 255, 0o666),
-        ("/dev/nvidia-uvm", uvm.major, 0, 0o666),
+        ("/dev/nvidia1", 195, 1, 0o666, 0),
+        ("/dev/nvidiactl", 195, 255, 0o666, 0),
+        ("/dev/nvidia-uvm", uvm.major, 0, 0o666, 0),
     )
 
 

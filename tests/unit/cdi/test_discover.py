@@ -316,7 +316,7 @@ def test_nodes_that_are_not_for_everybody(host: Host, tmp_path: Path) -> None:
     set_params(tmp_path, DeviceFileMode=0o660, DeviceFileGID=44)
     host.remove("/dev/nvidia1")
     driver = discover(host)
-    assert missing_nodes(driver) == (("/dev/nvidia1", 195, 1, 0o660),)
+    assert missing_nodes(driver) == (("/dev/nvidia1", 195, 1, 0o660, 44),)
     found = specification(driver)
     assert found.version == "0.7.0"
     assert found.edits.additional_gids == (44,)

@@ -1,0 +1,56 @@
+"""Device nodes that a host lacks: made with mode and group, the rights over MIG among them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from gpuprov.cdi.discover import discover
+from gpuprov.cdi.generate import specification
+from gpuprov.cdi.nodes import missing_nodes
+from gpuprov.changes import MakeNode
+from gpuprov.system import System
+from tests import simgpu
+
+pytestmark = pytest.mark.root
+_MINORS = "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\nodd line\nconfig x\n"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> System:
+    """A host with one GPU whose driver has MIG capabilities, and no node at all."""
+    simgpu.install_tree(tmp_path)
+    simgpu.write_kernel_tree(tmp_path, 1)
+    minors = tmp_path / "proc/driver/nvidia-caps/mig-minors"
+    minors.parent.mkdir(parents=True, exist_ok=True)
+    minors.write_text(_MINORS)
+    return System(str(tmp_path))
+
+
+def test_what_is_missing_is_made_and_then_nothing_is_missing(host: System) -> None:
+    missing = {node[0]: node for node in missing_nodes(discover(host))}
+    assert missing["/dev/nvidia-caps/nvidia-cap1"][3:] == (0o400, 0)
+    assert missing["/dev/nvidia-caps/nvidia-cap2"][3:] == (0o444, 0)
+    assert "/dev/nvidia-caps/nvidia-cap3" not in missing
+    for node in missing.values():
+        MakeNode(*node).apply(host, lambda *_: None)
+    assert missing_nodes(discover(host)) == ()
+    status = host.path("/dev/nvidia-caps/nvidia-cap1").stat()
+    assert stat.S_ISCHR(status.st_mode)
+    assert (os.minor(status.st_rdev), status.st_mode & 0o7777) == (1, 0o400)
+
+
+def test_rights_over_mig_are_in_no_container_that_does_not_ask(host: System) -> None:
+    found = specification(discover(host))
+    paths = [node.path for edits in found.every_edits for node in edits.device_nodes]
+    assert not [path for path in paths if "caps" in path]
+
+
+def test_a_group_that_the_driver_is_told_of_is_the_nodes(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    MakeNode("/dev/nvidia0", 195, 0, 0o660, 44).apply(System(str(tmp_path)), lambda *_: None)
+    status = (tmp_path / "dev/nvidia0").stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (0, 44, 0o660)
