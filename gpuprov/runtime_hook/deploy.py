@@ -76,17 +76,21 @@ import gc, sys
 gc.disable()
 sys.path.append("{library}")
 try:
-    file = open("{library}/runtime_hook/__pycache__/{name}." + sys.implementation.cache_tag, "rb")
-except OSError:
-    pass
-else:
-    import marshal
-    for name, code in marshal.loads(file.read()[{digest_size}:]):
-        module = sys.modules[name] = type(sys)(name)
-        module.__package__ = "runtime_hook"
-        module.__path__ = ["{library}/runtime_hook"]
-        exec(code, module.__dict__)
-from runtime_hook.{name} import main
+    try:
+        file = open("{library}/runtime_hook/__pycache__/{name}." + sys.implementation.cache_tag, "rb")
+    except OSError:
+        pass
+    else:
+        import marshal
+        for name, code in marshal.loads(file.read()[{digest_size}:]):
+            module = sys.modules[name] = type(sys)(name)
+            module.__package__ = "runtime_hook"
+            module.__path__ = ["{library}/runtime_hook"]
+            exec(code, module.__dict__)
+    from runtime_hook.{name} import main
+except Exception as error:
+    fault = type(error).__name__ + ": " + str(error)
+    sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
 _KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep()'
 # What a start begins with; each has a file with all modules that it imports.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, render_json
 from tests.deployed import bundle_below, deploy_below
 
+# Of this process alone: two test runs on one machine must not meet.
+NAME = f"gpuprov-test-{os.getpid()}"
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 # What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
 REPORT = """
@@ -87,7 +90,7 @@ class Bench:
 
     def create(self, *words: str, runtime: str = "") -> subprocess.CompletedProcess[str]:
         """Run `create`, with the container's own output in a file: it outlives the command."""
-        argv = (runtime or str(self.runtime), *words, "create", "--bundle", str(self.folder / "bundle"), "gpuprov-test")
+        argv = (runtime or str(self.runtime), *words, "create", "--bundle", str(self.folder / "bundle"), NAME)
         with (self.folder / "output").open("w") as output, (self.folder / "errors").open("w") as errors:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, check=False)
         said = (self.folder / "errors").read_text()
@@ -111,17 +114,17 @@ class Bench:
 
     def output(self) -> list[str]:
         """Start the container that was created, and return its lines once it has ended."""
-        started = self.call("start", "gpuprov-test")
+        started = self.call("start", NAME)
         assert started.returncode == 0, started.stderr
         for _ in range(200):
-            if json.loads(self.call("state", "gpuprov-test").stdout)["status"] == "stopped":
+            if json.loads(self.call("state", NAME).stdout)["status"] == "stopped":
                 break
             time.sleep(0.01)
         self.delete()
         return (self.folder / "output").read_text().splitlines()
 
     def delete(self) -> None:
-        subprocess.run((self.low_level, "delete", "--force", "gpuprov-test"), capture_output=True, check=False)
+        subprocess.run((self.low_level, "delete", "--force", NAME), capture_output=True, check=False)
 
 
 def nodes(report: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.container_bench import LIBRARIES, Bench, nodes
+from tests.integration.container_bench import LIBRARIES, NAME, Bench, nodes
 
 pytestmark = pytest.mark.root
 
@@ -61,9 +61,9 @@ def test_a_node_that_was_not_asked_for_cannot_be_opened_even_if_it_is_made(bench
     config["process"]["args"] = ["sh", "-c", "exec 3</made/nvidia0"]
     bench.config.write_text(json.dumps(config))
     assert bench.create().returncode == 0
-    bench.call("start", "gpuprov-test")
+    bench.call("start", NAME)
     for _ in range(200):
-        if json.loads(bench.call("state", "gpuprov-test").stdout)["status"] == "stopped":
+        if json.loads(bench.call("state", NAME).stdout)["status"] == "stopped":
             break
     assert "Operation not permitted" in (bench.folder / "errors").read_text() + (bench.folder / "output").read_text()
 
@@ -120,7 +120,7 @@ def test_a_refusal_is_one_line_for_people_and_for_the_engine(
     assert says in done.stderr
     entry = json.loads(log.read_text().splitlines()[-1])
     assert (entry["level"], entry["msg"]) == ("error", done.stderr.strip())
-    assert bench.call("state", "gpuprov-test").returncode != 0
+    assert bench.call("state", NAME).returncode != 0
 
 
 @pytest.mark.parametrize("spoiled", ["specification", "settings"])

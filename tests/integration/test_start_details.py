@@ -197,6 +197,33 @@ def test_nothing_of_the_image_runs_in_a_hook(bench: Bench, stage: str, env: list
     assert "evil" not in (bench.root / "etc/ld.so.cache").read_bytes().decode("latin-1")
 
 
+@pytest.mark.parametrize("spoil", ["bundle torn", "bundle garbage", "a module missing", "all gone"])
+@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
+def test_a_broken_deployment_closes_the_door_in_one_line(bench: Bench, spoil: str, by_hook: str) -> None:
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    for bundle in (library / "__pycache__").glob("*main.cpython-*"):
+        if bundle.suffix == ".pyc":
+            continue
+        if spoil == "bundle torn":
+            bundle.write_bytes(bundle.read_bytes()[:5000])
+        elif spoil == "bundle garbage":
+            bundle.write_bytes(bytes(range(256)) * 10)
+        else:
+            bundle.unlink()
+    if spoil == "a module missing":
+        (library / "edits.py").unlink()
+    elif spoil == "all gone":
+        shutil.rmtree(library)
+    hooks: dict[str, Any] = {"hooks": {by_hook: [bench.hook_entry(by_hook)]}} if by_hook else {}
+    bench.configure(ALL, **hooks)
+    done = bench.create(runtime=bench.low_level if by_hook else "")
+    assert done.returncode != 0
+    assert "gpuprov: the container runtime in " in done.stderr and "run gpuprov install on this host" in done.stderr
+    assert "Traceback" not in done.stderr
+    bench.configure("A=1", arguments=["sh", "-c", ":"])
+    assert bench.create().returncode == 0
+
+
 def test_a_container_that_asks_by_no_word_of_ours_is_passed_through_bit_for_bit(bench: Bench) -> None:
     text = '{ "ociVersion": "1.0.2",   "odd": [1.50, 1e3, "\\ud83d\\ude00"], "process": {"env": ["A=1"]} }\n'
     bench.config.write_text(text)
