@@ -56,7 +56,8 @@ def choose(specifications: Specifications, request: Request, settings: Settings,
 
     Raises Refused if something that was asked for is not there, or if a specification is not one.
     """
-    parts = [*specifications.edits_of(request.devices or []), *special_edits(specifications, request)]
+    devices = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
+    parts = [*devices, *special_edits(specifications, request)]
     try:
         return _chosen(parts, request, settings, _Folders(root), specifications)
     except (KeyError, TypeError, AttributeError, ValueError) as error:

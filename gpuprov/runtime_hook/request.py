@@ -28,14 +28,15 @@ class Request:
     """A container's request. `devices` is None for a container that asks for no GPU, empty for `none` (files alone)."""
 
     __slots__ = (
-        "capabilities", "decisions", "devices", "extras", "imex_channels", "legacy", "mig_config", "mig_monitor",
-        "privileged", "requirements",
+        "by_annotation", "capabilities", "decisions", "devices", "extras", "imex_channels", "legacy", "mig_config",
+        "mig_monitor", "privileged", "requirements",
     )  # fmt: skip
 
     def __init__(self, *, legacy: bool, privileged: bool) -> None:
         self.legacy = legacy
         self.privileged = privileged
         self.devices: list[str] | None = None
+        self.by_annotation = False
         self.imex_channels: list[str] = []
         self.capabilities: frozenset[str] = frozenset()
         self.requirements: list[str] = []
@@ -112,6 +113,7 @@ def _devices(
 ) -> list[str] | None:
     annotated = _annotated_devices(config, settings)
     if annotated:
+        request.by_annotation = True
         request.decisions.append("devices are named by annotations")
         return annotated
     if settings.accept_volume_mounts:

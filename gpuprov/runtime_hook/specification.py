@@ -26,6 +26,10 @@ _HOST = {
 }  # fmt: skip
 
 
+class OnlyYaml(Refused):
+    """The kind has a specification, but not in JSON."""
+
+
 class Specification:
     """One kind's devices by name, what all of them share, what the host is (driver, cuda, …), and where it stands."""
 
@@ -62,11 +66,13 @@ class Specifications:
             self._known[kind] = found or _searched(kind, self._folders)
         return self._known[kind]
 
-    def edits_of(self, names: list[str]) -> list[dict[str, Any]]:
+    def edits_of(self, names: list[str], *, by_annotation: bool = False) -> list[dict[str, Any]]:
         """Return the edits of the named devices, each specification's common ones before its first device's.
 
-        No name at all stands for the driver's files without a device. Names are an index, a UUID, a PCI bus id, a MIG
-        device (0:1), `all`, or qualified (nvidia.com/gpu=0). Raises Refused, naming what there is, for any other.
+        A device that an annotation names and a YAML specification has is left out: the engine, which made or read the
+        annotation, gives it itself. No name at all stands for the driver's files without a device. Names are an index,
+        a UUID, a PCI bus id, a MIG device (0:1), `all`, or qualified (nvidia.com/gpu=0). Raises Refused, naming what
+        there is, for any other.
         """
         if not names:
             return [{**self.own.common, "deviceNodes": []}]
@@ -74,7 +80,12 @@ class Specifications:
         begun = set()
         for name in names:
             kind, device = self._split(name)
-            specification = self.of(kind)
+            try:
+                specification = self.of(kind)
+            except OnlyYaml:
+                if by_annotation:
+                    continue
+                raise
             if kind not in begun:
                 begun.add(kind)
                 found.append(specification.common)
@@ -150,22 +161,19 @@ def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
             host, where = specification.host, path
     if where:
         return Specification(where, found, common, host)
-    raise Refused(_missing(kind, folders))
+    if kind != KIND:
+        for path in _files(folders):
+            if not path.endswith(".json") and _names_kind(path, kind):
+                hint = f"gpuprov cdi transform root --format json --input {path}"
+                raise OnlyYaml(f"{path} is YAML, which this runtime can't read: {hint}")
+        raise Refused(f"there is no CDI specification of {kind} in {', '.join(folders)} on this host")
+    raise Refused(f"there is no CDI specification {folders[0]}/{_OWN_NAME} on this host: run gpuprov install there")
 
 
 def _both(common: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
     return {
         key: [*(common.get(key) or []), *(edits.get(key) or [])] for key in {**common, **edits} if key != "intelRdt"
     }
-
-
-def _missing(kind: str, folders: tuple[str, ...]) -> str:
-    if kind == KIND:
-        return f"there is no CDI specification {folders[0]}/{_OWN_NAME} on this host: run gpuprov install there"
-    for path in _files(folders):
-        if not path.endswith(".json") and _names_kind(path, kind):
-            return f"{path} is YAML, which this runtime can't read: gpuprov cdi transform --format json {path}"
-    return f"there is no CDI specification of {kind} in {', '.join(folders)} on this host"
 
 
 def _names_kind(path: str, kind: str) -> bool:

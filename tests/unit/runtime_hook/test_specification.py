@@ -128,6 +128,15 @@ def test_a_device_of_another_kind_that_is_not_there_is_refused(tmp_path: Path, n
     assert says in str(caught.value)
 
 
+def test_a_device_that_an_annotation_names_and_only_yaml_has_is_the_engines(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", {"x": FIRST}, "vendor.com/net")
+    (tmp_path / "b.yaml").write_text("cdiVersion: 0.5.0\nkind: yaml.com/net\n")
+    names = ["yaml.com/net=0", "vendor.com/net=x"]
+    assert specifications(tmp_path).edits_of(names, by_annotation=True) == [{}, FIRST]
+    with pytest.raises(Refused, match="is YAML"):
+        specifications(tmp_path).edits_of(names)
+
+
 @pytest.mark.parametrize(
     "text",
     [
