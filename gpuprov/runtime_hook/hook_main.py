@@ -116,8 +116,17 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     driver = next((word for flag, word in zip(arguments, arguments[1:]) if flag == "--host-driver-version"), "")
     equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], None, driver)
     try:
-        root = Root(root_of(config, bundle), owner_of(config))
+        root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
         raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     return 0
+
+
+def _in_user_namespace() -> bool:
+    """Say whether this process is in the container's own user namespace, where its root user is number 0."""
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            return file.read().split()[:2] != ["0", "0"]
+    except OSError:
+        return False

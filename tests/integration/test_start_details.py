@@ -58,10 +58,8 @@ def test_the_hosts_nodes_have_the_links_by_which_systemd_knows_them(
     assert found == {"195:1": "../nvidia1", "195:255": "../nvidiactl"}
 
 
-@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
-def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
-    bench: Bench, host_nodes: None, by_hook: str
-) -> None:
+def in_user_namespace(bench: Bench) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Give the root to user 100000; return config.json's `linux` and `mounts` for a namespace in which he is root."""
     for path in [bench.folder, *bench.folder.parents[:3]]:
         path.chmod(path.stat().st_mode | 0o055)
     for folder, _, files in os.walk(bench.root):
@@ -71,6 +69,26 @@ def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
     mapping = [{"containerID": 0, "hostID": 100000, "size": 65536}]
     linux |= {"uidMappings": mapping, "gidMappings": mapping, "namespaces": [*linux["namespaces"], {"type": "user"}]}
     mounts = [one for one in bench.pristine["mounts"] if one["type"] not in ("sysfs", "cgroup", "mqueue")]
+    return linux, mounts
+
+
+def test_links_made_inside_a_user_namespace_are_its_root_users(bench: Bench, host_nodes: None, tmp_path: Path) -> None:
+    """A volume hides the folder: so the specification's hook makes them, in the container's namespaces."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    os.chown(volume, 100000, 100000)
+    linux, mounts = in_user_namespace(bench)
+    hiding = {"destination": LIBRARIES, "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
+    report = bench.report(ALL, linux=linux, mounts=[*mounts, hiding])
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    assert ((volume / "libcuda.so.1").lstat().st_uid, (volume / "libcuda.so.1").lstat().st_gid) == (100000, 100000)
+
+
+@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
+def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
+    bench: Bench, host_nodes: None, by_hook: str
+) -> None:
+    linux, mounts = in_user_namespace(bench)
     report = bench.report(ALL, by_hook=by_hook, linux=linux, mounts=mounts)
     assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
     assert all(line.endswith("No such device or address") for line in nodes(report))
