@@ -23,7 +23,8 @@ from gpuprov.cdi.files import (
 from gpuprov.system import FileStatus, System
 
 _PROC = "/proc/driver/nvidia"
-_SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket")
+# Sockets of services that programs in containers talk to; MPS has a folder of them.
+_SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket", "/tmp/nvidia-mps")
 # Device majors by their names in /proc/devices; the driver's own 195 is registered (Documentation/admin-guide/devices).
 NVIDIA_MAJOR = 195
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}

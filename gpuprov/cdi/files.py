@@ -146,9 +146,21 @@ def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
 
 
 def find_firmware(system: System, version: str) -> tuple[str, ...]:
-    """Return the GPUs' firmware of that version."""
-    folder = f"/lib/firmware/nvidia/{version}"
-    return tuple(f"{folder}/{name}" for name in system.list_directory(folder)) if version else ()
+    """Return the GPUs' firmware of that version, from the first folder that has it, as the kernel searches them.
+
+    Source: Linux, Documentation/driver-api/firmware/fw_search_path.rst.
+    """
+    if not version:
+        return ()
+    custom = (system.read_text("/sys/module/firmware_class/parameters/path") or "").strip()
+    kernel = (system.read_text("/proc/sys/kernel/osrelease") or "").strip()
+    below = (f"/updates/{kernel}", "/updates", f"/{kernel}") if kernel else ("/updates",)
+    folders = [custom, *(f"/lib/firmware{name}" for name in (*below, ""))]
+    for folder in (f"{one}/nvidia/{version}" for one in folders if one):
+        names = system.list_directory(folder)
+        if names:
+            return tuple(f"{folder}/{name}" for name in names)
+    return ()
 
 
 def _present(system: System, paths: Iterable[str]) -> tuple[DriverFile, ...]:

@@ -26,6 +26,7 @@ _FILES = {
     "libnvidia-allocator": ("compute", "display", "graphics"), "libnvidia-compiler": _COMPUTE,
     "libnvidia-pkcs11": _COMPUTE, "libnvidia-pkcs11-openssl3": _COMPUTE, "libnvidia-fatbinaryloader": _COMPUTE,
     "libnvidia-sandboxutils": _UTILITY, "nvidia-cuda-mps-control": _COMPUTE, "nvidia-cuda-mps-server": _COMPUTE,
+    "nvidia-mps": _COMPUTE,
     "libvdpau_nvidia": _VIDEO, "libnvidia-encode": _VIDEO, "libnvidia-opticalflow": _VIDEO, "libnvcuvid": _VIDEO,
     "libnvidia-eglcore": _GRAPHICS, "libnvidia-glcore": _GRAPHICS, "libnvidia-tls": _GRAPHICS,
     "libnvidia-glsi": _GRAPHICS, "libnvidia-fbc": _GRAPHICS, "libnvidia-ifr": _GRAPHICS, "libnvidia-rtcore": _GRAPHICS,
