@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts import FileFact, HostFacts, gather
 from gpuprov.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.toolkit import InstallRuntime
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -154,3 +158,34 @@ def test_nvidias_toolkit_brings_its_repository_and_four_packages_of_one_version(
 
 def test_planning_is_pure(facts: HostFacts) -> None:
     assert make_plan(facts, spec()) == make_plan(facts, spec())
+
+
+def hook_file(content: bytes) -> FileFact:
+    return FileFact(content, 0o755, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "ours"),
+    [(None, True), (hook_file(render_hook("/usr/bin/python3.9").encode()), True), (hook_file(b"\x7fELF"), False),
+     (hook_file(b""), False)],
+    ids=["nothing", "ours of an older version", "NVIDIA's", "a link or a large program"],
+)  # fmt: skip
+def test_the_hooks_name_is_taken_only_where_nvidias_package_does_not_own_it(
+    facts: HostFacts, there: FileFact | None, ours: bool
+) -> None:
+    files = {**facts.files, **({NVIDIA_HOOK_PATH: there} if there else {})}
+    change = planned(replace(facts, files=files), spec(), InstallRuntime)
+    assert (NVIDIA_HOOK_PATH in {path for path, _, _ in change.files}) is ours
+    assert HOOK_PATH in {path for path, _, _ in change.files}
+
+
+@pytest.mark.parametrize("kind", ["link", "large"])
+def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: str) -> None:
+    host = FakeHost(tmp_path / "root")
+    place = host.path(NVIDIA_HOOK_PATH)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "link":
+        place.symlink_to("nvidia-container-toolkit")
+    else:
+        place.write_bytes(b"\x7fELF" * (2 << 20))
+    assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
