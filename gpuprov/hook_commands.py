@@ -69,8 +69,13 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
       gpuprov hook requirements --cuda 12.4 --driver 550.163.01 'cuda>=12.6'
       gpuprov hook requirements --cuda 12.4 --brand tesla 'brand=tesla,driver>=525 cuda>=12.5'
     """
-    from gpuprov.runtime_hook.requirements import check
+    from gpuprov.runtime_hook.requirements import check, version_key
 
+    for option, version in (("--cuda", cuda), ("--driver", driver), ("--arch", arch)):
+        try:
+            version_key(version or "0")
+        except ValueError as error:
+            raise click.BadParameter(f"{error}: give numbers and dots, such as 12.4", param_hint=option) from None
     host = {"cuda": cuda, "driver": driver, "arch": arch, "brand": brand}
     state, reason = check(list(expressions), {name: value for name, value in host.items() if value})
     click.echo(f"{state}: {reason}" if reason else state)

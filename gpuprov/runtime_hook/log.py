@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 _JOURNAL = "/run/systemd/journal/socket"
-_ORDER = {"debug": 0, "info": 1, "warning": 2, "warn": 2, "error": 3}
+_ORDER = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 # As syslog(3) counts.
 _PRIORITIES = (7, 6, 4, 3)
 _APPEND = posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_NOFOLLOW | posix.O_CLOEXEC | posix.O_NONBLOCK
@@ -28,8 +28,8 @@ def write(settings: Settings, level: str, text: str) -> None:
             _to_journal(_PRIORITIES[_ORDER[level]], line)
         else:
             _to_file(settings.debug, level, line)
-    except OSError:
-        pass  # a full disk must not keep containers from starting
+    except (OSError, ValueError):
+        pass  # a full disk, or a path that can't be one, must not keep containers from starting
 
 
 def _to_file(path: str, level: str, line: str) -> None:

@@ -116,14 +116,21 @@ def _devices(
         request.by_annotation = True
         request.decisions.append("devices are named by annotations")
         return annotated
-    if settings.accept_volume_mounts:
-        mounted = _mounted_devices(config)
+    named = [name for name in _mounts_below_root(config) if not name.startswith("imex/")]
+    if named and not settings.accept_volume_mounts:
+        request.decisions.append(
+            "volume mounts that name devices don't count: accept-nvidia-visible-devices-as-volume-mounts is false"
+        )
+    elif named:
+        mounted = _mounted_devices(named, request)
         if mounted:
             request.decisions.append(f"devices are named by volume mounts below {_MOUNT_ROOT}")
             return mounted
     names = [name for name in settings.swarm_resources if name in environment] or [_DEVICES]
     asked = _listed([environment[name] for name in names if name in environment], legacy=request.legacy)
     if asked is None:
+        state = "names no device" if any(name in environment for name in names) else "is not set"
+        request.decisions.append(f"{' and '.join(names)} {state}")
         return None
     if not _environment_counts(settings, request):
         request.decisions.append(
@@ -164,9 +171,11 @@ def _mounts_below_root(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def _mounted_devices(config: dict[str, Any]) -> list[str]:
-    names = [_qualified(name) for name in _mounts_below_root(config) if not name.startswith("imex/")]
-    return [name for name in names if name]
+def _mounted_devices(names: list[str], request: Request) -> list[str]:
+    dropped = [name for name in names if not _qualified(name)]
+    if dropped:
+        request.decisions.append(f"volume mounts that name no CDI device don't count: {', '.join(dropped)}")
+    return [_qualified(name) for name in names if name not in dropped]
 
 
 def _qualified(name: str) -> str:
@@ -209,6 +218,7 @@ def _imex_channels(
     config: dict[str, Any], environment: dict[str, str], settings: Settings, request: Request
 ) -> list[str]:
     if settings.ignore_imex:
+        request.decisions.append("IMEX channels don't count: ignore-imex-channel-requests is true")
         return []
     if settings.accept_volume_mounts:
         mounted = [name[len("imex/") :] for name in _mounts_below_root(config) if name.startswith("imex/")]
@@ -218,17 +228,22 @@ def _imex_channels(
     if _IMEX not in environment or not _environment_counts(settings, request):
         return []
     listed = _listed([environment[_IMEX]], legacy=False) or []
-    return [] if listed == ["all"] else listed
+    if listed != ["all"]:
+        return listed
+    request.decisions.append(f"{_IMEX}=all is no channel: channels are given by number")
+    return []
 
 
 def _capabilities(environment: dict[str, str], settings: Settings, request: Request) -> frozenset[str]:
     supported = frozenset(settings.supported_capabilities)
     default = supported & frozenset(driver_files.DEFAULT)
     value = environment.get("NVIDIA_DRIVER_CAPABILITIES")
-    if value is None:
-        return supported if request.legacy else default
-    if value == "":
-        return default
+    if not value:
+        legacy = request.legacy and value is None
+        request.decisions.append(
+            f"NVIDIA_DRIVER_CAPABILITIES is not set: {'all for a legacy image' if legacy else 'the default'}"
+        )
+        return supported if legacy else default
     asked = frozenset(item.strip() for item in value.split(",") if item.strip())
     if "all" in asked:
         return supported

@@ -15,7 +15,7 @@ _FIRST_DRIVERS = (
     ("11.3", "465.19.01"), ("11.4", "470.42.01"), ("11.5", "495.29.05"), ("11.6", "510.39.01"), ("11.7", "515.43.04"),
     ("11.8", "520.61.05"), ("12.0", "525.60.13"), ("12.1", "530.30.02"), ("12.2", "535.54.03"), ("12.3", "545.23.06"),
     ("12.4", "550.54.14"), ("12.5", "555.42.02"), ("12.6", "560.28.03"), ("12.8", "570.26"), ("12.9", "575.51.03"),
-    ("13.0", "580.65.06"),
+    ("13.0", "580.65.06"), ("13.1", "590.44.01"), ("13.2", "595.45.04"), ("13.3", "610.43.02"),
 )  # fmt: skip
 _VERSIONS = ("cuda", "driver", "arch")
 # An image of NVIDIA's names some thirty alternatives: nobody reads them in an error line.
@@ -114,19 +114,32 @@ def _violation(alternatives: list[str], host: dict[str, str]) -> str:
     if len(alternatives) > _MOST_NAMED:
         asked += f" or {len(alternatives) - _MOST_NAMED} more"
     message = f"requires {asked}, this host's driver {host.get('driver', '?')} supports {host.get('cuda', '?')}"
-    needed = _driver_needed(alternatives[0], host)
-    if needed:
-        major = needed.partition(".")[0]
-        return f"{message}: update the driver to ≥ {major} or use an image for CUDA ≤ {host['cuda']}"
-    return f"{message}: use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better"
+    advice = next(filter(None, (_advice(alternative, host) for alternative in alternatives)), "")
+    return f"{message}: {advice or 'use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better'}"
 
 
-def _driver_needed(alternative: str, host: dict[str, str]) -> str:
-    """Return the first driver for the CUDA release in which this host is behind, nothing if that is not what fails."""
-    for part in alternative.split(","):
-        if not part:
-            continue
-        name, operator, value = _condition(part)
-        if name == "cuda" and operator in (">=", "=") and not _condition_holds(name, ">=", value, host):
-            return next((first for cuda, first in _FIRST_DRIVERS if version_key(cuda) >= version_key(value)), "")
-    return ""
+def _advice(alternative: str, host: dict[str, str]) -> str:
+    """Return what makes an alternative hold, nothing where a newer driver alone would not."""
+    conditions = [_condition(part) for part in alternative.split(",") if part]
+    failed = [condition for condition in conditions if not _condition_holds(*condition, host)]
+    drivers = [_driver_needed(*condition, host) for condition in failed]
+    if not all(drivers):
+        return ""
+    advice = f"update the driver to ≥ {max(drivers, key=version_key)}"
+    by_cuda = any(name == "cuda" for name, _, _ in failed)
+    return f"{advice} or use an image for CUDA ≤ {host['cuda']}" if by_cuda else advice
+
+
+def _driver_needed(name: str, operator: str, value: str, host: dict[str, str]) -> str:
+    """Return the driver with which a failed condition holds, nothing if no newer one is known to do it."""
+    if name not in ("cuda", "driver") or operator not in (">=", ">", "=") or _condition_holds(name, ">", value, host):
+        return ""
+    if name == "driver":
+        return "" if operator == "=" else value
+    wanted = version_key(value)
+    enough = (
+        first
+        for cuda, first in _FIRST_DRIVERS
+        if version_key(cuda) > wanted or (version_key(cuda) == wanted and operator != ">")
+    )
+    return next(enough, "").partition(".")[0]

@@ -15,7 +15,11 @@ SETTINGS_PATH = "/etc/gpuprov/container-runtime.toml"
 NVIDIA_SETTINGS_PATH = "/etc/nvidia-container-runtime/config.toml"
 
 _RUNTIME = "nvidia-container-runtime"
-_LOG_LEVELS = ("debug", "info", "warning", "warn", "error")
+# NVIDIA's names, in any case of letters, and ours; it takes a name that it does not know for info.
+_LOG_LEVELS = {
+    "trace": "debug", "debug": "debug", "info": "info", "warning": "warning", "warn": "warning", "error": "error",
+    "fatal": "error", "panic": "error",
+}  # fmt: skip
 # Modes of NVIDIA's: all but Tegra's give the same here, because ours honours every request in one way.
 _MODES = ("auto", "cdi", "jit-cdi", "legacy")
 # Key → (type, default). What NVIDIA's runtime has and ours has no use for is known, so that nobody's file is refused.
@@ -62,7 +66,7 @@ class Settings:
         self.swarm_resources = _items(value("swarm-resource"))
         debug = value(f"{_RUNTIME}.debug")
         self.debug: str = "" if debug == "/dev/null" else debug
-        self.log_level: str = value(f"{_RUNTIME}.log-level")
+        self.log_level: str = _LOG_LEVELS.get(value(f"{_RUNTIME}.log-level").lower(), "info")
         self.runtimes = tuple(value(f"{_RUNTIME}.runtimes"))
         self.mode: str = value(f"{_RUNTIME}.mode")
         self.spec_dirs = tuple(value(f"{_RUNTIME}.modes.cdi.spec-dirs"))
@@ -94,7 +98,9 @@ def _read(path: str, *, strict: bool) -> dict[str, Any]:
             document = toml.parse(file.read())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError as error:
         raise ValueError(f"{path} can't be read: {error}") from None
     values = _flat(document, "")
     for key, value in values.items():
@@ -105,10 +111,10 @@ def _read(path: str, *, strict: bool) -> dict[str, Any]:
 
 
 def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values by dotted key."""
+    """Return the values by dotted key; a table in a known key's place is its value, a wrong one."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and prefix + key not in _KEYS:
             found.update(_flat(value, f"{prefix}{key}."))
         else:
             found[prefix + key] = value
@@ -118,6 +124,8 @@ def _flat(table: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _fault(key: str, value: Any, *, strict: bool) -> str:
     """Return what is wrong with a value, nothing if it is right; NVIDIA's newer keys are none of our business."""
     if key not in _KEYS:
+        if any(known.startswith(f"{key}.") for known in _KEYS):
+            return f"{key} must be a table"
         known = not strict or key.startswith(_WITHOUT_USE)
         return "" if known else f"there is no key {key!r}; known are {', '.join(_KEYS)}"
     kind = _KEYS[key][0]
@@ -129,7 +137,7 @@ def _fault(key: str, value: Any, *, strict: bool) -> str:
     if key == f"{_RUNTIME}.mode" and value not in _MODES:
         what = "is for Tegra, which is not supported" if value == "csv" else "is unknown"
         return f"mode {value!r} {what}: use one of {', '.join(_MODES)}"
-    if key == f"{_RUNTIME}.log-level" and value not in _LOG_LEVELS:
+    if key == f"{_RUNTIME}.log-level" and strict and str(value).lower() not in _LOG_LEVELS:
         return f"log-level {value!r} is unknown: use one of {', '.join(_LOG_LEVELS)}"
     if key == "supported-driver-capabilities":
         unknown = [one for one in _items(str(value)) if one != "all" and one not in driver_files.ALL]

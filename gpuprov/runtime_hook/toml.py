@@ -15,33 +15,70 @@ _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 _BLANKS = " \t"
 
 
+class _Document:
+    """The tables read so far, and which of them no later line may open or add to (toml.io, "Table")."""
+
+    __slots__ = ("_closed", "_dotted", "_header", "_table", "tables")
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Any] = {}
+        self._table = self.tables
+        self._header: tuple[str, ...] = ()
+        self._closed: set[tuple[str, ...]] = set()
+        # What dotted keys of this section have opened: its next lines may add to that, no other section may.
+        self._dotted: set[tuple[str, ...]] = set()
+
+    def open(self, keys: list[str]) -> None:
+        """Begin the section of a table."""
+        self._closed |= self._dotted
+        self._dotted.clear()
+        self._header = tuple(keys)
+        if self._header in self._closed:
+            raise ValueError(f"the table [{'.'.join(keys)}] stands there twice")
+        self._closed.add(self._header)
+        self._table = _table(self.tables, keys)
+
+    def put(self, keys: list[str], value: Any) -> None:
+        """Add a value to the section's table."""
+        self._dotted.update((*self._header, *keys[:length]) for length in range(1, len(keys)))
+        if not self._closed.isdisjoint(self._dotted):
+            raise ValueError(f"{'.'.join(keys)!r} adds to a table that stands elsewhere")
+        table = _table(self._table, keys[:-1])
+        if keys[-1] in table:
+            raise ValueError(f"{keys[-1]!r} stands there twice")
+        table[keys[-1]] = value
+
+
 def parse(text: str) -> dict[str, Any]:
     """Return the document's tables as nested dicts. Raises ValueError, naming the line, for what can't be read."""
-    document: dict[str, Any] = {}
-    table, defined = document, set()
-    lines = text.split("\n")
+    document = _Document()
+    lines = text.replace("\r\n", "\n").split("\n")
     number = 0
     while number < len(lines):
         begun = number
         try:
-            line = lines[number].rstrip("\r").strip(_BLANKS)
-            if line.startswith("[["):
-                raise ValueError("an array of tables is not read here")
-            if line.startswith("["):
-                keys, place = _keys(line, 1, "]")
-                if tuple(keys) in defined:
-                    raise ValueError(f"the table [{'.'.join(keys)}] stands there twice")
-                defined.add(tuple(keys))
-                table = _table(document, keys)
-                _end(line, place + 1)
-            elif line and not line.startswith("#"):
-                keys, place = _keys(line, 0, "=")
-                value, number = _value_over_lines(lines, number, line, place + 1)
-                _put(_table(table, keys[:-1]), keys[-1], value)
+            number = _statement(document, lines, number) + 1
         except ValueError as error:
             raise ValueError(f"line {begun + 1}: {error}") from None
-        number += 1
-    return document
+    return document.tables
+
+
+def _statement(document: _Document, lines: list[str], number: int) -> int:
+    """Read what begins in a line, and return the number of the line in which it ends."""
+    line = lines[number].strip(_BLANKS)
+    if line.startswith("[["):
+        raise ValueError("an array of tables is not read here")
+    if line.startswith("["):
+        keys, place = _keys(line, 1, "]")
+        document.open(keys)
+        _end(line, place + 1)
+    elif line.startswith("#"):
+        _refuse_control_characters(line)
+    elif line:
+        keys, place = _keys(line, 0, "=")
+        value, number = _value_over_lines(lines, number, line, place + 1)
+        document.put(keys, value)
+    return number
 
 
 def _table(parent: dict[str, Any], keys: list[str]) -> dict[str, Any]:
@@ -50,12 +87,6 @@ def _table(parent: dict[str, Any], keys: list[str]) -> dict[str, Any]:
         if not isinstance(parent, dict):
             raise ValueError(f"{key!r} is a value already, no table")
     return parent
-
-
-def _put(table: dict[str, Any], key: str, value: Any) -> None:
-    if key in table:
-        raise ValueError(f"{key!r} stands there twice")
-    table[key] = value
 
 
 def _skip(text: str, place: int) -> int:
@@ -68,6 +99,12 @@ def _end(text: str, place: int) -> None:
     rest = text[place:].strip(_BLANKS)
     if rest and not rest.startswith("#"):
         raise ValueError(f"{rest!r} stands behind the end")
+    _refuse_control_characters(rest)
+
+
+def _refuse_control_characters(text: str) -> None:
+    if not text.isprintable() and any((sign < " " and sign != "\t") or sign == "\x7f" for sign in text):
+        raise ValueError("a control character stands there")
 
 
 def _keys(text: str, place: int, end: str) -> tuple[list[str], int]:
@@ -108,10 +145,11 @@ def _value_over_lines(lines: list[str], number: int, line: str, place: int) -> t
         place = _skip(line, place)
         sign = line[place : place + 1]
         if sign in ("", "#"):
+            _refuse_control_characters(line[place:])
             number += 1
             if number == len(lines):
                 raise ValueError("an array does not end")
-            line, place = lines[number].rstrip("\r"), 0
+            line, place = lines[number], 0
         elif sign == "]":
             _end(line, place + 1)
             return items, number
@@ -147,21 +185,20 @@ def _string(text: str, place: int) -> tuple[str, int]:
     quote = text[place]
     if text.startswith(quote * 3, place):
         raise ValueError("text over several lines is not read here")
-    end = place + 1
     parts: list[str] = []
-    while end < len(text):
-        sign = text[end]
-        if sign == quote:
+    place += 1
+    while True:
+        end = text.find(quote, place)
+        if end < 0:
+            raise ValueError(f"the closing {quote} is missing")
+        escape = text.find("\\", place, end) if quote == '"' else -1
+        part = text[place : end if escape < 0 else escape]
+        _refuse_control_characters(part)
+        parts.append(part)
+        if escape < 0:
             return "".join(parts), end + 1
-        if sign == "\\" and quote == '"':
-            part, end = _escape(text, end + 1)
-            parts.append(part)
-            continue
-        if (sign < " " and sign != "\t") or sign == "\x7f":
-            raise ValueError("a control character stands in a text")
-        parts.append(sign)
-        end += 1
-    raise ValueError(f"the closing {quote} is missing")
+        part, place = _escape(text, escape + 1)
+        parts.append(part)
 
 
 def _escape(text: str, place: int) -> tuple[str, int]:

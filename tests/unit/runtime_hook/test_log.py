@@ -55,15 +55,26 @@ def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path, monke
         )
 
 
+def test_a_new_file_is_for_root_alone_and_an_old_one_keeps_its_lines(tmp_path: Path) -> None:
+    log.write(settings(str(tmp_path / "new")), "info", "x")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "old").write_text("first\n")
+    mode = (tmp_path / "old").stat().st_mode
+    log.write(settings(str(tmp_path / "old")), "info", "second")
+    assert [line.split()[-1] for line in (tmp_path / "old").read_text().splitlines()] == ["first", "second"]
+    assert (tmp_path / "old").stat().st_mode == mode
+
+
 def test_without_a_journal_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "_JOURNAL", str(tmp_path / "none"))
     log.write(settings("journal"), "error", "x")
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "missing folder"])
+@pytest.mark.parametrize("kind", ["folder", "link", "missing folder", "no path"])
 def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path, kind: str) -> None:
     (tmp_path / "victim").write_text("")
-    place = {"folder": tmp_path, "link": tmp_path / "link", "missing folder": tmp_path / "none/log"}[kind]
+    places = {"folder": tmp_path, "link": tmp_path / "link", "missing folder": tmp_path / "none/log", "no path": "/\0"}
+    place = places[kind]
     (tmp_path / "link").symlink_to("victim")
     log.write(settings(str(place)), "error", "x")
     assert (tmp_path / "victim").read_text() == ""

@@ -148,6 +148,7 @@ def test_a_mount_counts_by_its_cleaned_paths(source: str, destination: str, devi
         ("", DEFAULT),
         ("NVIDIA_DRIVER_CAPABILITIES=", DEFAULT),
         ("NVIDIA_DRIVER_CAPABILITIES=,", set()),
+        ("NVIDIA_DRIVER_CAPABILITIES=\t A=1", set()),
         ("NVIDIA_DRIVER_CAPABILITIES=video", {"video"}),
         ("NVIDIA_DRIVER_CAPABILITIES=video,\tcompute,", {"video", "compute"}),
         ("NVIDIA_DRIVER_CAPABILITIES=all", ALL),
@@ -343,8 +344,45 @@ def test_an_environment_that_cannot_be_read_closes_the_door_for_gpu_containers_a
         ("NVIDIA_VISIBLE_DEVICES=0", ENVVAR_REFUSED, "when-unprivileged is false"),
         ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_DISABLE_REQUIRE=1", {}, "not checked: NVIDIA_DISABLE_REQUIRE"),
         ("NVIDIA_VISIBLE_DEVICES=0", {"disable-require": True}, "not checked: disable-require"),
+        ("", {}, "NVIDIA_VISIBLE_DEVICES is not set"),
+        ("NVIDIA_VISIBLE_DEVICES=void", {}, "NVIDIA_VISIBLE_DEVICES names no device"),
+        ("S= NVIDIA_VISIBLE_DEVICES=0", {"swarm-resource": "S"}, "S names no device"),
+        ("NVIDIA_VISIBLE_DEVICES=0", {}, "NVIDIA_DRIVER_CAPABILITIES is not set: the default"),
+        ("CUDA_VERSION=9.0", {}, "NVIDIA_DRIVER_CAPABILITIES is not set: all for a legacy image"),
+        ("NVIDIA_VISIBLE_DEVICES=0 NVIDIA_IMEX_CHANNELS=all", {}, "NVIDIA_IMEX_CHANNELS=all is no channel"),
+        (
+            "NVIDIA_VISIBLE_DEVICES=0",
+            {"features.ignore-imex-channel-requests": True},
+            "ignore-imex-channel-requests is",
+        ),
     ],
 )
 def test_the_rule_that_decided_is_named(environment: str, settings: dict[str, Any], says: str) -> None:
     decisions = parse_request(config_of(environment), Settings(settings)).decisions
     assert [one for one in decisions if says in one]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("0", MOUNTS_ACCEPTED, "devices are named by volume mounts"),
+        ("0", {}, "accept-nvidia-visible-devices-as-volume-mounts is false"),
+        ("cdi/nvidia.com", MOUNTS_ACCEPTED, "name no CDI device don't count: cdi/nvidia.com"),
+        ("imex/2", MOUNTS_ACCEPTED, "IMEX channels are named by volume mounts"),
+    ],
+)
+def test_what_became_of_a_volume_mount_is_said(name: str, settings: dict[str, Any], says: str) -> None:
+    config = config_of("NVIDIA_VISIBLE_DEVICES=0", f"{MOUNT_ROOT}/{name}")
+    assert [one for one in parse_request(config, Settings(settings)).decisions if says in one]
+
+
+@pytest.mark.parametrize("asking", ["annotation", "mount", "legacy image", "environment"])
+def test_however_gpus_are_asked_for_an_unreadable_environment_refuses(asking: str) -> None:
+    config = {
+        "annotation": {**config_of("BROKEN"), "annotations": {"cdi.k8s.io/a": "nvidia.com/gpu=0"}},
+        "mount": config_of("BROKEN", f"{MOUNT_ROOT}/0"),
+        "legacy image": config_of("CUDA_VERSION=9.0 BROKEN"),
+        "environment": config_of("BROKEN NVIDIA_VISIBLE_DEVICES=none"),
+    }[asking]
+    with pytest.raises(Refused, match="an entry without '='"):
+        devices_of(config, MOUNTS_ACCEPTED)

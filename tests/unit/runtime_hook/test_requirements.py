@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.requirements import cuda_version_of_driver, require, version_key
+from gpuprov.runtime_hook.requirements import check, cuda_version_of_driver, require, version_key
 
 HOST = {"driver": "550.163.01", "cuda": "12.4", "brand": "Tesla", "arch": "9.0"}
 # As NVIDIA's images have it, shortened.
@@ -64,6 +64,26 @@ def test_an_expression(expression: str, holds: bool) -> None:
     else:
         with pytest.raises(Refused):
             require([expression], HOST)
+
+
+@pytest.mark.parametrize(
+    ("expressions", "state", "says"),
+    [
+        ([], "satisfied", ""),
+        (["", " "], "satisfied", ""),
+        (["cuda>=12", "driver>=550"], "satisfied", ""),
+        (["planet=earth"], "satisfied", ""),
+        (["cuda>=12", "driver>=560"], "violated", "requires driver>=560"),
+        # Every condition is looked at, behind what holds and what fails too.
+        (["cuda>=12 cuda==1"], "invalid", "'cuda==1' is no condition"),
+        (["cuda>=99", "driver>=x"], "invalid", "'x' is no version"),
+        (["cuda>=99,arch"], "invalid", "'arch' is no condition"),
+    ],
+)
+def test_a_check_tells_violated_from_invalid(expressions: list[str], state: str, says: str) -> None:
+    found, reason = check(expressions, HOST)
+    assert found == state
+    assert says in reason and bool(reason) is bool(says)
 
 
 def test_every_expression_must_hold() -> None:
@@ -129,6 +149,43 @@ def test_a_broken_expression_is_refused(expression: str, says: str) -> None:
             "this host's driver 550.163.01 supports 12.4: "
             "update the driver to ≥ 560 or use an image for CUDA ≤ 12.4",
         ),
+        (
+            "cuda>=13.1",
+            "requires cuda>=13.1, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to ≥ 590 or use an image for CUDA ≤ 12.4",
+        ),
+        (
+            "cuda>12.4",
+            "requires cuda>12.4, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to ≥ 555 or use an image for CUDA ≤ 12.4",
+        ),
+        # The greater of two, and one alternative of two.
+        (
+            "cuda>=12.6,driver>=999",
+            "requires cuda>=12.6,driver>=999, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to ≥ 999 or use an image for CUDA ≤ 12.4",
+        ),
+        (
+            "brand=geforce driver>=555.58",
+            "requires brand=geforce or driver>=555.58, this host's driver 550.163.01 supports 12.4: "
+            "update the driver to ≥ 555.58",
+        ),
+        # A newer driver would not help.
+        *(
+            (
+                text,
+                f"requires {text}, this host's driver 550.163.01 supports 12.4: "
+                "use another image, or NVIDIA_DISABLE_REQUIRE=1 if you know better",
+            )
+            for text in (
+                "cuda>=13.0,brand=geforce",
+                "driver<550",
+                "driver=535.54.03",
+                "driver=999",
+                "cuda!=12.4",
+                "arch>=10.0",
+            )
+        ),
         # The driver's CUDA is not what fails: no driver update is advised for it.
         (
             "cuda>=12.0,brand=geforce",
@@ -162,6 +219,11 @@ def test_a_refusal_says_what_to_do(expression: str, says: str) -> None:
         ("535.261.03", "12.2"),
         ("470.256.02", "11.4"),
         ("580.65.06", "13.0"),
+        ("590.48.01", "13.1"),
+        ("595.71.05", "13.2"),
+        ("610.43.02", "13.3"),
+        # Of a later branch than all that are known.
+        ("616.00", ""),
         ("300.1", ""),
     ],
 )

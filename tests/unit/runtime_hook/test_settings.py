@@ -58,6 +58,10 @@ def test_without_a_file_nvidias_defaults_hold(tmp_path: Path) -> None:
         (RUNTIME + "debug = '/dev/null'", "debug", ""),
         (RUNTIME + "debug = 'journal'", "debug", "journal"),
         (RUNTIME + "log-level = 'error'", "log_level", "error"),
+        (RUNTIME + "log-level = 'WARN'", "log_level", "warning"),
+        (RUNTIME + "log-level = 'trace'", "log_level", "debug"),
+        (RUNTIME + "log-level = 'fatal'", "log_level", "error"),
+        (RUNTIME + "log-level = 'panic'", "log_level", "error"),
         (RUNTIME + "runtimes = ['crun', '/opt/runc']", "runtimes", ("crun", "/opt/runc")),
         (RUNTIME + "mode = 'legacy'", "mode", "legacy"),
         (CDI + "spec-dirs = ['/a']", "spec_dirs", ("/a",)),
@@ -131,7 +135,11 @@ path = "nvidia-ctk"
         (RUNTIME + "runtimes = [1]", "runtimes must be a list of texts"),
         (RUNTIME + "mode = 'csv'", "mode 'csv' is for Tegra"),
         (RUNTIME + "mode = ''", "mode '' is unknown: use one of auto"),
-        (RUNTIME + "log-level = 'loud'", "log-level 'loud' is unknown"),
+        (RUNTIME + "log-level = 3", "log-level must be text"),
+        ("[disable-require]\nx = 1", "disable-require must be true or false"),
+        ("[nvidia-container-runtime.debug]", "debug must be text"),
+        ("nvidia-container-runtime = 5", "nvidia-container-runtime must be a table"),
+        ("[nvidia-container-runtime]\nmodes = 'cdi'", "modes must be a table"),
         ("{", "can't be read: line 1"),
         ("a = 1\nb", "can't be read: line 2"),
         ("\udcff", "can't be read"),
@@ -152,9 +160,21 @@ def test_an_unknown_key_is_a_typing_error_in_ours_and_a_newer_versions_in_nvidia
     assert read(tmp_path, nvidia=text)[1] == ""
 
 
+def test_a_log_level_that_nobody_knows_is_a_typing_error_in_ours_and_info_in_nvidias(tmp_path: Path) -> None:
+    text = RUNTIME + "log-level = 'loud'"
+    settings, trouble = read(tmp_path, nvidia=text)
+    assert (settings.log_level, trouble) == ("info", "")
+    assert "log-level 'loud' is unknown: use one of trace, debug" in read(tmp_path, own=text)[1]
+
+
+def test_an_edit_takes_effect_at_the_next_start(tmp_path: Path) -> None:
+    assert not read(tmp_path, own="disable-require = false")[0].disable_require
+    assert read(tmp_path, own="disable-require = true")[0].disable_require
+
+
 def test_a_file_that_is_a_folder_is_trouble(tmp_path: Path) -> None:
     (tmp_path / "own.toml").mkdir()
-    assert "own.toml can't be read: " in read(tmp_path)[1]
+    assert read(tmp_path)[1].endswith("own.toml can't be read: Is a directory")
 
 
 @given(st.text())

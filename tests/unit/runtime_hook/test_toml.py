@@ -18,6 +18,9 @@ from gpuprov.runtime_hook.toml import parse
         "a.b.c = 1\na.d = 2",
         "[t]\na = 1", "[ t . u ]\na = 1\n[t]\nb = 2", '["x y".z]\na = 1', "[a]\n[a.b]\n[c]", "a = []", "a = [1, 2, ]",
         "a = [ # c\n 'x', # d\n\n 'y'\n]", "a = [true,\n false\n ,]  # end", "1 = 2", "-_ = 0", "a = ['b']",
+        # Dotted keys open tables within one section, and no more behind it.
+        "[a.b]\n[a]\nc.d = 1\nc.e = 2", "[a]\nb = 1\n[a.c.d]\n[a.c]", "# a\u00a0\u2028b", 'a = "\u00a0\u2028"',
+        "a = [\r\n1,\r\n]\r\n",
     ],
 )  # fmt: skip
 def test_what_is_read_is_what_python_reads(text: str) -> None:
@@ -33,6 +36,9 @@ def test_what_is_read_is_what_python_reads(text: str) -> None:
         ('a = "\\x"', 1), ('a = "\\u12"', 1), ('a = "\\ud800"', 1), ("a = 01", 1), ("a = 1__0", 1), ("a = TRUE", 1),
         ("a.b = 1\na = 2", 2),
         ("a = 'x\x01'", 1), ("a b = 1", 1), ("a. = 1", 1),
+        ("a.b = 1\n[a]", 2), ("a.b = 1\n[a.c]\n[a]", 3), ("[a.b]\n[a]\nb.c = 1", 3), ("[a]\n[b]\na.b.c = 1\n[b.a]", 4),
+        ("# \x00", 1), ("a = 1 # \x7f", 1), ("[a] # \x0c", 1), ("a = [ # \x01\n]", 1), ("a = 1\r", 1), ("\r", 1),
+        ("a = 'x\ry'", 1),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_wrong_here_too_and_the_line_is_named(text: str, line: int) -> None:
@@ -72,7 +78,12 @@ def test_any_document_of_that_kind_is_read_alike(values: dict[str, object]) -> N
     assert parse(text) == tomllib.loads(text) == values
 
 
-@given(st.text(alphabet="ab=.[]\"'#\n\\ ,1_-tru\t{}"))
+_PIECES = st.sampled_from(
+    ["a = 1", "a.b = 1", "b.a = 2", "[a]", "[a.b]", "[b]", "\n", "\n", "\r\n", "\r", "#", "[", "]", "'x'", "\x00", "="]
+)
+
+
+@given(st.text(alphabet="ab=.[]\"'#\n\\ ,1_-tru\t{}") | st.lists(_PIECES, max_size=10).map("".join))
 def test_no_text_is_read_otherwise_than_python_reads_it(text: str) -> None:
     try:
         found = parse(text)
