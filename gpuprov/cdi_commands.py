@@ -12,9 +12,10 @@ import click
 from gpuprov.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
-    from gpuprov.cdi.specification import Specification
+    from gpuprov.cdi.specification import Device, Specification
 
-_MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management")
+_MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management", "csv", "wsl")
+_NOT_HERE = {"csv": "Tegra", "wsl": "WSL"}
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 _SPEC_DIRS = click.option(
     "--spec-dir", "folders", metavar="DIR", multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
@@ -60,6 +61,43 @@ def cdi() -> None:
     show_default=True,
     help="Where the driver's files lie.",
 )
+@click.option(
+    "--dev-root",
+    metavar="DIR",
+    default="",
+    envvar=f"{_GENERATE}DEV_ROOT",
+    help="Where /dev lies. Default: in the driver's root.",
+)
+@click.option(
+    "--library-search-path",
+    "library_folders",
+    metavar="DIR",
+    multiple=True,
+    envvar=f"{_GENERATE}LIBRARY_SEARCH_PATHS",
+    help="Where the driver's libraries are looked for first.",
+)
+@click.option(
+    "--config-search-path",
+    "configuration_folders",
+    metavar="DIR",
+    multiple=True,
+    envvar=f"{_GENERATE}CONFIG_SEARCH_PATHS",
+    help="Where its configuration (vulkan/icd.d/…) is looked for first.",
+)
+@click.option(
+    "--ldconfig-path",
+    metavar="FILE",
+    default="",
+    envvar=f"{_GENERATE}LDCONFIG_PATH",
+    help="Not needed: the loader's cache is written without it.",
+)
+@click.option(
+    "--feature-flag",
+    metavar="NAME",
+    multiple=True,
+    envvar=f"{_GENERATE}FEATURE_FLAGS",
+    help="Taken as nvidia-ctk takes it; there is none here.",
+)
 @click.option("--vendor", default="", envvar=f"{_GENERATE}VENDOR", help="Default: nvidia.com.")
 @click.option("--class", "class_", default="", envvar=f"{_GENERATE}CLASS", help="Default: gpu.")
 @click.option(
@@ -79,11 +117,35 @@ def cdi() -> None:
     help="The hook's path in the specification.",
 )
 @click.option(
-    "--disable-hook", "disabled", metavar="HOOK", multiple=True, help="`all`: no hook; then links are missing."
+    "--disable-hook",
+    "disabled",
+    metavar="HOOK",
+    multiple=True,
+    envvar=f"{_GENERATE}DISABLED_HOOKS",
+    help="`all`: no hook; then links are missing.",
+)
+@click.option(
+    "--enable-hook",
+    "enabled",
+    metavar="HOOK",
+    multiple=True,
+    envvar=f"{_GENERATE}ENABLED_HOOKS",
+    help="Wins over --disable-hook.",
 )
 @click.option("--no-all-device", is_flag=True, help="Leave the device `all` out.")
 @click.option("--device-id", "ids", metavar="NAME", multiple=True, help="Only these devices.")
-def generate(output: str, form: str | None, mode: str, driver_root: str, **options: Any) -> None:
+def generate(
+    output: str,
+    form: str | None,
+    mode: str,
+    driver_root: str,
+    dev_root: str,
+    library_folders: tuple[str, ...],
+    configuration_folders: tuple[str, ...],
+    ldconfig_path: str,
+    feature_flag: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Write the specification of this host's driver and GPUs, or of what goes with them (--mode).
 
     \b
@@ -98,12 +160,15 @@ def generate(output: str, form: str | None, mode: str, driver_root: str, **optio
     from gpuprov.cdi.discover import ask_nvml, discover
     from gpuprov.cdi.generate import specification
     from gpuprov.cdi.other_devices import specification_of
-    from gpuprov.cdi.transform import with_root
+    from gpuprov.cdi.transform import with_device_root, with_root
     from gpuprov.system import System
 
+    if mode in _NOT_HERE:
+        raise GpuprovError(f"--mode {mode} is for {_NOT_HERE[mode]}, which gpuprov does not serve", "",
+                           "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)  # fmt: skip
     system = System(driver_root)
     if mode in ("auto", "nvml"):
-        driver = discover(system)
+        driver = discover(system, library_folders, configuration_folders)
         if not driver.library_version:
             raise GpuprovError("there is no NVIDIA driver here", f"no libnvidia-ml.so.1 below {driver_root}",
                                "sudo gpuprov install")  # fmt: skip
@@ -114,13 +179,29 @@ def generate(output: str, form: str | None, mode: str, driver_root: str, **optio
         # The hook is this host's, wherever the driver lies.
         moved = with_root(found, "/", driver_root)
         found = replace(moved, edits=replace(moved.edits, hooks=found.edits.hooks))
+    if dev_root:
+        found = with_device_root(found, dev_root)
     _write(_chosen(found, **options), output, form or _form_of(output))
 
 
 def _chosen(
     found: Specification, *, vendor: str, class_: str, strategies: tuple[str, ...], hook_path: str,
-    disabled: tuple[str, ...], no_all_device: bool, ids: tuple[str, ...],
+    disabled: tuple[str, ...], enabled: tuple[str, ...], no_all_device: bool, ids: tuple[str, ...],
 ) -> Specification:  # fmt: skip
+    from dataclasses import replace
+
+    devices = chosen_devices(found, strategies=strategies, ids=ids, no_all_device=no_all_device)
+    hooks = () if "all" in disabled and not enabled else found.edits.hooks
+    if hook_path:
+        hooks = tuple(replace(hook, path=hook_path) for hook in hooks)
+    kind = f"{vendor or found.kind.partition('/')[0]}/{class_ or found.kind.partition('/')[2]}"
+    return replace(found, devices=devices, edits=replace(found.edits, hooks=hooks), kind=kind)
+
+
+def chosen_devices(
+    found: Specification, *, strategies: tuple[str, ...], ids: tuple[str, ...], no_all_device: bool
+) -> tuple[Device, ...]:
+    """Return the devices that go by the wanted kinds of names. Raises GpuprovError for an id that none has."""
     from dataclasses import replace
 
     devices = [device for device in found.devices if not (no_all_device and device.name == "all")]
@@ -131,13 +212,15 @@ def _chosen(
         if unknown:
             raise GpuprovError(f"there is no device {', '.join(unknown)}", "", "gpuprov cdi generate shows all names")
         devices = [device for device in devices if device.name in ids]
-    if strategies == ("type-index",):
-        devices = [replace(one, name=f"gpu{one.name}") if one.name.isdigit() else one for one in devices]
-    hooks = () if "all" in disabled else found.edits.hooks
-    if hook_path:
-        hooks = tuple(replace(hook, path=hook_path) for hook in hooks)
-    kind = f"{vendor or found.kind.partition('/')[0]}/{class_ or found.kind.partition('/')[2]}"
-    return replace(found, devices=tuple(devices), edits=replace(found.edits, hooks=hooks), kind=kind)
+    if "type-index" in strategies and "index" not in strategies:
+        devices = [replace(one, name=f"{_type(one.name)}{one.name}") for one in devices]
+    return tuple(devices)
+
+
+def _type(name: str) -> str:
+    if name.isdigit():
+        return "gpu"
+    return "mig" if name.replace(":", "", 1).isdigit() else ""
 
 
 def _is_named(name: str, strategies: tuple[str, ...]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import distro
 
 from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.cdi.other_devices import specifications
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.packages import PackageFacts, gather_packages
@@ -92,6 +93,7 @@ class FileFact:
 class HostFacts:
     """What a machine is.
 
+    `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     """
 
@@ -100,6 +102,7 @@ class HostFacts:
     kernel: Kernel
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
+    other_specifications: Mapping[str, bytes]
     driver_packaged: str
     packages: PackageFacts
     docker: DockerFacts
@@ -131,6 +134,7 @@ def gather(system: System) -> HostFacts:
         kernel=gather_kernel(system),
         gpus=gather_gpus(system),
         driver=driver,
+        other_specifications=specifications(system),
         driver_packaged=_driver_package(packages),
         packages=packages,
         docker=gather_docker(system),
@@ -242,6 +246,7 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     """Return the facts as plain JSON values for people and programs: files by digest, installed packages left out."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
+    data["other_specifications"] = sorted(facts.other_specifications)
     data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
     return data
 

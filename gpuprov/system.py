@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import BinaryIO, Callable
 
 from gpuprov.errors import GpuprovError
 
@@ -108,6 +108,10 @@ class System:
                 return file.read(size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading, to look into parts of it. Raises OSError."""
+        return self.path(path).open("rb")
 
     def sha256(self, path: str) -> str:
         """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""

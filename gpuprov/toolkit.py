@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.cdi.discover import ask_nvml, discover
+from gpuprov.cdi import other_devices
+from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import difference, specification
-from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.driver_run import installs
@@ -27,7 +27,9 @@ def runtime_path(spec: HostSpec) -> str:
 
 def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the device nodes that are missing, as nvidia-modprobe would make them."""
-    return tuple(MakeNode(*node) for node in missing_nodes(facts.driver))
+    return tuple(
+        MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver)
+    )
 
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -86,42 +88,58 @@ class InstallRuntime(Change):
 
 
 def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the CDI specification's writing, if it does not say what is there now."""
+    """Return the CDI specifications' writing, if they do not say what is there now."""
     # Before the driver and its nodes are there, nothing can be said about them.
     if installs(facts, spec) or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
+    others = tuple(
+        (path, content)
+        for path, content in facts.other_specifications.items()
+        if not _is_there(facts.files.get(path), 0o644, content)
+    )
     found = facts.files.get(CDI_SPECIFICATION)
-    if found is not None and _is_there(found, 0o644, found.content) and not difference(found.content, facts.driver):
-        return ()
-    return (WriteCdiSpecification(render_json(specification(facts.driver))),)
+    right = found is not None and _is_there(found, 0o644, found.content)
+    if found is not None and right and not difference(found.content, facts.driver):
+        return (WriteCdiSpecification(found.content, others),) if others else ()
+    return (WriteCdiSpecification(render_json(specification(facts.driver)), others),)
 
 
 @dataclass(frozen=True)
 class WriteCdiSpecification(Change):
-    """The CDI specification shall describe the driver and the GPUs. `content` is None where they are yet to come."""
+    """The CDI specifications shall describe the driver, the GPUs and (`others`) what goes with them.
+
+    `content` is None where they are yet to come.
+    """
 
     content: bytes | None
+    others: tuple[tuple[str, bytes], ...] = ()
 
     def summary(self) -> str:
-        return f"write {CDI_SPECIFICATION}" + ("" if self.content else " (from the driver, once it is there)")
+        names = ", ".join((CDI_SPECIFICATION, *(path for path, _ in self.others)))
+        return f"write {names}" + ("" if self.content else " (from the driver, once it is there)")
 
     @property
     def key(self) -> str:
         return f"write {CDI_SPECIFICATION}"
 
     def diff(self, system: System) -> str:
-        return text_diff(CDI_SPECIFICATION, system.read_bytes(CDI_SPECIFICATION), self.content) if self.content else ""
+        files = (((CDI_SPECIFICATION, self.content),) if self.content else ()) + self.others
+        return "".join(text_diff(path, system.read_bytes(path), content) for path, content in files)
 
     def capture(self, system: System) -> Json:
-        return capture_path(system, CDI_SPECIFICATION)
+        return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> Json:
         # Asked only now, because NVML initialises GPUs: seconds for each that nobody keeps awake.
         content = render_json(specification(ask_nvml(system, discover(system))))
-        system.make_directory(parent_of(CDI_SPECIFICATION))
-        system.write(CDI_SPECIFICATION, content, mode=0o644, owner=(0, 0))
+        # What a driver brings with it (NVSwitches) is there only now, too.
+        for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():
+            system.make_directory(parent_of(path))
+            system.write(path, wanted, mode=0o644, owner=(0, 0))
         return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
+        # A journal of an earlier version holds the one file alone.
+        for image in before.get("files", [before]):
+            restore_path(system, image)

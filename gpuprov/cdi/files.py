@@ -6,9 +6,10 @@ Two layouts: a .run's, flat in the loader's folder, and Debian's, in a folder of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpuprov.cdi.elf import soname
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.system import System
 
@@ -66,12 +67,13 @@ class DriverFile:
     real_path: str
 
 
-def find_libraries(system: System) -> tuple[tuple[Library, ...], str]:
+def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Library, ...], str]:
     """Return the driver's libraries and their version, which is that of NVML: every driver has it.
 
-    The first folder in the loader's order counts; others (32-bit libraries) only if they are of the same version.
+    The first folder in the loader's order, behind those in `first`, counts; others (32-bit libraries) only if they are
+    of the same version.
     """
-    folders = _folders(system)
+    folders = _folders(system, first)
     version = next(iter(folders.values()), "")
     links: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
@@ -85,11 +87,11 @@ def find_libraries(system: System) -> tuple[tuple[Library, ...], str]:
     return tuple(libraries), version
 
 
-def _folders(system: System) -> dict[str, str]:
+def _folders(system: System, first: Sequence[str]) -> dict[str, str]:
     """Return each folder with an NVML and the version there, in the loader's order, 64-bit ones first."""
     cached = [one for one in parse_cache(system.read_bytes(CACHE) or b"") if one.name == _NVML]
     names = [
-        *(_parent(one.path) for one in cached if one.is_64_bit), *LIBRARY_DIRECTORIES,
+        *first, *(_parent(one.path) for one in cached if one.is_64_bit), *LIBRARY_DIRECTORIES,
         *(_parent(one.path) for one in cached if not one.is_64_bit), *_32_BIT_DIRECTORIES,
     ]  # fmt: skip
     found: dict[str, str] = {}
@@ -110,6 +112,7 @@ def _own_folder(system: System) -> str:
 
 def _collect(system: System, folder: str, place: str, version: str, links: dict[str, list[str]]) -> None:
     """Add the libraries of that very version, each with the names in `folder` that end at it, over any hops."""
+    found: dict[str, list[str]] = {}
     for below, pattern in _BACK_ENDS:
         for name in system.list_directory(folder + below):
             if pattern.fullmatch(name) is None:
@@ -125,6 +128,21 @@ def _collect(system: System, folder: str, place: str, version: str, links: dict[
             beside = f"{place}{below}/{real.rpartition('/')[2]}"
             if pattern is _LIBRARY and beside not in (real, *names):
                 names.append(beside)
+            if not below:
+                found[real] = names
+    for real, names in found.items():
+        _add_soname(system, place, real, names)
+
+
+def _add_soname(system: System, place: str, real: str, names: list[str]) -> None:
+    """Add the name that a library bears itself, if no link has it: before ldconfig has run, or after tidying up."""
+    file_name = real.rpartition("/")[2]
+    linked = (name.rpartition("/")[2] for name in (*names, real))
+    if any(".so." in name and name != file_name for name in linked):
+        return
+    name = soname(system, real)
+    if name not in ("", file_name) and f"{place}/{name}" not in names:
+        names.append(f"{place}/{name}")
 
 
 def find_programs(system: System) -> tuple[DriverFile, ...]:
@@ -132,9 +150,19 @@ def find_programs(system: System) -> tuple[DriverFile, ...]:
     return _present(system, (f"{folder}/{name}" for folder in _PROGRAM_DIRECTORIES for name in _PROGRAMS))
 
 
-def find_configuration(system: System) -> tuple[DriverFile, ...]:
-    """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX."""
-    return _present(system, _CONFIGURATION)
+def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[DriverFile, ...]:
+    """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX.
+
+    A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…) stands at its usual place in containers.
+    """
+    found = {}
+    for path in _CONFIGURATION:
+        below = path.removeprefix("/etc/").removeprefix("/usr/share/")
+        places = (*(f"{folder.rstrip('/')}/{below}" for folder in first), path)
+        real = next((system.real_path(place) for place in places if system.exists(place)), "")
+        if real:
+            found[path] = DriverFile(path, real)
+    return tuple(found.values())
 
 
 def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpuprov.cdi.discover import DriverFacts, Gpu, Node
+from gpuprov.cdi.discover import DriverFacts, Gpu
 from gpuprov.cdi.files import Library
+from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, parse_json, render_json
 from gpuprov.cdi.validation import problems
 from gpuprov.errors import GpuprovError
@@ -26,20 +27,32 @@ _OF_NVML = _FLAGS[1:]
 
 
 def specification(driver: DriverFacts) -> Specification:
-    """Return devices by index, UUID, PCI bus id, and `all`; what every container needs stands in the common edits."""
-    devices = []
-    for gpu in driver.gpus:
-        edits = _node_edits(_gpu_nodes(driver, gpu))
-        # PCI bus ids too: people pin GPUs by their slot.
-        devices += [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
-    own = tuple(node for gpu in driver.gpus for node in _gpu_nodes(driver, gpu))
+    """Return devices by index, UUID, PCI bus id, and `all`; what every container needs stands in the common edits.
+
+    A GPU that is divided by MIG is there by its parts alone (0:1 and their UUIDs): as a whole it computes nothing.
+    """
+    devices = [device for gpu in driver.gpus for device in _devices(driver, gpu)]
+    own = tuple(dict.fromkeys(node for device in devices for node in device.edits.device_nodes))
     if own:
-        devices.append(Device("all", _node_edits(own)))
-    control = _node_edits(tuple(node for node in driver.nodes if node not in own))
+        gids = sorted({gid for device in devices for gid in device.edits.additional_gids})
+        devices.append(Device("all", Edits(device_nodes=own, additional_gids=tuple(gids))))
+    gpu_nodes = {f"/dev/nvidia{gpu.minor}" for gpu in driver.gpus}
+    control = _node_edits(tuple(node for node in driver.nodes if node.path not in gpu_nodes))
     common = replace(
         control, env=("NVIDIA_VISIBLE_DEVICES=void",), mounts=_mounts(driver), hooks=_hooks(driver)
     )  # fmt: skip
     return Specification(tuple(devices), common, {})
+
+
+def _devices(driver: DriverFacts, gpu: Gpu) -> list[Device]:
+    """Return what a GPU is in CDI: one device by several names, or one for each of its parts."""
+    (node,) = (node for node in driver.nodes if node.path == f"/dev/nvidia{gpu.minor}")
+    if gpu.mig:
+        parts = ((f"{gpu.index}:{part.index}", part.uuid, _node_edits((node, *part.nodes))) for part in gpu.mig)
+        return [Device(name, edits) for number, uuid, edits in parts for name in (number, uuid) if name]
+    # The kernel's graphics nodes too: the runtime gives these to graphics alone. PCI bus ids: people pin by slot.
+    edits = _node_edits((node, *gpu.drm_nodes))
+    return [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
 
 
 def difference(content: bytes, driver: DriverFacts) -> str:
@@ -61,17 +74,22 @@ def difference(content: bytes, driver: DriverFacts) -> str:
 
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
     """Return the driver's specification, with what NVML answered when `found` was written."""
-    uuids = {device.edits: device.name for device in found.devices if device.name.startswith("GPU-")}
-    gpus = tuple(
-        gpu if gpu.uuid else replace(gpu, uuid=uuids.get(_node_edits(_gpu_nodes(driver, gpu)), ""))
-        for gpu in driver.gpus
-    )
+    uuids = {device.edits: device.name for device in found.devices if device.name.startswith(("GPU-", "MIG-"))}
+    gpus = tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)
     wanted = specification(replace(driver, gpus=gpus))
     known = {flag: value for flag, value in host_facts(found).items() if flag in _OF_NVML}
     hooks = tuple(
         replace(hook, args=_with_facts(hook.args, {**host_facts(wanted), **known})) for hook in wanted.edits.hooks
     )
     return replace(wanted, edits=replace(wanted.edits, hooks=hooks))
+
+
+def _with_uuids(driver: DriverFacts, gpu: Gpu, uuids: Mapping[Edits, str]) -> Gpu:
+    edits = {device.name: device.edits for device in _devices(driver, gpu)}
+    if not gpu.mig:
+        return gpu if gpu.uuid else replace(gpu, uuid=uuids.get(edits[str(gpu.index)], ""))
+    parts = (replace(part, uuid=uuids.get(edits[f"{gpu.index}:{part.index}"], "")) for part in gpu.mig)
+    return replace(gpu, mig=tuple(parts))
 
 
 def host_facts(specification: Specification) -> dict[str, str]:
@@ -112,12 +130,6 @@ def _first_different_edit(found: Edits, wanted: Edits) -> str:
     if found.device_nodes != wanted.device_nodes:
         return "the control nodes are others"
     return ""
-
-
-def _gpu_nodes(driver: DriverFacts, gpu: Gpu) -> tuple[Node, ...]:
-    """Return a GPU's own node, and those of the kernel's graphics: the runtime gives these to graphics alone."""
-    (node,) = (node for node in driver.nodes if node.path == f"/dev/nvidia{gpu.minor}")
-    return (node, *gpu.drm_nodes)
 
 
 def _node_edits(nodes: tuple[Node, ...]) -> Edits:

@@ -6,11 +6,11 @@ Source: nvidia-container-toolkit, internal/discover (gds.go, mofed.go, gdrcopy.g
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
-from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Mount, Specification, render_json
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System
 
@@ -31,6 +31,30 @@ _MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 MODES = tuple(_MODES)
+# What an installation writes by itself; management is for the tools of whoever runs a cluster.
+_WRITTEN = ("gds", "mofed", "gdrcopy", "nvswitch", "imex")
+_FOLDER = "/etc/cdi"
+PATHS = tuple(f"{_FOLDER}/nvidia-{mode}.json" for mode in _WRITTEN)
+
+
+def specifications(system: System) -> Mapping[str, bytes]:
+    """Return path → content of the specifications that this host's other devices call for.
+
+    A kind that a file of somebody else's has is left to it: the same device twice is none to an engine.
+    """
+    found = {}
+    for mode, path in zip(_WRITTEN, PATHS):
+        kind, places, _ = _MODES[mode]
+        if any(True for _ in _nodes(system, places)) and not _is_elsewhere(system, kind, path):
+            found[path] = render_json(specification_of(system, mode))
+    return found
+
+
+def _is_elsewhere(system: System, kind: str, path: str) -> bool:
+    """Say whether another file has the kind; by its text, because hosts need not be able to read YAML."""
+    named = re.compile(rf"""^\s*["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?\s*,?\s*$""", re.MULTILINE)
+    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER))
+    return any(named.search(system.read_text(other) or "") for other in others if other != path)
 
 
 def specification_of(system: System, mode: str) -> Specification:

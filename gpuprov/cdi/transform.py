@@ -30,6 +30,19 @@ def with_root(specification: Specification, source: str, target: str, *, relativ
     return _each(specification, lambda edits: change(edits, moved))
 
 
+def with_device_root(specification: Specification, root: str) -> Specification:
+    """Return the specification with device nodes that lie, on the host, below `root`; in containers nothing changes."""
+
+    def change(edits: Edits) -> Edits:
+        nodes = ((one, _moved(one.path, "/", root)) for one in edits.device_nodes)
+        return replace(
+            edits,
+            device_nodes=tuple(replace(one, host_path="" if path == one.path else path) for one, path in nodes),
+        )
+
+    return _each(specification, change)
+
+
 def _moved(path: str, source: str, target: str) -> str:
     source = source.rstrip("/")
     if path != source and not path.startswith(f"{source}/"):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from gpuprov import toolkit
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import difference
-from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.engines import docker
 from gpuprov.events import Sink
 from gpuprov.spec import HostSpec
@@ -96,7 +95,7 @@ def _device_nodes(system: System) -> Shown:
         raise Failed("no driver with a GPU is loaded, so there are no nodes: modprobe nvidia; dmesg | grep -i nvrm")
     missing = missing_nodes(driver)
     if missing:
-        raise Failed(f"{', '.join(path for path, *_ in missing)} is missing; run gpuprov install, which makes it")
+        raise Failed(f"{', '.join(node.path for node in missing)} is missing; run gpuprov install, which makes it")
     return f"{len(driver.nodes)} there", ""
 
 

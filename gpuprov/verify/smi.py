@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
-from gpuprov.cdi.nvidia_smi import xml_root
+from gpuprov.errors import GpuprovError
+
+_LARGEST_REPORT = 8 << 20
+_LOOK = "look at it: nvidia-smi -q -x"
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ _FIELDS = (
 
 def parse_smi(text: str) -> SmiReport:
     """Return the report in nvidia-smi's XML. Raises GpuprovError if it is none."""
-    root = xml_root(text)
+    root = _xml_root(text)
     gpus = tuple(
         SmiGpu(**{field: (gpu.findtext(place) or "").strip() for field, _, place in _FIELDS})
         for gpu in root.findall("gpu")
@@ -77,3 +81,14 @@ def compare(host: SmiReport, container: SmiReport) -> tuple[Compared, ...]:
             Compared(f"GPU {index} {what}", getattr(ours, field), getattr(theirs, field)) for field, what, _ in _FIELDS
         ]
     return tuple(rows)
+
+
+def _xml_root(text: str) -> ElementTree.Element:
+    """Return the report's root element. Raises GpuprovError if it is too large, has entities, or is no XML."""
+    if len(text) > _LARGEST_REPORT or "<!ENTITY" in text:
+        raise GpuprovError("nvidia-smi's output is no report", "too large, or with entities of its own", _LOOK)
+    try:
+        return ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        start = text.strip()[:200]
+        raise GpuprovError("nvidia-smi's output is no XML report", f"{error}: {start}", _LOOK) from None

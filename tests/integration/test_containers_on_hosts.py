@@ -111,3 +111,41 @@ def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) ->
     finally:
         host.ssh("cat > /etc/docker/daemon.json", stdin=daemon)
         host.ssh("systemctl restart docker")
+
+
+_DIVIDE = r"""
+set -eu
+cd /proc/driver/nvidia/capabilities
+for pair in gi1:12 gi1/ci0:13 gi2:21 gi2/ci0:22; do
+    mkdir -p gpu0/mig/${pair%:*}
+    printf 'DeviceFileMinor: %s\nDeviceFileMode: 292\nDeviceFileModify: 1\n' ${pair#*:} >gpu0/mig/${pair%:*}/access
+done
+"""
+
+
+def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
+    """As after `nvidia-smi mig -cgi …`: the next run makes the nodes and names the parts."""
+    host = site.hosts["main"]
+    inventory = site.inventory("main")
+    host.ssh(_DIVIDE)
+    try:
+        done = gpuprov("install", "--hosts", inventory)
+        assert done.returncode == 0, done.stdout
+        parts = [line.split("UUID: ")[1].rstrip(")\n") for line in host.ssh("nvidia-smi -L").stdout.splitlines()[1:3]]
+        assert [part[:4] for part in parts] == ["MIG-", "MIG-"]
+        for flags, seen in (
+            ("--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=0:1", parts[1:]),
+            (f"--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES={parts[0]}", parts[:1]),
+            ("""--gpus '"device=0:0"'""", parts[:1]),
+            ("--gpus all", parts),
+        ):
+            listed = run(host, flags, "nvidia-smi -L")
+            assert [part for part in parts if part in listed] == seen, f"{flags}: {listed}"
+        with pytest.raises(LabError, match="there is no GPU '0' on this host; there are 0:0, 0:1, 1"):
+            run(host, "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=0", "true")
+        assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
+        verified = gpuprov("verify", "--hosts", inventory)
+        assert verified.returncode == 0, verified.stdout
+    finally:
+        host.ssh("rm -r /proc/driver/nvidia/capabilities/gpu0 /dev/nvidia-caps/nvidia-cap[12][123]")
+        assert gpuprov("install", "--hosts", inventory).returncode == 0

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.simgpu import all_gpus, build_libraries, build_run, device_nodes, gpu, install_tree, write_kernel_tree
+from tests.simgpu import (
+    all_gpus,
+    build_libraries,
+    build_run,
+    device_nodes,
+    gpu,
+    install_tree,
+    mig_nodes,
+    write_kernel_tree,
+)
 from tests.simgpu.kernel_tree import proc_devices
 from tests.simgpu.layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from tests.simgpu.runfile import run_name
@@ -69,9 +78,12 @@ def _unshared(script: str, *arguments: str, **environment: str) -> subprocess.Co
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
 
 
-def _on_host(gpus: int, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def on_host(
+    gpus: int, command: str, *, divided: tuple[int, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a shell command where the nodes of that many GPUs are, with the stub libraries."""
-    nodes = "\n".join(f"{node.path} {node.major} {node.minor} {node.mode:o}" for node in device_nodes(gpus))
+    wanted = [*device_nodes(gpus), *(node for minor in divided for node in mig_nodes(minor))]
+    nodes = "\n".join(f"{node.path} {node.major} {node.minor} {node.mode:o}" for node in wanted)
     folder = str(build_libraries())
     return _unshared(_WITH_NODES, nodes, command, SMI=f"{folder}/nvidia-smi", LD_LIBRARY_PATH=folder, **environment)
 
@@ -82,17 +94,17 @@ def _list_line(index: int, minor: int) -> str:
 
 @pytest.mark.parametrize("count", [1, 8, 16])
 def test_nvidia_smi_lists_every_gpu_that_has_a_node(count: int) -> None:
-    done = _on_host(count, "$SMI -L")
+    done = on_host(count, "$SMI -L")
     assert done.stdout.splitlines() == [_list_line(minor, minor) for minor in range(count)]
 
 
 def test_gpus_without_a_node_do_not_exist_and_the_others_move_up() -> None:
-    done = _on_host(4, "rm /dev/nvidia0 /dev/nvidia2; $SMI -L")
+    done = on_host(4, "rm /dev/nvidia0 /dev/nvidia2; $SMI -L")
     assert done.stdout.splitlines() == [_list_line(0, 1), _list_line(1, 3)]
 
 
 def test_a_node_with_another_number_is_no_gpu() -> None:
-    done = _on_host(2, "rm /dev/nvidia1; mknod /dev/nvidia1 c 195 5; $SMI -L")
+    done = on_host(2, "rm /dev/nvidia1; mknod /dev/nvidia1 c 195 5; $SMI -L")
     assert done.stdout.splitlines() == [_list_line(0, 0)]
 
 
@@ -102,12 +114,12 @@ def test_a_node_that_may_not_be_opened_is_no_gpu() -> None:
     mkdir /dev/closed && mount -t tmpfs -o nodev none /dev/closed && mknod /dev/closed/n c 195 1
     mount --bind /dev/closed/n /dev/nvidia1; $SMI -L
     """
-    assert _on_host(2, command).stdout.splitlines() == [_list_line(0, 0)]
+    assert on_host(2, command).stdout.splitlines() == [_list_line(0, 0)]
 
 
 def test_query_gives_the_attributes_of_the_table() -> None:
     fields = "index,name,uuid,pci.bus_id,memory.total,driver_version,mig.mode.current"
-    done = _on_host(3, f"$SMI --query-gpu={fields} --format=csv,noheader", SIMGPU_MIG="1")
+    done = on_host(3, f"$SMI --query-gpu={fields} --format=csv,noheader", SIMGPU_MIG="1")
     assert done.stdout.splitlines() == [
         f"{one.minor}, {one.name}, {one.uuid}, {one.bus_id}, {one.memory_mib} MiB, {VERSION}, "
         + ("Enabled" if one.minor == 1 else "Disabled")
@@ -116,7 +128,7 @@ def test_query_gives_the_attributes_of_the_table() -> None:
 
 
 def test_the_xml_report_is_whole() -> None:
-    done = _on_host(2, "$SMI -q -x")
+    done = on_host(2, "$SMI -q -x")
     root = ElementTree.fromstring(done.stdout)
     cards = root.findall("gpu")
     assert (root.findtext("driver_version"), root.findtext("cuda_version")) == (VERSION, "12.4")
@@ -128,19 +140,19 @@ def test_the_xml_report_is_whole() -> None:
 
 @pytest.mark.parametrize("selector", ["1", gpu(1).uuid, gpu(1).bus_id])
 def test_one_gpu_is_selected_by_index_uuid_and_bus_id(selector: str) -> None:
-    done = _on_host(2, f"$SMI -i {selector} --query-gpu=uuid --format=csv,noheader")
+    done = on_host(2, f"$SMI -i {selector} --query-gpu=uuid --format=csv,noheader")
     assert done.stdout.split() == [gpu(1).uuid]
 
 
 def test_the_table_and_persistence_mode() -> None:
-    done = _on_host(1, "mount -t tmpfs none /run; $SMI -pm 1 && $SMI && $SMI --version")
+    done = on_host(1, "mount -t tmpfs none /run; $SMI -pm 1 && $SMI && $SMI --version")
     assert done.returncode == 0
     assert f"Driver Version: {VERSION}     CUDA Version: 12.4" in done.stdout
     assert "NVIDIA H100 80GB HBM3          On" in done.stdout
 
 
 def test_an_idle_gpu_has_no_processes() -> None:
-    assert _on_host(1, "$SMI --query-compute-apps=pid --format=csv,noheader").stdout == ""
+    assert on_host(1, "$SMI --query-compute-apps=pid --format=csv,noheader").stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -155,14 +167,15 @@ def test_an_idle_gpu_has_no_processes() -> None:
 def test_faults_end_nvidia_smi_as_the_real_ones_do(
     before: str, environment: dict[str, str], code: int, text: str
 ) -> None:
-    done = _on_host(1, f"{before}; $SMI", **environment)
+    settings = " ".join(f"{name}={value}" for name, value in environment.items())
+    done = on_host(1, f"{before}; {settings} $SMI")
     assert (done.returncode, text in done.stdout) == (code, True)
 
 
 @pytest.mark.parametrize(("module", "code"), [(VERSION, 0), ("535.261.03", 18), ("550.163.011", 18)])
 def test_a_kernel_module_of_another_version_is_a_mismatch(tmp_path: Path, module: str, code: int) -> None:
     write_kernel_tree(tmp_path, 1, module)
-    done = _on_host(1, f"mount --bind {tmp_path}/proc/driver /proc/driver; $SMI -L")
+    done = on_host(1, f"mount --bind {tmp_path}/proc/driver /proc/driver; $SMI -L")
     assert done.returncode == code
     assert ("Driver/library version mismatch" in done.stdout) == (code == 18)
 
@@ -181,14 +194,14 @@ for device in range(count.value):
 
 
 def test_cuda_sees_the_same_gpus_as_nvml() -> None:
-    done = _on_host(3, 'rm /dev/nvidia1; "$PYTHON" -c "$CODE"', PYTHON=sys.executable, CODE=_CUDA)
+    done = on_host(3, 'rm /dev/nvidia1; "$PYTHON" -c "$CODE"', PYTHON=sys.executable, CODE=_CUDA)
     uuids = [gpu(minor).uuid.removeprefix("GPU-").replace("-", "") for minor in (0, 2)]
     assert done.stdout.splitlines() == ["0 12040 0", *(f"{gpu(0).name} {uuid}" for uuid in uuids)]
 
 
 @pytest.mark.parametrize(("missing", "code"), [("nvidiactl", 100), ("nvidia0", 100), ("nvidia-uvm", 999)])
 def test_cuda_says_what_is_missing(missing: str, code: int) -> None:
-    done = _on_host(1, f'rm /dev/{missing}; "$PYTHON" -c "$CODE"', PYTHON=sys.executable, CODE=_CUDA)
+    done = on_host(1, f'rm /dev/{missing}; "$PYTHON" -c "$CODE"', PYTHON=sys.executable, CODE=_CUDA)
     assert done.stdout.splitlines() == [f"0 12040 {code}"]
 
 

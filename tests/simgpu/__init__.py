@@ -9,7 +9,7 @@ opened (ENXIO counts as yes, EPERM of the device cgroup as no), the driver where
 
     gpus            at most that many            driver_version, cuda_version   what the libraries claim to be
     error           NVML code that init returns  memory                         MiB, of every GPU
-    mig             `all` or minor numbers: 0,3
+    mig             `all` or minor numbers: 0,3; without it, GPUs are divided that have nodes of instances
 
 The .run fails on request: SIMRUN_FAIL=<word> in its environment, or the word in /etc/simrun.fail (words: at the top of
 src/nvidia-installer.sh). SIMRUN_SLEEP is the length in seconds of `slow`.
@@ -18,7 +18,18 @@ src/nvidia-installer.sh). SIMRUN_SLEEP is the length in seconds of `slow`.
 from __future__ import annotations
 
 from .commands import BuildError
-from .gpus import CUDA_VERSION, DRIVER_VERSION, MAXIMUM_GPUS, DeviceNode, SimGpu, all_gpus, device_nodes, gpu
+from .gpus import (
+    CUDA_VERSION,
+    DRIVER_VERSION,
+    MAXIMUM_GPUS,
+    DeviceNode,
+    SimGpu,
+    all_gpus,
+    device_nodes,
+    gpu,
+    mig_nodes,
+    mig_uuid,
+)
 from .kernel_tree import write_kernel_tree
 from .libraries import build_libraries
 from .runfile import build_run, install_tree, run_name
@@ -36,6 +47,8 @@ __all__ = [
     "device_nodes",
     "gpu",
     "install_tree",
+    "mig_nodes",
+    "mig_uuid",
     "run_name",
     "write_kernel_tree",
 ]

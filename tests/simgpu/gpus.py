@@ -101,6 +101,26 @@ def device_nodes(gpus: int) -> list[DeviceNode]:
     return [DeviceNode(f"/dev/nvidia{gpu(n).minor}", NVIDIA_MAJOR, n, 0o666) for n in range(gpus)] + control
 
 
+# The GPU instances of a divided GPU, each with one compute instance (0).
+MIG_INSTANCES = (1, 2)
+
+
+def mig_minor(minor: int, instance: int, compute_instance: int | None = None) -> int:
+    """The minor number of an instance's capability: a real driver gives one to each that could exist."""
+    return 3 + minor * 135 + instance * 9 + (0 if compute_instance is None else compute_instance + 1)
+
+
+def mig_uuid(minor: int, instance: int) -> str:
+    """The UUID of the MIG device that a GPU instance's compute instance 0 is."""
+    return f"MIG-{gpu(minor).uuid.removeprefix('GPU-')[:-2]}{instance}0"
+
+
+def mig_nodes(minor: int) -> list[DeviceNode]:
+    """The nodes of a divided GPU's instances."""
+    numbers = [mig_minor(minor, instance, compute) for instance in MIG_INSTANCES for compute in (None, 0)]
+    return [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{number}", CAPS_MAJOR, number, 0o444) for number in numbers]
+
+
 def render_c_table(driver_version: str = DRIVER_VERSION, cuda_version: str = CUDA_VERSION) -> str:
     """The same table as a C header, so that the stub libraries cannot disagree with this module."""
     rows = "\n".join(_c_row(one) for one in all_gpus())

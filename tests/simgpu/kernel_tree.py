@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from .gpus import CAPS_MAJOR, DRIVER_VERSION, NVIDIA_MAJOR, UVM_MAJOR, SimGpu, gpu
+from .gpus import CAPS_MAJOR, DRIVER_VERSION, MIG_INSTANCES, NVIDIA_MAJOR, UVM_MAJOR, SimGpu, gpu, mig_minor
 
 # The kernel's driver names its build as this: version, date, builder and the compiler on the second line.
 _VERSION = (
@@ -44,12 +44,13 @@ def write_kernel_tree(
     *,
     driver: Literal["nvidia", "nouveau"] | None = "nvidia",
     open_module: bool = False,
+    divided: tuple[int, ...] = (),
 ) -> None:
     """Writes destination/{sys,proc} for a machine with `gpus` GPUs that `driver` is bound to.
 
     With "nvidia" the modules are loaded: /proc/driver/nvidia, /proc/devices, /proc/modules and /sys/module show it;
     `open_module` gives the version line of the open modules. "nouveau" and None (no driver yet) have none of that.
-    Raises ValueError for more than sixteen GPUs.
+    The GPUs with a minor in `divided` have MIG instances. Raises ValueError for more than sixteen GPUs.
     """
     cards = [gpu(minor) for minor in range(gpus)]
     bus = destination / "sys" / "bus" / "pci"
@@ -63,6 +64,7 @@ def write_kernel_tree(
     _write_all(destination / "proc", {"devices": proc_devices(loaded), "modules": _MODULES.get(driver or "", "")})
     if loaded:
         _write_nvidia(destination, cards, version, _OPEN_VERSION if open_module else _VERSION)
+        _write_mig(destination / "proc" / "driver", cards, divided)
 
 
 def _write_nvidia(destination: Path, cards: list[SimGpu], version: str, version_format: str) -> None:
@@ -72,10 +74,28 @@ def _write_nvidia(destination: Path, cards: list[SimGpu], version: str, version_
     for card in cards:
         files = {"information": _information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
         _write_all(nvidia / "gpus" / card.sysfs_id, files)
-    _write_all(nvidia / "capabilities" / "mig", {"config": _capability(1, 0o400), "monitor": _capability(2, 0o444)})
     for module in ("nvidia", "nvidia_modeset", "nvidia_uvm"):
         files = {"version": f"{version}\n", "initstate": "live\n", "refcnt": "0\n"}
         _write_all(destination / "sys" / "module" / module, files)
+
+
+def _write_mig(driver: Path, cards: list[SimGpu], divided: tuple[int, ...]) -> None:
+    """Every capability that there could be has its minor; only those of instances that exist have a file."""
+    rights = driver / "nvidia" / "capabilities"
+    _write_all(rights / "mig", {"config": _capability(1, 0o400), "monitor": _capability(2, 0o444)})
+    lines = ["config 1", "monitor 2"]
+    for card in cards:
+        for instance in range(15):
+            lines.append(f"gpu{card.minor}/gi{instance}/access {mig_minor(card.minor, instance)}")
+            for compute in range(8):
+                number = mig_minor(card.minor, instance, compute)
+                lines.append(f"gpu{card.minor}/gi{instance}/ci{compute}/access {number}")
+    _write_all(driver / "nvidia-caps", {"mig-minors": "\n".join([*lines, ""])})
+    for minor in divided:
+        for instance in MIG_INSTANCES:
+            folder = rights / f"gpu{minor}" / "mig" / f"gi{instance}"
+            _write_all(folder, {"access": _capability(mig_minor(minor, instance), 0o444)})
+            _write_all(folder / "ci0", {"access": _capability(mig_minor(minor, instance, 0), 0o444)})
 
 
 def _link(path: Path, target: str) -> None:

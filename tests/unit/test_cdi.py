@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import stat
@@ -15,16 +14,13 @@ import pytest
 from gpuprov.cdi.discover import (
     DriverFacts,
     Gpu,
-    Library,
-    Node,
     discover,
-    expected_nodes,
-    parse_devices,
-    parse_information,
+    missing_nodes,
     parse_kernel_version,
 )
+from gpuprov.cdi.files import Library
 from gpuprov.cdi.generate import host_facts, specification
-from gpuprov.cdi.nodes import missing_nodes
+from gpuprov.cdi.nodes import Node, expected_nodes, parse_devices, parse_information
 from gpuprov.cdi.specification import Device, Edits, Specification, render_json
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -80,7 +76,9 @@ def test_driver_and_gpus_are_found(tmp_path: Path, count: int) -> None:
     own = [f"/dev/nvidia{index}" for index in range(count)]
     control = ["/dev/nvidiactl", "/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]
     assert paths == [*own, *control]
-    assert driver.present == tuple(paths)
+    rights = [node.path for node in driver.capability_nodes]
+    assert rights == ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"]
+    assert driver.present == (*paths, *rights)
     assert missing_nodes(driver) == ()
     assert "/usr/bin/nvidia-smi" in [program.path for program in driver.programs]
     assert driver.firmware == tuple(f"/lib/firmware/nvidia/{VERSION}/gsp_{name}.bin" for name in ("ga10x", "tu10x"))
@@ -237,9 +235,9 @@ def test_nodes_that_are_missing_or_have_other_numbers_are_to_be_made(tmp_path: P
     (tmp_path / "dev/nvidia-uvm").write_text("a plain file")
     uvm = next(node for node in device_nodes(2) if node.path == "/dev/nvidia-uvm")
     assert missing_nodes(discover(system)) == (
-        ("/dev/nvidia1", 195, 1, 0o666, 0),
-        ("/dev/nvidiactl", 195, 255, 0o666, 0),
-        ("/dev/nvidia-uvm", uvm.major, 0, 0o666, 0),
+        Node("/dev/nvidia1", 195, 1),
+        Node("/dev/nvidiactl", 195, 255),
+        Node("/dev/nvidia-uvm", uvm.major, 0),
     )
 
 
@@ -356,7 +354,6 @@ def test_information_of_a_gpu() -> None:
     ],
 )  # fmt: skip
 def test_nodes_follow_the_devices_that_the_kernel_knows(majors: dict[str, int], paths: list[str]) -> None:
-    one = Gpu(0, 0, "GPU-1", "0000:01:00.0", "a model")
-    assert [node.path for node in expected_nodes((one,), majors)] == paths
+    assert [node.path for node in expected_nodes((0,), majors)] == paths
     assert expected_nodes((), majors) == ()
-    assert expected_nodes((dataclasses.replace(one, minor=7),), majors)[0] == Node("/dev/nvidia7", 195, 7)
+    assert expected_nodes((7,), majors)[0] == Node("/dev/nvidia7", 195, 7)

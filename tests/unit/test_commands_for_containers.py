@@ -87,6 +87,49 @@ def test_where_nothing_of_the_kind_is_there_is_nothing_to_generate(tmp_path: Pat
     assert "there is no NVIDIA driver here" in str(error) or "this host has nothing for" in str(error)
 
 
+@pytest.mark.parametrize(("mode", "what"), [("csv", "Tegra"), ("wsl", "WSL")])
+def test_what_gpuprov_does_not_serve_is_said(mode: str, what: str) -> None:
+    assert f"is for {what}, which gpuprov does not serve" in str(error_of(run("cdi", "generate", "--mode", mode)))
+
+
+def test_device_nodes_may_lie_elsewhere_than_the_driver(driver: Path) -> None:
+    words = ("--driver-root", driver, "--dev-root", "/host")
+    found = yaml.safe_load(run("cdi", "generate", *words).output)
+    nodes = [node for device in found["devices"] for node in device["containerEdits"]["deviceNodes"]]
+    assert {node["hostPath"] for node in nodes} == {"/host/dev/nvidia0", "/host/dev/nvidia1"}
+    assert {node["path"] for node in nodes} == {"/dev/nvidia0", "/dev/nvidia1"}
+
+
+def test_libraries_and_configuration_are_looked_for_where_one_is_told_first(tmp_path: Path) -> None:
+    simgpu.install_tree(tmp_path)
+    simgpu.write_kernel_tree(tmp_path, 1)
+    place = tmp_path / "opt/nvidia"
+    (place / "vulkan/icd.d").mkdir(parents=True)
+    (place / "vulkan/icd.d/nvidia_icd.json").write_text("{}")
+    (place / "libnvidia-ml.so.999.1").write_text("")
+    (place / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.999.1")
+    words = ("--library-search-path", "/opt/nvidia", "--config-search-path", "/opt/nvidia")
+    found = yaml.safe_load(run("cdi", "generate", "--driver-root", tmp_path, *words).output)
+    mounts = {one["containerPath"]: one["hostPath"] for one in found["containerEdits"]["mounts"]}
+    assert mounts["/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.999.1"] == f"{place}/libnvidia-ml.so.999.1"
+    assert mounts["/etc/vulkan/icd.d/nvidia_icd.json"] == f"{place}/vulkan/icd.d/nvidia_icd.json"
+    assert not [path for path in mounts if "libcuda" in path]
+
+
+def test_nvidias_other_flags_are_taken(driver: Path) -> None:
+    words = (
+        "--ldconfig-path",
+        "/sbin/ldconfig",
+        "--feature-flag",
+        "x",
+        "--disable-hook",
+        "all",
+        "--enable-hook",
+        "all",
+    )
+    assert "hooks" in yaml.safe_load(run("cdi", "generate", "--driver-root", driver, *words).output)["containerEdits"]
+
+
 def test_an_unknown_device_id_is_an_error(driver: Path) -> None:
     assert "there is no device 7" in str(error_of(run("cdi", "generate", "--driver-root", driver, "--device-id", "7")))
 

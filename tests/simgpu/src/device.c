@@ -153,19 +153,49 @@ bool simgpu_uvm_usable(void)
     return is_character_device("/dev/nvidia-uvm", &major_number, &minor_number) && may_open("/dev/nvidia-uvm");
 }
 
-/* mig=all, or the minor numbers: mig=0,3 */
+/* mig=all, or the minor numbers: mig=0,3; without that, a GPU is divided whose parts this process may use. */
 bool simgpu_mig_enabled(const struct simgpu *gpu)
 {
     char text[128], *position = NULL;
+    struct simgpu_mig found[SIMGPU_MIG_MAX];
 
     if (simgpu_setting("mig", text, sizeof text) == NULL)
-        return false;
+        return simgpu_mig_devices(gpu, found) > 0;
     if (strcmp(text, "all") == 0)
         return true;
     for (char *word = strtok_r(text, ", ", &position); word != NULL; word = strtok_r(NULL, ", ", &position))
         if (atoi(word) == gpu->minor)
             return true;
     return false;
+}
+
+/* A GPU has 15 instances of 8 compute instances at most, and each of them a minor, whether it exists or not: mig-minors
+ * of a real driver counts from 3, GPU by GPU. */
+static bool may_use_capability(const struct simgpu *gpu, unsigned int instance, int compute_instance)
+{
+    char path[64];
+    unsigned int number = 3 + (unsigned int)gpu->minor * 135 + instance * 9 + (unsigned int)(compute_instance + 1);
+    unsigned int major_number, minor_number;
+
+    snprintf(path, sizeof path, "/dev/nvidia-caps/nvidia-cap%u", number);
+    return is_character_device(path, &major_number, &minor_number) && minor_number == number && may_open(path);
+}
+
+int simgpu_mig_devices(const struct simgpu *gpu, struct simgpu_mig found[SIMGPU_MIG_MAX])
+{
+    int count = 0;
+
+    for (unsigned int instance = 1; instance <= SIMGPU_MIG_MAX; instance++)
+        if (may_use_capability(gpu, instance, -1) && may_use_capability(gpu, instance, 0))
+            found[count++] = (struct simgpu_mig){gpu, instance, 0};
+    return count;
+}
+
+void simgpu_mig_uuid(const struct simgpu_mig *mig, char *text, size_t size)
+{
+    snprintf(text, size, "MIG-%s", mig->gpu->uuid + strlen("GPU-"));
+    /* The last two digits tell the instances apart. */
+    snprintf(text + strlen(text) - 2, 3, "%x%x", mig->gpu_instance, mig->compute_instance);
 }
 
 unsigned long long simgpu_memory_mib(const struct simgpu *gpu)

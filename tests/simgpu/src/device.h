@@ -32,6 +32,15 @@ int simgpu_visible(const struct simgpu *gpus[SIMGPU_MAX]);
 
 bool simgpu_uvm_usable(void);
 bool simgpu_mig_enabled(const struct simgpu *gpu);
+/* Two GPU instances of one compute instance each, as `nvidia-smi mig -cgi 3g.40gb,3g.40gb -C` makes them; they exist
+ * for a process that may open both capability nodes, as with the real driver. */
+#define SIMGPU_MIG_MAX 2
+struct simgpu_mig {
+    const struct simgpu *gpu;
+    unsigned int gpu_instance, compute_instance;
+};
+int simgpu_mig_devices(const struct simgpu *gpu, struct simgpu_mig found[SIMGPU_MIG_MAX]);
+void simgpu_mig_uuid(const struct simgpu_mig *mig, char *text, size_t size);
 unsigned long long simgpu_memory_mib(const struct simgpu *gpu);
 
 /* The bytes of a UUID, as cuDeviceGetUuid hands them out. */

@@ -22,8 +22,36 @@ nvmlReturn_t nvml_copy_text(char *target, unsigned int size, const char *text)
     return NVML_SUCCESS;
 }
 
+static struct simgpu_mig mig_devices[SIMGPU_MAX][SIMGPU_MIG_MAX];
+static int mig_counts[SIMGPU_MAX];
+
+const struct simgpu_mig *nvml_mig(nvmlDevice_t device)
+{
+    for (int i = 0; i < nvml_gpu_count; i++)
+        for (int j = 0; j < mig_counts[i]; j++)
+            if ((const void *)device == (const void *)&mig_devices[i][j])
+                return &mig_devices[i][j];
+    return NULL;
+}
+
+nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig)
+{
+    GET_ROW(gpu, device, mig);
+    for (int i = 0; i < nvml_gpu_count; i++)
+        if (nvml_gpus[i] == gpu && index < (unsigned int)mig_counts[i]) {
+            *mig = (nvmlDevice_t)(void *)&mig_devices[i][index];
+            return NVML_SUCCESS;
+        }
+    return NVML_ERROR_NOT_FOUND;
+}
+
+/* A MIG device answers for its GPU where it has nothing of its own. */
 const struct simgpu *nvml_row(nvmlDevice_t device)
 {
+    const struct simgpu_mig *mig = nvml_mig(device);
+
+    if (mig != NULL)
+        return mig->gpu;
     for (int i = 0; i < nvml_gpu_count; i++)
         if ((const void *)device == (const void *)nvml_gpus[i])
             return nvml_gpus[i];
@@ -42,6 +70,8 @@ nvmlReturn_t nvmlInit_v2(void)
     if (control == CONTROL_MISMATCH)
         return NVML_ERROR_LIB_RM_VERSION_MISMATCH;
     nvml_gpu_count = simgpu_visible(nvml_gpus);
+    for (int i = 0; i < nvml_gpu_count; i++)
+        mig_counts[i] = simgpu_mig_devices(nvml_gpus[i], mig_devices[i]);
     return NVML_SUCCESS;
 }
 

@@ -9,14 +9,22 @@
 
 nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int length)
 {
+    char text[96];
+
     GET_ROW(gpu, device, name);
-    return nvml_copy_text(name, length, gpu->name);
+    snprintf(text, sizeof text, "%s%s", gpu->name, nvml_mig(device) != NULL ? " MIG 3g.40gb" : "");
+    return nvml_copy_text(name, length, text);
 }
 
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length)
 {
+    char text[48];
+
     GET_ROW(gpu, device, uuid);
-    return nvml_copy_text(uuid, length, gpu->uuid);
+    snprintf(text, sizeof text, "%s", gpu->uuid);
+    if (nvml_mig(device) != NULL)
+        simgpu_mig_uuid(nvml_mig(device), text, sizeof text);
+    return nvml_copy_text(uuid, length, text);
 }
 
 nvmlReturn_t nvmlDeviceGetSerial(nvmlDevice_t device, char *serial, unsigned int length)
@@ -243,18 +251,48 @@ nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned int *c
     return NVML_SUCCESS;
 }
 
-/* MIG mode can be on, but nobody has created an instance yet: the state of a machine just provisioned. */
-nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig)
-{
-    GET_ROW(gpu, device, mig);
-    (void)index;
-    return NVML_ERROR_NOT_FOUND;
-}
-
 nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t device, unsigned int *answer)
 {
     GET_ROW(gpu, device, answer);
-    *answer = 0;
+    *answer = nvml_mig(device) != NULL;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t device, nvmlDevice_t *parent)
+{
+    GET_ROW(gpu, device, parent);
+    if (nvml_mig(device) == NULL)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *parent = (nvmlDevice_t)(const void *)gpu;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetGpuInstanceId(nvmlDevice_t device, unsigned int *id)
+{
+    GET_ROW(gpu, device, id);
+    if (nvml_mig(device) == NULL)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *id = nvml_mig(device)->gpu_instance;
+    return NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeInstanceId(nvmlDevice_t device, unsigned int *id)
+{
+    GET_ROW(gpu, device, id);
+    if (nvml_mig(device) == NULL)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *id = nvml_mig(device)->compute_instance;
+    return NVML_SUCCESS;
+}
+
+/* A profile of 3g.40gb: three slices of both kinds. */
+nvmlReturn_t nvmlDeviceGetAttributes_v2(nvmlDevice_t device, nvmlDeviceAttributes_t *attributes)
+{
+    GET_ROW(gpu, device, attributes);
+    memset(attributes, 0, sizeof *attributes);
+    attributes->gpuInstanceSliceCount = attributes->computeInstanceSliceCount = 3;
+    attributes->multiprocessorCount = 60;
+    attributes->memorySizeMB = simgpu_memory_mib(gpu) / 2;
     return NVML_SUCCESS;
 }
 

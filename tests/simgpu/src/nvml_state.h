@@ -19,6 +19,9 @@ nvmlReturn_t nvml_copy_text(char *target, unsigned int size, const char *text);
 /* A handle is the address of a table row; anything else came from a caller's bug and gives NULL. */
 const struct simgpu *nvml_row(nvmlDevice_t device);
 
+/* The MIG device that a handle stands for, NULL if it stands for a GPU. */
+const struct simgpu_mig *nvml_mig(nvmlDevice_t device);
+
 #define GET_ROW(gpu, device, out)                                                \
     const struct simgpu *gpu = nvml_row(device);                                 \
     if (nvml_gpu_count < 0)                                                      \

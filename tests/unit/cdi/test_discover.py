@@ -8,20 +8,20 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Callable
 
 import pytest
 
-from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, expected_nodes
+from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import difference, host_facts, specification
 from gpuprov.cdi.loader_cache import CachedLibrary, parse_cache
-from gpuprov.cdi.nodes import missing_nodes
-from gpuprov.cdi.nvidia_smi import SmiFacts, parse_facts, sysfs_bus_id
+from gpuprov.cdi.nodes import Node, expected_nodes
+from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
 from gpuprov.cdi.specification import render_json
 from gpuprov.cdi.validation import problems
-from gpuprov.errors import GpuprovError
 from gpuprov.system import Completed, System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
 from tests.unit.test_cdi import reached
@@ -30,18 +30,22 @@ DATA = Path(__file__).parent / "data"
 VERSION = "550.163.01"
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 DRIVER = "--host-driver-version"
-# `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
-REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
-CAPABILITIES = "".join(f"{gpu(number).bus_id}, 9.0\n" for number in (0, 1))
+# What the child process says of two GPUs of the simulated driver; tests/integration/test_nvml.py lets it speak itself.
+ANSWER: dict[str, Any] = {
+    "cuda_version": "12.4",
+    "gpus": [
+        {"bus_id": gpu(n).bus_id, "uuid": gpu(n).uuid, "brand": 14, "compute_capability": "9.0", "mig": []}
+        for n in (0, 1)
+    ],
+}
 
 
 class Host(System):
-    """A machine below a folder, whose nvidia-smi says what it is told to."""
+    """A machine below a folder, whose NVML says what it is told to."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
-        self.report = (0, REPORT)
-        self.capabilities = (0, CAPABILITIES)
+        self.answer = (0, json.dumps(ANSWER))
         self.asked: list[tuple[str, ...]] = []
 
     def run(
@@ -55,8 +59,8 @@ class Host(System):
     ) -> Completed:
         argv = tuple(argv)
         self.asked.append(argv)
-        assert argv[0] == "nvidia-smi"
-        return Completed(argv, *(self.report if "-x" in argv else self.capabilities))
+        assert argv[0] == sys.executable and "nvml_child" in argv[3]
+        return Completed(argv, *self.answer)
 
 
 def make_nodes(root: Path, gpus: int, mode: int = 0o666) -> None:
@@ -245,38 +249,46 @@ def test_nvml_is_not_asked_over_libraries_of_another_version(host: Host, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "answer", [(9, "NVIDIA-SMI has failed"), (0, "no XML"), (0, "<!ENTITY"), (0, "<a/>"), (127, "")]
+    "answer",
+    [(9, ""), (0, "no JSON"), (0, "[]"), (0, "{}"), (0, '{"cuda_version": "12.4", "gpus": [{}]}'), (0, "[" * 9999)],
 )
 def test_an_nvml_that_does_not_answer_leaves_what_is_known(host: Host, answer: tuple[int, str]) -> None:
-    host.report = answer
+    host.answer = answer
     assert ask_nvml(host, discover(host)) == discover(host)
 
 
-def test_a_driver_older_than_the_query_for_compute_capabilities(host: Host) -> None:
-    host.capabilities = (2, 'Field "compute_cap" is not a valid field to query.\n')
+def test_this_drivers_own_library_is_asked(host: Host) -> None:
+    ask_nvml(host, discover(host))
+    assert host.asked[0][4] == f"{MULTIARCH}/libnvidia-ml.so.{VERSION}"
+
+
+def answer_with(**changes: Any) -> str:
+    """Return the recorded answer, with other values for the first GPU."""
+    first, *others = ANSWER["gpus"]
+    return json.dumps({**ANSWER, "gpus": [{**first, **changes}, *others]})
+
+
+def test_a_driver_older_than_the_question_for_compute_capabilities(host: Host) -> None:
+    host.answer = (0, answer_with(compute_capability=""))
     driver = ask_nvml(host, discover(host))
     assert {one.brand for one in driver.gpus} == {"NVIDIA"}
     assert "--gpu-architecture" not in host_facts(specification(driver))
 
 
 def test_unlike_gpus_promise_the_least(host: Host) -> None:
-    host.capabilities = (0, f"{gpu(0).bus_id}, 10.0\n{gpu(1).bus_id}, 8.6\n")
-    host.report = (0, REPORT.replace("<product_brand>NVIDIA", "<product_brand>GeForce RTX", 1))
+    host.answer = (0, answer_with(compute_capability="10.0", brand=15))
     driver = ask_nvml(host, discover(host))
     assert [one.brand for one in driver.gpus] == ["GeForceRTX", "NVIDIA"]
     annotations = host_facts(specification(driver))
-    assert annotations["--gpu-architecture"] == "8.6"
+    assert annotations["--gpu-architecture"] == "9.0"
     assert "--gpu-brand" not in annotations
 
 
-def test_what_nvml_does_not_know_is_not_taken_for_a_name() -> None:
-    report = (
-        "<nvidia_smi_log><cuda_version>N/A</cuda_version><gpu><product_brand>[Unknown Error]</product_brand>"
-        "<uuid>../../etc</uuid><pci><pci_bus_id>00000000:1B:00.0</pci_bus_id></pci></gpu></nvidia_smi_log>"
-    )
-    assert parse_facts(report, "00000000:1B:00.0, [N/A]\n") == ({"0000:1b:00.0": SmiFacts()}, "")
-    with pytest.raises(GpuprovError):
-        parse_facts("", "")
+@pytest.mark.parametrize("brand", [None, -1, 17, 1 << 40, "x"])
+def test_what_nvml_does_not_know_is_not_taken_for_a_name(brand: object) -> None:
+    text = answer_with(uuid="../../etc", brand=brand, compute_capability="[N/A]")
+    gpus, version = parse_answers(text)
+    assert (gpus["0000:1b:00.0"], version) == (GpuAnswer(), "12.4")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +328,7 @@ def test_nodes_that_are_not_for_everybody(host: Host, tmp_path: Path) -> None:
     set_params(tmp_path, DeviceFileMode=0o660, DeviceFileGID=44)
     host.remove("/dev/nvidia1")
     driver = discover(host)
-    assert missing_nodes(driver) == (("/dev/nvidia1", 195, 1, 0o660, 44),)
+    assert missing_nodes(driver) == (Node("/dev/nvidia1", 195, 1, 0o660, 44),)
     found = specification(driver)
     assert found.version == "0.7.0"
     assert found.edits.additional_gids == (44,)
@@ -341,11 +353,10 @@ def test_udevs_word_holds_where_the_driver_keeps_its_hands_off(host: Host, tmp_p
     )
 
 
-def test_before_550_40_one_name_stands_for_mode_setting_too(host: Host) -> None:
-    (one, _) = discover(host).gpus
+def test_before_550_40_one_name_stands_for_mode_setting_too() -> None:
     majors = {"nvidia-frontend": 195}
     for loaded in (False, True):
-        paths = [node.path for node in expected_nodes((one,), majors, modeset_loaded=loaded)]
+        paths = [node.path for node in expected_nodes((0,), majors, modeset_loaded=loaded)]
         assert ("/dev/nvidia-modeset" in paths) is loaded
 
 

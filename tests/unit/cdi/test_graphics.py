@@ -6,8 +6,9 @@ import os
 import stat
 from pathlib import Path
 
-from gpuprov.cdi.discover import Node, discover
+from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
+from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.validation import problems
 from gpuprov.system import System
 from tests import simgpu

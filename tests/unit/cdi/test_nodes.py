@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.discover import discover
+from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import specification
-from gpuprov.cdi.nodes import missing_nodes
 from gpuprov.changes import MakeNode
 from gpuprov.system import System
 from tests import simgpu
@@ -31,12 +30,12 @@ def host(tmp_path: Path) -> System:
 
 
 def test_what_is_missing_is_made_and_then_nothing_is_missing(host: System) -> None:
-    missing = {node[0]: node for node in missing_nodes(discover(host))}
-    assert missing["/dev/nvidia-caps/nvidia-cap1"][3:] == (0o400, 0)
-    assert missing["/dev/nvidia-caps/nvidia-cap2"][3:] == (0o444, 0)
+    missing = {node.path: node for node in missing_nodes(discover(host))}
+    assert missing["/dev/nvidia-caps/nvidia-cap1"].mode == 0o400
+    assert missing["/dev/nvidia-caps/nvidia-cap2"].mode == 0o444
     assert "/dev/nvidia-caps/nvidia-cap3" not in missing
     for node in missing.values():
-        MakeNode(*node).apply(host, lambda *_: None)
+        MakeNode(node.path, node.major, node.minor, node.mode, node.gid).apply(host, lambda *_: None)
     assert missing_nodes(discover(host)) == ()
     status = host.path("/dev/nvidia-caps/nvidia-cap1").stat()
     assert stat.S_ISCHR(status.st_mode)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.other_devices import MODES, specification_of
+from gpuprov import toolkit
+from gpuprov.cdi.other_devices import MODES, PATHS, specification_of, specifications
 from gpuprov.cdi.validation import problems
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System
@@ -88,3 +90,36 @@ def test_management_is_everything_with_the_drivers_files(host: System) -> None:
 def test_where_there_is_nothing_it_is_said(tmp_path: Path, mode: str) -> None:
     with pytest.raises(GpuprovError, match="this host has nothing for"):
         specification_of(System(str(tmp_path)), mode)
+
+
+def test_an_installation_writes_what_the_host_has_devices_for(host: System) -> None:
+    found = specifications(host)
+    assert tuple(found) == PATHS
+    assert json.loads(found["/etc/cdi/nvidia-gds.json"])["kind"] == "nvidia.com/gds"
+    host.remove("/dev/gdrdrv")
+    assert tuple(specifications(host)) == tuple(path for path in PATHS if "gdrcopy" not in path)
+
+
+@pytest.mark.parametrize(
+    "text", ["cdiVersion: 0.5.0\nkind: nvidia.com/gds\n", '{\n "cdiVersion": "0.5.0",\n "kind": "nvidia.com/gds",\n']
+)
+def test_a_kind_that_somebody_elses_file_has_is_left_to_it(host: System, text: str) -> None:
+    host.make_directory("/etc/cdi")
+    host.write("/etc/cdi/gds.yaml", text.encode())
+    assert "/etc/cdi/nvidia-gds.json" not in specifications(host)
+    host.write("/etc/cdi/gds.yaml", text.replace("/gds", "/gds-2").encode())
+    assert "/etc/cdi/nvidia-gds.json" in specifications(host)
+    # Our own of before is no other's.
+    host.write("/etc/cdi/nvidia-gds.json", text.encode())
+    assert "/etc/cdi/nvidia-gds.json" in specifications(host)
+
+
+def test_an_installation_brings_them_up_to_date_with_the_gpus_own(host: System) -> None:
+    (host.root / "lib").symlink_to("usr/lib")
+    change = toolkit.WriteCdiSpecification(None)
+    before = change.capture(host)
+    change.apply(host, lambda *_: None)
+    assert {path for path in PATHS if host.exists(path)} == set(PATHS)
+    assert host.exists(toolkit.CDI_SPECIFICATION)
+    change.undo(host, before, None)
+    assert not [path for path in (*PATHS, toolkit.CDI_SPECIFICATION) if host.exists(path)]

@@ -1,0 +1,91 @@
+"""What the driver's own library (NVML) says of the GPUs: the one door through which its answers come in.
+
+It is asked by a process of its own (nvml_child.py): a driver that hangs or crashes takes that one along, and a time
+limit ends it. What it says is checked: a library is only as honest as whoever laid it there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov.system import System
+
+# A GPU without a persistent client is initialised first: seconds for each.
+_SECONDS = 120
+_CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from gpuprov.cdi.nvml_child import main; main(sys.argv[1])"
+_UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_VERSION = r"\d+\.\d+"
+# By their numbers in nvml.h (nvmlBrandType_t), named as images name them in NVIDIA_REQUIRE_CUDA: `brand=geforcertx`.
+_BRANDS = (
+    "", "Quadro", "Tesla", "NVS", "Grid", "GeForce", "Titan", "NvidiavApps", "NvidiaVPC", "NvidiaVCS", "NvidiaVWS",
+    "NvidiaCloudGaming", "QuadroRTX", "NvidiaRTX", "NVIDIA", "GeForceRTX", "TitanRTX",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MigAnswer:
+    """A MIG device, by the ids of its GPU and compute instance."""
+
+    gpu_instance: int
+    compute_instance: int
+    uuid: str
+
+
+@dataclass(frozen=True)
+class GpuAnswer:
+    """What is known of a GPU through NVML alone; "" where it does not tell."""
+
+    uuid: str = ""
+    brand: str = ""
+    compute_capability: str = ""
+    mig: tuple[MigAnswer, ...] = ()
+
+
+def ask(system: System, library: str) -> tuple[Mapping[str, GpuAnswer], str]:
+    """Return PCI bus id → answer, and the driver's CUDA version; nothing where NVML does not answer.
+
+    `library` is the path of NVML, so that no other than this driver's is loaded.
+    """
+    folders = [folder for folder in sys.path if folder]
+    done = system.run((sys.executable or "python3", "-I", "-c", _CHILD, library, *folders), timeout=_SECONDS)
+    return parse_answers(done.stdout) if done.ok else ({}, "")
+
+
+def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:
+    """Return what ask() does, from the child's JSON; nothing for what is not of its form."""
+    try:
+        document = json.loads(text)
+        gpus = {sysfs_bus_id(str(one["bus_id"])): _answer(one) for one in document["gpus"]}
+        return gpus, _matching(_VERSION, document["cuda_version"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return {}, ""
+
+
+def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
+    brand = gpu["brand"]
+    mig = tuple(
+        MigAnswer(int(one["gpu_instance"]), int(one["compute_instance"]), _matching(f"MIG-{_UUID}", one["uuid"]))
+        for one in gpu["mig"]
+    )
+    return GpuAnswer(
+        _matching(f"GPU-{_UUID}", gpu["uuid"]),
+        _BRANDS[brand] if isinstance(brand, int) and 0 <= brand < len(_BRANDS) else "",
+        _matching(_VERSION, gpu["compute_capability"]),
+        mig,
+    )
+
+
+def sysfs_bus_id(text: str) -> str:
+    """Return a PCI bus id as the kernel writes it: NVML's 00000000:1B:00.0 is 0000:1b:00.0."""
+    domain, _, rest = text.strip().lower().partition(":")
+    return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain.lstrip('0')}:{rest}"
+
+
+def _matching(pattern: str, text: Any) -> str:
+    """Return the text if it is of that form, nothing for anything else."""
+    return text if isinstance(text, str) and re.fullmatch(pattern, text) else ""

@@ -1,0 +1,114 @@
+"""The decision explained: what each outcome says, in text and in JSON, and that nothing is changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.hook_commands import hook
+
+# As a host has it: the table under `--host-*` stands in the hook's arguments.
+SPECIFICATION = {
+    "cdiVersion": "0.5.0",
+    "kind": "nvidia.com/gpu",
+    "devices": [{"name": "0", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia0"}]}}],
+    "containerEdits": {
+        "mounts": [{"hostPath": "/usr/bin/nvidia-smi", "containerPath": "/usr/bin/nvidia-smi", "options": ["ro"]}],
+        "hooks": [
+            {
+                "hookName": "createContainer",
+                "path": "/usr/bin/gpuprov-container-runtime-hook",
+                "args": [
+                    "gpuprov-container-runtime-hook", "createContainer", "--host-driver-version", "550.163.01",
+                    "--host-cuda-version", "12.4", "--link", "libcuda.so.550.163.01::/usr/lib64/libcuda.so.1",
+                ],
+                "env": ["PATH=/usr/bin:/bin"],
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """A config.toml whose spec-dirs hold that specification."""
+    (tmp_path / "cdi").mkdir()
+    (tmp_path / "cdi/nvidia.json").write_text(json.dumps(SPECIFICATION))
+    path = tmp_path / "config.toml"
+    path.write_text(f"[nvidia-container-runtime.modes.cdi]\nspec-dirs = ['{tmp_path}/cdi']\n")
+    return path
+
+
+def explain(settings: Path, *environment: str, flags: tuple[str, ...] = ()) -> Result:
+    config = json.dumps({"process": {"env": environment}})
+    return CliRunner().invoke(hook, ["explain", "--config", str(settings), *flags], input=config)
+
+
+@pytest.mark.parametrize(
+    ("environment", "lines"),
+    [
+        ([], ["asks for no GPU: the container is left alone", "  because NVIDIA_VISIBLE_DEVICES is not set"]),
+        (["NVIDIA_VISIBLE_DEVICES=void"], ["  because NVIDIA_VISIBLE_DEVICES names no device"]),
+        (["NVIDIA_VISIBLE_DEVICES=none"], ["devices        none: the driver files alone"]),
+        (
+            ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_REQUIRE_CUDA=cuda>=12.0"],
+            [
+                "devices        0", "capabilities   compute, utility", "requirements   cuda>=12.0", "privileged     no",
+                "legacy image   no", "device         /dev/nvidia0", "file           /usr/bin/nvidia-smi",
+                "link           libcuda.so.550.163.01 <- /usr/lib64/libcuda.so.1",
+                "because        the host satisfies every requirement",
+            ],
+        ),
+        (["CUDA_VERSION=11.4", "NVIDIA_VISIBLE_DEVICES=0"], ["legacy image   yes", "requirements   cuda>=11.4"]),
+        (
+            ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_REQUIRE_CUDA=cuda>=13.0"],
+            [
+                "refused        requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: "
+                "update the driver to ≥ 580 or use an image for CUDA ≤ 12.4"
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_the_text_says_what_is_asked_given_and_why(settings: Path, environment: list[str], lines: list[str]) -> None:
+    done = explain(settings, *environment)
+    assert done.exit_code == 0
+    assert [line for line in lines if line not in done.output.splitlines()] == []
+
+
+def test_a_refused_container_keeps_what_is_known_of_its_request(settings: Path) -> None:
+    done = explain(settings, "NVIDIA_VISIBLE_DEVICES=0,1", "NVIDIA_MIG_CONFIG_DEVICES=all", flags=("--json",))
+    found = json.loads(done.output)
+    assert (found["devices"], found["mig_config"], found["gpu_container"]) == (["0", "1"], "all", True)
+    assert "is for privileged containers alone" in found["error"]
+    assert found["edits"] == {}
+
+
+def test_nothing_is_changed(settings: Path, tmp_path: Path) -> None:
+    (tmp_path / "rootfs/usr/lib64").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "root": {"path": "rootfs"},
+    }))  # fmt: skip
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    done = CliRunner().invoke(hook, ["explain", "--config", str(settings), "--bundle", str(tmp_path), "--json"])
+    assert json.loads(done.output)["error"] is None
+    after = {path: path.lstat() for path in tmp_path.rglob("*")}
+    assert {path: (one.st_mtime_ns, one.st_ctime_ns) for path, one in after.items()} == {
+        path: (one.st_mtime_ns, one.st_ctime_ns) for path, one in before.items()
+    }
+
+
+def test_a_bundle_without_a_configuration_is_a_usage_error(settings: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(hook, ["explain", "--config", str(settings), "--bundle", str(tmp_path)])
+    assert isinstance(done.exception, GpuprovError)
+    assert done.exception.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("option", ["--cuda", "--driver", "--arch"])
+def test_a_host_version_that_is_none_is_a_usage_error(option: str) -> None:
+    done = CliRunner().invoke(hook, ["requirements", option, "new", "cuda>=12"])
+    assert done.exit_code == 2
+    assert option in done.output and "'new' is no version" in done.output
