@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.container_bench import LIBRARIES, Bench, nodes
+from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime, nodes
 
 pytestmark = pytest.mark.root
 _VERSION_2 = "umount -R /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; exec"
 ENXIO = "No such device or address"
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, "runc")
+@pytest.fixture(params=["runc", "crun"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
     yield made
     made.delete()
 
@@ -29,6 +29,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.fixture(params=[1, 2], ids=["cgroup v1", "cgroup v2"])
 def versions(request: pytest.FixtureRequest, bench: Bench, tmp_path: Path) -> Iterator[Bench]:
     """The bench with a runc that sees one version of cgroups alone."""
+    if request.param == 2 and "crun" in bench.low_level:
+        pytest.skip("crun 1.8 wants more locked memory for version 2 than root in a virtual machine may have")
     if request.param == 2:
         wrapper = tmp_path / "runc-v2"
         inner = f'{_VERSION_2} {bench.low_level} "$@"'
@@ -84,7 +86,11 @@ def test_a_refusal_stops_the_start_with_one_line(bench: Bench) -> None:
     bench.configure("NVIDIA_VISIBLE_DEVICES=9", hooks={"prestart": [bench.hook_entry("prestart")]})
     done = bench.create(runtime=bench.low_level)
     assert done.returncode != 0
-    assert "gpuprov: there is no GPU '9' on this host; there are 0, 1" in done.stderr
+    # crun keeps what hooks say to itself, unless the annotation run.oci.hooks.stderr names a file for it.
+    says = (
+        "(exit code: 1)" if "crun" in bench.low_level else "gpuprov: there is no GPU '9' on this host; there are 0, 1"
+    )
+    assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
