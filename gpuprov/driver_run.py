@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov import runfile
+from gpuprov import generations, releases, runfile
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
@@ -42,7 +42,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "which driver version to install is not said",
                 "gpuprov_driver is runfile and gpuprov_driver_version is not set",
-                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=550.163.01",
+                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
             ),
         )
     if facts.driver_packaged:
@@ -53,16 +53,23 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
                 "keep it: gpuprov_driver: preinstalled; or purge it first: apt-get purge '*nvidia*'",
             ),
         )
+    if builds_modules(facts, spec):
+        return generations.problems(_device_ids(facts), spec.driver_version, spec.kernel_module_type)
     return ()
+
+
+def _device_ids(facts: HostFacts) -> tuple[str, ...]:
+    return tuple(gpu.device_id for gpu in facts.gpus)
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the .run file; it comes before all else, so that a wrong URL or digest costs nothing."""
     source, path = _source(facts, spec)
     there = facts.downloads.get(path)
-    if not installs(facts, spec) or source == path or (there and spec.driver_sha256 in ("", there)):
+    sha256 = _sha256(facts, spec)
+    if not installs(facts, spec) or source == path or (there and sha256 in ("", there)):
         return ()
-    return (FetchRunfile(source, path, spec.driver_sha256),)
+    return (FetchRunfile(source, path, sha256),)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -73,14 +80,21 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         InstallDriver(
             version=spec.driver_version,
             path=_source(facts, spec)[1],
-            sha256=spec.driver_sha256,
+            sha256=_sha256(facts, spec),
             architecture=facts.architecture,
             kernel_modules=builds_modules(facts, spec),
-            module_type=spec.kernel_module_type,
+            module_type=generations.module_type(_device_ids(facts), spec.driver_version, spec.kernel_module_type),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
         ),
     )
+
+
+def _sha256(facts: HostFacts, spec: HostSpec) -> str:
+    """Return the digest that is asked for, or known of NVIDIA's own file; nothing where one beside the file counts."""
+    if spec.driver_sha256 or spec.driver_url:
+        return spec.driver_sha256
+    return releases.known_sha256(spec.driver_version, facts.architecture)
 
 
 def _source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:

@@ -15,11 +15,15 @@ from typing import Any
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
+from gpuprov import releases
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"
 
-_VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}\Z", error="is not a driver version such as 550.163.01")
+_VERSION = validate.Regexp(
+    rf"\d{{3,4}}(\.\d{{1,4}}){{1,3}}\Z|({'|'.join(releases.branches())}|latest)\Z",
+    error=f"is not a driver version such as 550.163.01, nor a branch ({', '.join(releases.branches())}), nor latest",
+)
 _SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
 _URL_OR_PATH = validate.Regexp(
     r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
@@ -115,7 +119,10 @@ class HostSpec:
         "runfile", "preinstalled",
     )  # fmt: skip
     driver_version: str = _text(
-        "", "The driver's version, such as 550.163.01. Needed with `driver: runfile`.", _VERSION
+        "",
+        "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
+        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`.",
+        _VERSION,
     )
     driver_url: str = _text(
         "",
@@ -123,7 +130,11 @@ class HostSpec:
         "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
         _URL_OR_PATH,
     )
-    driver_sha256: str = _text("", "The SHA-256 of the .run file. Default: the `.sha256sum` file beside it.", _SHA256)
+    driver_sha256: str = _text(
+        "",
+        "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
+        _SHA256,
+    )
     kernel_modules: str = _choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
@@ -132,7 +143,9 @@ class HostSpec:
         "auto", "build", "none",
     )  # fmt: skip
     kernel_module_type: str = _choice(
-        "auto", "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` leaves it to the installer.",
+        "auto",
+        "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
+        "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
     )  # fmt: skip
     docker: str = _choice(
@@ -199,7 +212,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
     }
-    return HostSpec(**settings)
+    # What is asked for by branch is one release from here on: every host of a run gets the same.
+    return HostSpec(**{**settings, "driver_version": releases.resolved(settings.get("driver_version", ""))})
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from gpuprov import releases
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver
+from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, InstallDriver
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
 from gpuprov.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
@@ -189,3 +190,18 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
     else:
         place.write_bytes(b"\x7fELF" * (2 << 20))
     assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
+
+
+def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
+    wanted = spec(driver_version="580")
+    known = releases.known_sha256(wanted.driver_version, "x86_64")
+    assert planned(metal, wanted, FetchRunfile).sha256 == known != ""
+    # Another place may hold another file of that name: what lies beside it says which.
+    assert planned(metal, spec(driver_version="580", driver_url="https://a.example/x.run"), FetchRunfile).sha256 == ""
+
+
+def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal: HostFacts) -> None:
+    old = replace(metal, gpus=(PciGpu("0000:01:00.0", "1db4"),))
+    plan = make_plan(old, spec(driver_version="590"))
+    assert plan.changes == ()
+    assert "no longer serves this host's Volta GPU" in plan.problems[0].what
