@@ -34,6 +34,11 @@ class Change:
         """Return one line that says what will be done."""
         raise TypeError(f"{type(self).__name__} does not describe itself")
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return what it will fetch, so that a place that can't be reached is known before anything is changed."""
+        return ()
+
     def diff(self, system: System) -> str:
         """Return a unified diff of what will change, or nothing where there is no text to compare."""
         return ""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpuprov.changes import Tell
-from gpuprov.errors import GpuprovError
+from gpuprov.errors import GpuprovError, Problem
 from gpuprov.system import System
 
 if TYPE_CHECKING:
     import requests
 
 _TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
+_ASKING_TIMEOUTS = (10, 10)
 _RETRIES = 4
 # What is lost of a connection that breaks; small, so that a poor line gets on all the same.
 _CHUNK = 1 << 16
@@ -95,6 +97,32 @@ def _read_small(system: System, url: str) -> bytes:
     except requests.RequestException as error:
         raise _explained(url, error) from None
     return content
+
+
+def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
+    """Return a problem for each URL that can't be had now; asked all at once, nothing is transferred."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = sorted({url for url in urls if not url.startswith("file://")})
+    if not wanted:
+        return ()
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return tuple(one for one in pool.map(lambda url: _ask(system, url), wanted) if one is not None)
+
+
+def _ask(system: System, url: str) -> Problem | None:
+    import requests
+
+    try:
+        status = requests.head(
+            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True
+        ).status_code
+    except requests.RequestException as error:
+        return _explained(url, error).problems[0]
+    # Other refusals may be of the question itself (HEAD): the download will tell.
+    if status not in _HTTP_HINTS or status == 403:
+        return None
+    return Problem(f"{masked(url)} can't be had", f"HTTP {status}", _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:

@@ -24,6 +24,8 @@ _INSTALLER_SECONDS = 3600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
 _HEADER_BYTES = 8192
+# The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
+_ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
 # installer takes it away before it looks.
 _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
@@ -53,9 +55,25 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
                 "keep it: gpuprov_driver: preinstalled; or purge it first: apt-get purge '*nvidia*'",
             ),
         )
+    unserved: tuple[Problem, ...] = ()
     if builds_modules(facts, spec):
-        return generations.problems(_device_ids(facts), spec.driver_version, spec.kernel_module_type)
-    return ()
+        unserved = generations.problems(_device_ids(facts), spec.driver_version, spec.kernel_module_type)
+    return (*unserved, *_room_problems(facts, spec)) if installs(facts, spec) else unserved
+
+
+def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """NVIDIA's own file is known to be large; one from elsewhere is looked at when it is there."""
+    if spec.driver_url:
+        return ()
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place} for the driver",
+            f"{facts.free_bytes[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, needed in _ROOM.items()
+        if facts.free_bytes.get(place, needed) < needed
+    )
 
 
 def _device_ids(facts: HostFacts) -> tuple[str, ...]:
@@ -86,6 +104,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             module_type=generations.module_type(_device_ids(facts), spec.driver_version, spec.kernel_module_type),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+            signing_key=spec.module_signing_key,
+            signing_certificate=spec.module_signing_certificate,
         ),
     )
 
@@ -134,6 +154,10 @@ class FetchRunfile(Change):
     def summary(self) -> str:
         return f"download {masked(self.url)}"
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
     def capture(self, system: System) -> Json:
         return {"path": self.path, "existed": system.exists(self.path)}
 
@@ -167,6 +191,8 @@ class InstallDriver(Change):
     module_type: str = "auto"
     replaces: str = ""
     has_libgl: bool = False
+    signing_key: str = ""
+    signing_certificate: str = ""
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
@@ -234,7 +260,7 @@ class InstallDriver(Change):
             arguments = runfile.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=self.module_type, dkms=dkms,
                 has_libgl=self.has_libgl,
-                temporary=temporary, log=INSTALLER_LOG,
+                temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip
             # An old log must not be taken for this run's.
             system.remove(INSTALLER_LOG)

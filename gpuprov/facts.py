@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -95,6 +96,7 @@ class HostFacts:
 
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
+    `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
     """
 
     os: OperatingSystem
@@ -112,6 +114,8 @@ class HostFacts:
     bytecode_current: bool
     user_id: int
     free_bytes: Mapping[str, int]
+    displays: tuple[str, ...]
+    clock: int
 
     @property
     def driver_installed_version(self) -> str:
@@ -144,6 +148,8 @@ def gather(system: System) -> HostFacts:
         bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
         user_id=system.user_id(),
         free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
+        displays=gather_displays(system),
+        clock=system.clock(),
     )
 
 
@@ -209,6 +215,17 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
         )
         if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
             found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device))
+    return tuple(found)
+
+
+def gather_displays(system: System) -> tuple[str, ...]:
+    """Return the X servers that run, by their lock files (Xserver(1)), as the driver's installer looks for them."""
+    found = []
+    for name in system.list_directory("/tmp"):
+        display = re.fullmatch(r"\.X(\d+)-lock", name)
+        pid = (system.read_text(f"/tmp/{name}") or "").strip() if display else ""
+        if display and pid.isdigit() and system.exists(f"/proc/{pid}"):
+            found.append(f"display :{display[1]} is process {pid}'s")
     return tuple(found)
 
 

@@ -22,12 +22,44 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what stands in the way of a kernel driver here."""
     if spec.driver != "runfile":
         return ()
-    return _build_problems(facts) if builds_modules(facts, spec) else _outside_problems(facts, spec)
-
-
-def _build_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.kernel.takes_modules:
+    if not builds_modules(facts, spec):
+        return _outside_problems(facts, spec)
+    if not facts.kernel.takes_modules:
+        return _no_modules(facts)
+    if facts.driver_installed_version == spec.driver_version:
         return ()
+    return (*_signing_problems(facts, spec), *_display_problems(facts))
+
+
+def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """With Secure Boot the kernel takes signed modules alone (Documentation/admin-guide/module-signing.rst)."""
+    if facts.kernel.secure_boot != "enabled" or (spec.module_signing_key and spec.module_signing_certificate):
+        return ()
+    return (
+        Problem(
+            "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
+            "the EFI variable SecureBoot is 1",
+            "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -subj /CN=modules -keyout /root/mok.key "
+            "-outform DER -out /root/mok.der), enrol it (mokutil --import /root/mok.der; reboot, confirm at the "
+            "console), set gpuprov_module_signing_key and gpuprov_module_signing_certificate to them; or switch Secure "
+            "Boot off in the firmware",
+        ),
+    )
+
+
+def _display_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if not facts.displays:
+        return ()
+    return (
+        Problem(
+            "an X server is running, and the driver's installer refuses to work under it",
+            "; ".join(facts.displays),
+            "stop the display manager (systemctl isolate multi-user.target), then run the same command again",
+        ),
+    )
+
+
+def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
     seen = "there is no /proc/modules" if not facts.kernel.modules_disabled else "kernel.modules_disabled is 1"
     return (
         Problem(

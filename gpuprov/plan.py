@@ -17,6 +17,8 @@ from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
 _LEAST_FREE_BYTES = 100 << 20
+# 2026-01-01: no host that this gpuprov runs on lives before it.
+_EARLIEST_CLOCK = 1767225600
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     return _machine_problems(facts) or (
         *_gpu_problems(facts),
         *_room_problems(facts),
+        *_clock_problems(facts),
         *kernel.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *software.problems(facts, spec),
@@ -120,6 +123,19 @@ def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
         )
         for place, free in facts.free_bytes.items()
         if free < _LEAST_FREE_BYTES
+    )
+
+
+def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """With a clock that was never set, no certificate and no signature is valid yet."""
+    if facts.clock >= _EARLIEST_CLOCK:
+        return ()
+    return (
+        Problem(
+            "the clock is wrong: certificates and signatures would not be valid yet",
+            f"it says {facts.clock} s since 1970, before this gpuprov was made",
+            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
+        ),
     )
 
 

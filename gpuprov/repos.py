@@ -201,6 +201,10 @@ class InstallKey(Change):
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}"
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
     def capture(self, system: System) -> Json:
         return capture_path(system, self.path)
 

@@ -7,6 +7,7 @@ from typing import Callable
 
 from gpuprov import __version__
 from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
@@ -109,8 +110,9 @@ def _announced_plan(facts: HostFacts, spec: HostSpec, sink: Sink, system: System
     plan = make_plan(facts, spec)
     for note in plan.notes:
         sink(Note(note))
-    if plan.problems:
-        raise GpuprovError.several(plan.problems)
+    problems = plan.problems or unreachable(system, [url for item in plan.changes for url in item.change.urls])
+    if problems:
+        raise GpuprovError.several(problems)
     sink(
         Planned(
             tuple(

@@ -29,6 +29,7 @@ _URL_OR_PATH = validate.Regexp(
     r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
     error="is neither a URL (http, https, file) nor an absolute path",
 )
+_PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
 _HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
 _NAME = validate.Regexp(
     r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
@@ -148,6 +149,13 @@ class HostSpec:
         "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
     )  # fmt: skip
+    module_signing_key: str = _text(
+        "",
+        "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
+        "enrolled in the firmware.",
+        _PATH,
+    )
+    module_signing_certificate: str = _text("", "The certificate (DER) of that key, a path on the host.", _PATH)
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, or `preinstalled` (never install it).",

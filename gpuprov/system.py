@@ -365,6 +365,10 @@ class System:
         """Wait."""
         time.sleep(seconds)
 
+    def clock(self) -> int:
+        """Return the time of day, in seconds since 1970."""
+        return int(time.time())
+
     def now(self) -> float:
         """Return a clock in seconds that never goes back."""
         return time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.download import fetch, fetch_small, masked, published_sha256
+from gpuprov.download import fetch, fetch_small, masked, published_sha256, unreachable
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System
 
@@ -57,6 +57,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         end = start + site.cuts.pop(0) if site.cuts else len(content)
         self.wfile.write(content[start:end])
+
+    def do_HEAD(self) -> None:
+        self.site.asked.append((self.path, "HEAD"))
+        self.send_response(self.site.status or (200 if self.path in self.site.files else 404))
+        self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
         pass
@@ -314,3 +319,27 @@ def test_a_refused_digest_is_no_missing_one(system: System, site: Site) -> None:
     site.status = 403
     with pytest.raises(GpuprovError, match="can't be had"):
         published_sha256(system, f"{site.url}/404.run")
+
+
+def test_what_cannot_be_had_is_known_before_anything_is_fetched(system: System, site: Site) -> None:
+    site.files["/there"] = CONTENT
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+        urls = [f"{site.url}/there", f"{site.url}/gone", nobody, "file:///anything", f"{site.url}/there"]
+        found = unreachable(system, urls)
+    assert {one.what for one in found} == {
+        f"{site.url}/gone can't be had", f"{nobody} can't be reached: the connection is refused",
+    }  # fmt: skip
+    assert all(one.next_step for one in found)
+    assert sorted(site.asked) == [("/gone", "HEAD"), ("/there", "HEAD")]
+
+
+@pytest.mark.parametrize("status", [403, 405, 501, 503])
+def test_a_server_that_does_not_like_the_question_is_not_held_for_gone(system: System, site: Site, status: int) -> None:
+    site.status = status
+    assert unreachable(system, [f"{site.url}/x"]) == ()
+
+
+def test_without_urls_nobody_is_asked(system: System) -> None:
+    assert unreachable(system, ["file:///x"]) == ()

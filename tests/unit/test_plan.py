@@ -12,12 +12,13 @@ from gpuprov import releases
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, InstallDriver
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
+from gpuprov.facts import FileFact, HostFacts, PciGpu, gather, gather_displays
 from gpuprov.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.system import System
 from gpuprov.toolkit import InstallRuntime
 from tests.unit.fake_host import RELEASE, FakeHost
 
@@ -205,3 +206,40 @@ def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal:
     plan = make_plan(old, spec(driver_version="590"))
     assert plan.changes == ()
     assert "no longer serves this host's Volta GPU" in plan.problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "next_step"),
+    [
+        ({"clock": 86400}, "the clock is wrong", "timedatectl"),
+        ({"displays": ("display :0 is process 7's",)}, "an X server is running", "systemctl isolate"),
+        ({"free_bytes": {"/var/cache/gpuprov": 1 << 30}}, "not enough room on the file system of /var/cache", "df -h"),
+        ({"free_bytes": {"/usr": 1 << 30}}, "not enough room on the file system of /usr for the driver", "df -h /usr"),
+    ],
+)
+def test_what_would_stop_a_driver_in_the_middle_is_told_before(
+    metal: HostFacts, changes: dict[str, Any], says: str, next_step: str
+) -> None:
+    found = [one for one in preflight(replace(metal, **changes), spec()) if says in one.what]
+    assert next_step in found[0].next_step
+    assert preflight(metal, spec()) == ()
+
+
+def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:
+    locked = replace(metal, kernel=replace(metal.kernel, secure_boot="enabled"))
+    (problem,) = preflight(locked, spec())
+    assert "mokutil --import" in problem.next_step
+    signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
+    assert preflight(locked, signed) == ()
+    assert planned(locked, signed, InstallDriver).signing_certificate == "/root/mok.der"
+    # A driver that is there already needs no new modules.
+    there = replace(locked, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
+    assert preflight(there, spec()) == ()
+
+
+def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "proc/7").mkdir(parents=True)
+    for name, text in ((".X0-lock", "         7\n"), (".X1-lock", "8\n"), (".X2-lock", "x"), ("X3-lock", "7")):
+        (tmp_path / "tmp" / name).write_text(text)
+    assert gather_displays(System(str(tmp_path))) == ("display :0 is process 7's",)
