@@ -44,13 +44,14 @@ _WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
 
 @dataclass(frozen=True)
 class OperatingSystem:
-    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME."""
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME; and UBUNTU_CODENAME of its derivatives."""
 
     id: str
     version: str
     codename: str
     like: tuple[str, ...]
     name: str
+    ubuntu_codename: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def gather_os(system: System) -> OperatingSystem:
         codename=found.get("version_codename", ""),
         like=tuple(found.get("id_like", "").split()),
         name=found.get("pretty_name", found.get("id", "unknown")),
+        ubuntu_codename=found.get("ubuntu_codename", ""),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Callable
 
 from gpuprov import driver_run, kernel, repos, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
-from gpuprov.distros import find_distribution, supported_names
+from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import Problem
@@ -80,8 +80,8 @@ def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
     if problems:
         return Plan((), problems)
     changes = tuple(StepChange(step.name, change) for step in STEPS for change in step.plan(facts, spec))
-    note = kernel.note(facts, spec)
-    return Plan(changes, notes=(note,) if note else ())
+    notes = (derivative_note(facts.os), kernel.note(facts, spec))
+    return Plan(changes, notes=tuple(note for note in notes if note))
 
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -104,10 +104,7 @@ def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
         return (
             Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
         )
-    if find_distribution(facts.os.id, facts.os.version) is None:
-        seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version or '(none)'}"
-        return (Problem(f"{facts.os.name} is not supported", seen, f"supported are: {supported_names()}"),)
-    return ()
+    return machine_problems(facts.os, facts.architecture)
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:

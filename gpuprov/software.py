@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuprov import kernel
 from gpuprov.changes import Change
-from gpuprov.distros import find_distribution
+from gpuprov.distros import distribution_of
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
@@ -27,7 +27,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
-    row = find_distribution(facts.os.id, facts.os.version)
+    row = distribution_of(facts.os)
     engine = row.docker_packages if row is not None and not facts.docker.installed else ()
     return (*engine, *kernel.packages(facts, spec), *_toolkit(spec), *spec.packages)
 
