@@ -50,10 +50,15 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "the driver on this host comes from packages; a .run over them would break both",
                 f"package {facts.driver_packaged} is installed",
-                "keep it: gpuprov_driver: preinstalled; or purge it first: apt-get purge '*nvidia*'",
+                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
             ),
         )
     return ()
+
+
+def _purge(facts: HostFacts) -> str:
+    manager = facts.packages.manager
+    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

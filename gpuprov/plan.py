@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov import driver_run, kernel, packages_rpm, repos, repos_rpm, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
@@ -45,7 +45,17 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return repos.plan_repositories(facts.files, spec, facts.architecture)
+    docker = software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.plan_repositories(facts, spec, docker)
+    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+
+
+def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    docker = software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.problems(facts, spec, docker)
+    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -69,7 +79,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker,
+        ReconfigureDocker, repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages,
     )
 }  # fmt: skip
 
@@ -93,7 +103,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *kernel.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *software.problems(facts, spec),
-        *repos.problems(facts.files, spec, facts.architecture),
+        *_repository_problems(facts, spec),
         *docker.problems(facts.docker),
     )
 
