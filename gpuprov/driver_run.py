@@ -52,7 +52,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "the driver on this host comes from packages; a .run over them would break both",
                 f"package {facts.driver_packaged} is installed",
-                "keep it: gpuprov_driver: preinstalled; or purge it first: apt-get purge '*nvidia*'",
+                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
             ),
         )
     unserved: tuple[Problem, ...] = ()
@@ -78,6 +78,11 @@ def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def _device_ids(facts: HostFacts) -> tuple[str, ...]:
     return tuple(gpu.device_id for gpu in facts.gpus)
+
+
+def _purge(facts: HostFacts) -> str:
+    manager = facts.packages.manager
+    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

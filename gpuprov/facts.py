@@ -10,8 +10,10 @@ from typing import Any
 
 import distro
 
+from gpuprov import packages_rpm, repos_rpm
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
+from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.packages import PackageFacts, gather_packages
@@ -36,6 +38,7 @@ _MANAGED_FILES = (
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
+    "/etc/yum.repos.d", "/etc/zypp/repos.d", repos_rpm.KEYS,
     "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
 )  # fmt: skip
 _LARGEST_MANAGED_FILE = 4 << 20
@@ -46,13 +49,14 @@ _WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
 
 @dataclass(frozen=True)
 class OperatingSystem:
-    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME."""
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME; and UBUNTU_CODENAME of its derivatives."""
 
     id: str
     version: str
     codename: str
     like: tuple[str, ...]
     name: str
+    ubuntu_codename: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,11 @@ class HostFacts:
 
 def gather(system: System) -> HostFacts:
     """Return the facts of a machine. Reads only; a few commands, each with a time limit."""
-    packages = gather_packages(system)
+    os = gather_os(system)
+    packages = _gather_packages(system, os)
     driver = discover(system)
     return HostFacts(
-        os=gather_os(system),
+        os=os,
         architecture=system.architecture(),
         kernel=gather_kernel(system),
         gpus=gather_gpus(system),
@@ -164,7 +169,16 @@ def gather_os(system: System) -> OperatingSystem:
         codename=found.get("version_codename", ""),
         like=tuple(found.get("id_like", "").split()),
         name=found.get("pretty_name", found.get("id", "unknown")),
+        ubuntu_codename=found.get("ubuntu_codename", ""),
     )
+
+
+def _gather_packages(system: System, os: OperatingSystem) -> PackageFacts:
+    """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
+    row = distribution_of(os)
+    if row is None or row.package_manager not in packages_rpm.MANAGERS:
+        return gather_packages(system)
+    return packages_rpm.gather_packages(system, row.package_manager)
 
 
 def gather_kernel(system: System) -> Kernel:
@@ -231,7 +245,11 @@ def gather_displays(system: System) -> tuple[str, ...]:
 
 def _driver_package(packages: PackageFacts) -> str:
     """Return the distribution's or NVIDIA's own driver package, if one is installed: a .run must not go over it."""
-    prefixes = ("libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml1", "cuda-drivers", "nvidia-open")
+    prefixes = (
+        "libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml", "cuda-drivers", "nvidia-open",
+        # NVIDIA's and RPM Fusion's for rpm; SUSE's.
+        "kmod-nvidia", "akmod-nvidia", "xorg-x11-drv-nvidia", "nvidia-compute-G", "nvidia-gl-G", "nvidia-video-G",
+    )  # fmt: skip
     return next((name for name in sorted(packages.installed) if name.startswith(prefixes)), "")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.distros import find_distribution
+from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.spec import HostSpec
@@ -96,11 +96,12 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
-    row = find_distribution(facts.os.id, facts.os.version)
+    row = distribution_of(facts.os)
     if row is None or spec.driver != "runfile" or not builds_modules(facts, spec):
         return ()
-    headers = tuple(name.format(kernel=facts.kernel.release) for name in row.kernel_headers)
-    return (*headers, *row.build_packages)
+    headers = kernel_headers(row, facts.kernel.release)
+    following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
+    return (*headers, *following, *row.build_packages)
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:

@@ -32,10 +32,16 @@ _REFRESH_SECONDS = 600
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """The package manager (apt, or nothing that is supported) and what is installed: name → version."""
+    """The package manager (apt, dnf, yum, zypper, or nothing that is supported) and what is installed: name → version.
+
+    Only rpm: several versions of one name are parted by spaces; `provided` are other names that packages answer to,
+    `trusted_keys` the fingerprints of the keys that packages may be signed with.
+    """
 
     manager: str
     installed: Mapping[str, str]
+    provided: frozenset[str] = frozenset()
+    trusted_keys: frozenset[str] = frozenset()
 
 
 def gather_packages(system: System) -> PackageFacts:
@@ -134,12 +140,12 @@ def _tell_progress(line: str, tell: Tell) -> None:
         tell(line.strip(), 0, 0)
 
 
-def lock_holder(system: System) -> str:
+def lock_holder(system: System, locks: Iterable[str] = _LOCKS) -> str:
     """Return `NAME (pid N)` of the process that holds a lock of the package manager, or nothing.
 
     proc(5), /proc/locks: the sixth field is MAJOR:MINOR:INODE, the fifth the holder.
     """
-    inodes = {str(system.inode(path)) for path in _LOCKS} - {"0"}
+    inodes = {str(system.inode(path)) for path in locks} - {"0"}
     for line in (system.read_text("/proc/locks") or "").splitlines():
         words = line.split()
         # A line with an arrow is one who waits for the lock.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov import driver_run, kernel, packages_rpm, repos, repos_rpm, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
-from gpuprov.distros import find_distribution, supported_names
+from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import Problem
@@ -47,7 +47,17 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return repos.plan_repositories(facts.files, spec, facts.architecture)
+    docker = software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.plan_repositories(facts, spec, docker)
+    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+
+
+def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    docker = software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.problems(facts, spec, docker)
+    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -71,7 +81,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker,
+        ReconfigureDocker, repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages,
     )
 }  # fmt: skip
 
@@ -82,8 +92,8 @@ def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
     if problems:
         return Plan((), problems)
     changes = tuple(StepChange(step.name, change) for step in STEPS for change in step.plan(facts, spec))
-    note = kernel.note(facts, spec)
-    return Plan(changes, notes=(note,) if note else ())
+    notes = (derivative_note(facts.os), kernel.note(facts, spec))
+    return Plan(changes, notes=tuple(note for note in notes if note))
 
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -96,7 +106,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *kernel.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *software.problems(facts, spec),
-        *repos.problems(facts.files, spec, facts.architecture),
+        *_repository_problems(facts, spec),
         *docker.problems(facts.docker),
     )
 
@@ -107,10 +117,7 @@ def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
         return (
             Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
         )
-    if find_distribution(facts.os.id, facts.os.version) is None:
-        seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version or '(none)'}"
-        return (Problem(f"{facts.os.name} is not supported", seen, f"supported are: {supported_names()}"),)
-    return ()
+    return machine_problems(facts.os, facts.architecture)
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:

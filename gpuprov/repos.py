@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.download import fetch_small, masked
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.pgp import dearmored, fingerprints
-from gpuprov.spec import HostSpec
+from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 
 if TYPE_CHECKING:
+    from gpuprov.distros import DockerRepository
     from gpuprov.facts import FileFact
 
 _SOURCES = "/etc/apt/sources.list.d"
@@ -77,18 +78,18 @@ def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]
     return tuple(found)
 
 
+def with_docker(spec: HostSpec, docker: DockerRepository | None) -> HostSpec:
+    """Return the spec with Docker's own repository among its repositories, if there is one to add."""
+    if docker is None:
+        return spec
+    key = (docker.key_url, docker.key_fingerprint)
+    one = SiteRepository("docker-ce", docker.uri, *key, docker.suite, docker.components)
+    return replace(spec, repositories=(*spec.repositories, one))
+
+
 def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
     """Return what in the host's or the user's sources can't be mended by gpuprov."""
     wanted = repositories(spec, architecture)
-    withdrawn = tuple(
-        Problem(
-            f"the key of repository {one.name} is withdrawn",
-            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
-            "set the fingerprint of the current key",
-        )
-        for one in wanted
-        if one.key_fingerprint in _WITHDRAWN
-    )
     mixed = tuple(
         Problem(
             f"{path} names {uri} too, among others; apt would report conflicting values for Signed-By",
@@ -98,12 +99,35 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
         for path, uri, line, alone in _doubles(files, wanted)
         if not alone
     )
+    return problems_of_any(wanted) + mixed
+
+
+class Named(Protocol):
+    """What all kinds of repositories have."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key_fingerprint(self) -> str: ...
+
+
+def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
+    """Return what is wrong with repositories of whatever package manager."""
+    withdrawn = tuple(
+        Problem(
+            f"the key of repository {one.name} is withdrawn",
+            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
+            "set the fingerprint of the current key",
+        )
+        for one in wanted
+        if one.key_fingerprint in _WITHDRAWN
+    )
     names = [one.name for one in wanted]
     same = tuple(
         Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
         for name in sorted({name for name in names if names.count(name) > 1})
     )
-    return withdrawn + same + mixed
+    return withdrawn + same
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
@@ -209,14 +233,7 @@ class InstallKey(Change):
         return capture_path(system, self.path)
 
     def apply(self, system: System, tell: Tell) -> Json:
-        key = fetch_small(system, self.url)
-        found = fingerprints(key)
-        if found != (self.fingerprint,):
-            raise GpuprovError(
-                "the repository's key is not the one that is pinned",
-                f"{masked(self.url)} holds {', '.join(found)}; pinned is {self.fingerprint}",
-                "if the repository announced a new key, set its fingerprint; else somebody put another key there",
-            )
+        key = fetch_pinned_key(system, self.url, self.fingerprint)
         system.make_directory(parent_of(self.path))
         system.write(self.path, dearmored(key))
         return {}
@@ -224,3 +241,16 @@ class InstallKey(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         restore_path(system, before)
+
+
+def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
+    """Return the key at a URL. Raises GpuprovError if it is another one, or not the only one there."""
+    key = fetch_small(system, url)
+    found = fingerprints(key)
+    if found != (fingerprint,):
+        raise GpuprovError(
+            "the repository's key is not the one that is pinned",
+            f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}",
+            "if the repository announced a new key, set its fingerprint; else somebody put another key there",
+        )
+    return key

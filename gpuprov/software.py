@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpuprov import kernel
+from gpuprov import kernel, packages_rpm
 from gpuprov.changes import Change
-from gpuprov.distros import find_distribution
+from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
@@ -14,21 +14,72 @@ from gpuprov.spec import HostSpec
 _TOOLKIT_PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
+# docs.docker.com/engine/install
+_DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
+
+
+def dockers_own_repository(facts: HostFacts, spec: HostSpec) -> DockerRepository | None:
+    """Return Docker's own repository where docker shall come from there, or None."""
+    row = distribution_of(facts.os)
+    return docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what is missing and must not be installed."""
-    if facts.docker.installed or spec.docker != "preinstalled":
+    return (*_manager_problems(facts), *_docker_problems(facts, spec))
+
+
+def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    row = distribution_of(facts.os)
+    if row is None or facts.packages.manager == row.package_manager:
         return ()
     return (
-        Problem("docker is not installed", "there is no dockerd", "install it, or set gpuprov_docker: distribution"),
+        Problem(
+            f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
+            f"there is no {row.package_manager}, or no database of packages that it could read",
+            "is this an image without one (ostree, distroless)? Take the distribution's ordinary one",
+        ),
     )
+
+
+def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.docker.installed:
+        return ()
+    if spec.docker == "preinstalled":
+        next_step = "install it, or set gpuprov_docker: distribution"
+        return (Problem("docker is not installed", "there is no dockerd", next_step),)
+    row = distribution_of(facts.os)
+    if row is None or _engine(row, spec):
+        return ()
+    here = f"{row.name} {row.version}"
+    if spec.docker == "distribution":
+        return (
+            Problem(
+                f"{here} has no docker of its own",
+                "there is no dockerd, and none in the distribution's packages",
+                "set gpuprov_docker: docker-ce to take it from Docker's own repository",
+            ),
+        )
+    return (
+        Problem(
+            f"Docker has no repository for {here}",
+            "docs.docker.com/engine/install",
+            "set gpuprov_docker: distribution",
+        ),
+    )
+
+
+def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of docker from where it shall come."""
+    if spec.docker == "docker-ce":
+        return _DOCKER_CE if row.docker_repository else ()
+    return row.docker_packages
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
-    row = find_distribution(facts.os.id, facts.os.version)
-    engine = row.docker_packages if row is not None and not facts.docker.installed else ()
+    row = distribution_of(facts.os)
+    engine = _engine(row, spec) if row is not None and not facts.docker.installed else ()
     return (*engine, *kernel.packages(facts, spec), *_toolkit(spec), *spec.packages)
 
 
@@ -41,5 +92,7 @@ def _toolkit(spec: HostSpec) -> tuple[str, ...]:
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, or nothing."""
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return packages_rpm.plan(facts.packages, wanted(facts, spec))
     names = missing(facts.packages, wanted(facts, spec))
     return (RefreshPackageIndex(), InstallPackages(names)) if names else ()

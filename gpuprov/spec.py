@@ -34,7 +34,7 @@ _HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an h
 _NAME = validate.Regexp(
     r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
 )
-_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+._-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
+_PACKAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9+._-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )
@@ -158,8 +158,9 @@ class HostSpec:
     module_signing_certificate: str = _text("", "The certificate (DER) of that key, a path on the host.", _PATH)
     docker: str = _choice(
         "distribution",
-        "Where docker comes from if it is missing: the `distribution`'s package, or `preinstalled` (never install it).",
-        "distribution", "preinstalled",
+        "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
+        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
+        "distribution", "docker-ce", "preinstalled",
     )  # fmt: skip
     toolkit: str = _choice(
         "bundled",
@@ -183,7 +184,7 @@ class HostSpec:
         schema_fields.List(schema_fields.Nested(_RepositorySchema)),
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
-        "`key_fingerprint`.",
+        "`key_fingerprint`. `suite` and `components` are apt's alone.",
     )
     packages: tuple[str, ...] = _option(
         schema_fields.List(schema_fields.String(validate=_PACKAGE)), (), "More packages to install."

@@ -20,7 +20,7 @@ Description: a site's own tools for its GPU hosts
 def build_repository(folder: Path, gnupg: Path) -> str:
     """Build the repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint."""
     folder.mkdir(parents=True, exist_ok=True)
-    fingerprint = _key(gnupg)
+    fingerprint = make_key(gnupg)
     gpg = ("gpg", "--homedir", str(gnupg), "--batch", "--yes")
     (folder / "key.asc").write_text(run((*gpg, "--armor", "--export", fingerprint)))
     (folder / "fingerprint").write_text(fingerprint)
@@ -32,7 +32,8 @@ def build_repository(folder: Path, gnupg: Path) -> str:
     return fingerprint
 
 
-def _key(gnupg: Path) -> str:
+def make_key(gnupg: Path) -> str:
+    """Return the fingerprint of the key in `gnupg`, made if it is missing."""
     gpg = ("gpg", "--homedir", str(gnupg), "--batch")
     gnupg.mkdir(mode=0o700, parents=True, exist_ok=True)
     # The folder alone says nothing: its making may have been killed before the key was there.
