@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.changes import parent_of
-from gpuprov.engines import containerd_files, crio, hooks_d, podman, toml_text
+from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wish import Configuration, FileEdit, Request
 from gpuprov.errors import GpuprovError
@@ -15,7 +15,7 @@ from gpuprov.toolkit import NVIDIA_RUNTIME
 
 def configuration(system: System, request: Request) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
-    parts = {"crio": _crio, "podman": _podman}
+    parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
     return parts.get(request.engine, containerd_files.configuration)(system, request)
 
 
