@@ -2,7 +2,8 @@
 
 containerd before 2.0 takes a plugin's table from the last file that has one, whole (mergeConfig: "Replace entire
 sections instead of merging"): a drop-in with one runtime in it would silently throw away the main file's sandbox image,
-CNI folders and cgroup driver. containerd 2 merges key by key. (Seen with 1.6.20, 1.7.24 and 2.1.9.)
+CNI folders and cgroup driver. And its built-in runtime runc, the default one, is gone as soon as a file names any other
+runtime. containerd 2 merges both key by key. (Seen with 1.6.20, 1.7.24 and 2.1.9.)
 """
 
 from __future__ import annotations
@@ -106,10 +107,13 @@ def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime_type": _RUNTIME_TYPE, "privileged_without_host_devices": False}
 
 
-def wants(found: Mapping[str, Any], version: int, wish: RuntimeWish, source: Mapping[str, Any]) -> Wants:
+def wants(
+    found: Mapping[str, Any], version: int, wish: RuntimeWish, source: Mapping[str, Any], *, forgets_runc: bool = False
+) -> Wants:
     """Return what shall stand in a file that says `found`: the runtime, with the entry that `source` has for a default.
 
-    A runtime of that name that is there already keeps its keys; only its program is set.
+    A runtime of that name that is there already keeps its keys; only its program is set. `forgets_runc`: the default
+    runtime would be gone if ours alone were named.
     """
     plugin = plugin_path(version)
     runtimes = (*plugin, "containerd", "runtimes")
@@ -118,11 +122,20 @@ def wants(found: Mapping[str, Any], version: int, wish: RuntimeWish, source: Map
     programs = {"BinaryName": wish.path, **({"Runtime": wish.path} if version == 1 else {})}
     options = {**copied.pop("options", {}), **programs}
     tables = [((*runtimes, wish.name), copied), ((*runtimes, wish.name, "options"), options)]
+    if forgets_runc:
+        runc = source.get("containerd", {}).get("runtimes", {}).get("runc", {"runtime_type": _RUNTIME_TYPE})
+        tables.insert(0, ((*runtimes, "runc"), dict(runc)))
     if wish.set_default:
         tables.append(((*plugin, "containerd"), {"default_runtime_name": wish.name}))
     if wish.cdi:
         tables.append((plugin, {"enable_cdi": True}))
     return tuple((path, keys) for path, keys in _flat(tables) if keys)
+
+
+def relies_on_builtin_runc(table: Mapping[str, Any]) -> bool:
+    """Say whether the default runtime is the built-in runc, which no file names. `table` is the CRI plugin's."""
+    containerd = table.get("containerd", {})
+    return containerd.get("default_runtime_name", "runc") == "runc" and "runc" not in containerd.get("runtimes", {})
 
 
 def _flat(tables: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
@@ -160,8 +173,3 @@ def is_imported(found: Mapping[str, Any], main: str, drop_in: str) -> bool:
     """Say whether the main file takes in that drop-in already. Relative patterns start at the main file's folder."""
     patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
     return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in patterns)
-
-
-def merges_plugin_tables(version: int) -> bool:
-    """Say whether the containerd that reads this version surely merges a plugin's table over several files."""
-    return version >= 3

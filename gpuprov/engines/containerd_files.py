@@ -14,16 +14,20 @@ from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.toml_text import Wants
-from gpuprov.engines.wish import Configuration, FileEdit, Request
+from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.system import System
 
 _TAKE_UP = "systemctl restart containerd"
+_Edits = tuple[FileEdit, ...]
 
 
 @dataclass(frozen=True)
 class Files:
-    """What containerd reads: its main file, the files that it imports, and all of them as `containerd config dump`."""
+    """What containerd reads, ours left out: its main file, the files that it imports, and what it makes of them all.
+
+    `dumped` is `containerd config dump`, None where it was not asked. `merges`: plugins' tables are merged over files.
+    """
 
     main: str
     found: Mapping[str, Any]
@@ -37,16 +41,24 @@ class Files:
         everything = ((self.main, self.found), *self.imported)
         return tuple(path for path, found in everything if containerd.plugin_table(found, self.version))
 
-    def source(self) -> Mapping[str, Any]:
-        """Return the CRI plugin's table as containerd sees it without our runtime."""
-        if self.dumped is not None:
-            return containerd.plugin_table(self.dumped, containerd.version_of(self.dumped, self.version))
-        tables = [
-            containerd.plugin_table(one, self.version) for one in (self.found, *(one for _, one in self.imported))
-        ]
+    def written(self) -> Mapping[str, Any]:
+        """Return the CRI plugin's table as the files have it, what is built in left out."""
+        everything = (self.found, *(found for _, found in self.imported))
+        tables = [containerd.plugin_table(found, self.version) for found in everything]
         if self.merges:
             return merged(tables)
         return next((table for table in reversed(tables) if table), {})
+
+    def source(self) -> Mapping[str, Any]:
+        """Return the CRI plugin's table from which the runtime's options are copied."""
+        if self.dumped is None:
+            return self.written()
+        return containerd.plugin_table(self.dumped, containerd.version_of(self.dumped, self.version))
+
+    def wants(self, wish: RuntimeWish, found: Mapping[str, Any]) -> Wants:
+        """Return what shall stand in the one of the files that says `found`."""
+        forgets_runc = not self.merges and containerd.relies_on_builtin_runc(self.written())
+        return containerd.wants(found, self.version, wish, self.source(), forgets_runc=forgets_runc)
 
 
 def configuration(system: System, request: Request) -> Configuration:
@@ -54,19 +66,14 @@ def configuration(system: System, request: Request) -> Configuration:
     distribution = DISTRIBUTIONS.get(request.engine)
     if request.unset:
         return _unset(system, request)
-    if distribution is not None and distribution.name != "microk8s":
+    if distribution is not None and distribution.drop_in:
         from gpuprov.engines import rancher_files
 
         return rancher_files.configuration(system, request, distribution)
     if distribution is not None:
         request = replace(request, config=request.config or distribution.templates[2], drop_in=request.drop_in or "")
     main = request.config or containerd.MAIN
-    for one in DISTRIBUTIONS.values():
-        if main == one.rendered:
-            raise GpuprovError(
-                f"{main} is written by {one.name} at every start: a change there would not last",
-                "", f"gpuprov runtime configure --runtime {one.name}", exit_code=ExitCode.USAGE,
-            )  # fmt: skip
+    _require_lasting(main)
     drop_in = containerd.DROP_IN if request.drop_in is None else request.drop_in
     files = read_files(system, request, main, drop_in)
     edits, notes = _edits(system, request, files, drop_in)
@@ -75,25 +82,42 @@ def configuration(system: System, request: Request) -> Configuration:
     return Configuration(edits, notes, distribution.take_up if distribution else _TAKE_UP)
 
 
+def _require_lasting(main: str) -> None:
+    for one in DISTRIBUTIONS.values():
+        if main == one.rendered:
+            raise GpuprovError(
+                f"{main} is written by {one.name} at every start: a change there would not last",
+                "", f"gpuprov runtime configure --runtime {one.name}", exit_code=ExitCode.USAGE,
+            )  # fmt: skip
+
+
 def read_files(system: System, request: Request, main: str, drop_in: str) -> Files:
     """Read the main file and its imports, without what is ours, and ask containerd what it is."""
     text = read_text(system, main) or ""
     toml_text.read_toml(text, main)  # a file that can't be read is refused as it stands
     found = toml_text.read_toml(toml_text.without_ours(text), main)
-    names = [path for pattern in _absolute(found, main) for path in matching(system, pattern) if path != drop_in]
+    imported = tuple((path, _others(system, path)) for path in _imported(system, found, main) if path != drop_in)
     program = request.executable or system.which("containerd") or "containerd"
     said = system.run((program, "--version"), timeout=20)
     by_program = containerd.version_from_program(said.stdout) if said.ok else 2
     dumped = _dump(system, program, main) if request.from_command else None
     version = containerd.version_of(found, containerd.version_of(dumped, by_program) if dumped else by_program)
-    return Files(
-        main, found, tuple((path, read(system, path)) for path in names), dumped, version,
-        containerd.merges_plugin_tables(max(version, by_program)),
-    )  # fmt: skip
+    if version == 1 and by_program >= 3:
+        raise GpuprovError(
+            f"{main} is of version 1, of which this containerd no longer reads runtimes",
+            said.stdout.strip(),
+            f"{program} --config {main} config migrate prints it in version 3; put that in its place",
+        )
+    return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
 
 
-def _absolute(found: Mapping[str, Any], main: str) -> list[str]:
-    return [one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in containerd.imports(found)]
+def _others(system: System, path: str) -> Mapping[str, Any]:
+    return toml_text.read_toml(toml_text.without_ours(read_text(system, path) or ""), path)
+
+
+def _imported(system: System, found: Mapping[str, Any], main: str) -> list[str]:
+    patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in containerd.imports(found))
+    return [path for pattern in patterns for path in matching(system, pattern)]
 
 
 def _dump(system: System, program: str, main: str) -> Mapping[str, Any]:
@@ -102,51 +126,33 @@ def _dump(system: System, program: str, main: str) -> Mapping[str, Any]:
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _edits(
-    system: System, request: Request, files: Files, drop_in: str
-) -> tuple[tuple[FileEdit, ...], tuple[str, ...]]:
+def _edits(system: System, request: Request, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
     """Return the files to edit, and why they are others than one might expect."""
     holders = files.holders()
-    source = files.source()
-    if files.version == 1:
-        note = (
-            "version 1 of containerd's configuration has no drop-ins: the main file takes the runtime"
-            if drop_in
-            else ""
-        )
-        return (_in_place(system, request, files, files.main, files.found, source),), (note,) if note else ()
+    if files.version == 1 and drop_in:
+        note = "version 1 of containerd's configuration has no drop-ins: the main file takes the runtime"
+        return _in_place(system, request, files, files.main), (note,)
     if not drop_in:
-        return (_in_place(system, request, files, files.main, files.found, source),), ()
+        return _in_place(system, request, files, files.main), ()
+    wanted = files.wants(request.wish, {})
     if files.merges or not holders:
-        return _by_drop_in(
-            system, request, files, drop_in, containerd.wants({}, files.version, request.wish, source)
-        ), ()
+        return _by_drop_in(system, files, drop_in, wanted), ()
+    one_file = f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}"
     if request.drop_in is None:
-        found = dict(((files.main, files.found), *files.imported))[holders[-1]]
-        note = (
-            f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}: "
-            "the runtime stands there, a drop-in would hide the rest of that table"
-        )
-        return (_in_place(system, request, files, holders[-1], found, source),), (note,)
-    whole = containerd.whole_table(source, files.version)
-    wanted = containerd.wants({}, files.version, request.wish, source)
-    note = (
-        f"containerd before 2.0 takes the CRI plugin's table from one file alone: {drop_in} holds a copy of "
-        f"{holders[-1]}'s; run this again when you change that"
-    )
-    return _by_drop_in(system, request, files, drop_in, toml_text.joined(whole, wanted)), (note,)
+        note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
+        return _in_place(system, request, files, holders[-1]), (note,)
+    whole = containerd.whole_table(files.source(), files.version)
+    note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
+    return _by_drop_in(system, files, drop_in, toml_text.joined(whole, wanted)), (note,)
 
 
-def _in_place(
-    system: System, request: Request, files: Files, path: str, found: Mapping[str, Any], source: Mapping[str, Any]
-) -> FileEdit:
-    wanted = containerd.wants(found, files.version, request.wish, source)
-    if not found:
-        wanted = containerd.with_version(files.version, wanted)
-    return edited(system, path, wanted)
+def _in_place(system: System, request: Request, files: Files, path: str) -> _Edits:
+    found = dict(((files.main, files.found), *files.imported))[path]
+    wanted = files.wants(request.wish, found)
+    return (edited(system, path, wanted if found else containerd.with_version(files.version, wanted)),)
 
 
-def _by_drop_in(system: System, request: Request, files: Files, drop_in: str, wanted: Wants) -> tuple[FileEdit, ...]:
+def _by_drop_in(system: System, files: Files, drop_in: str, wanted: Wants) -> _Edits:
     edit = edited(system, drop_in, containerd.with_version(files.version, wanted))
     if containerd.is_imported(files.found, files.main, drop_in):
         return (edit,)
@@ -165,18 +171,17 @@ def _unset(system: System, request: Request) -> Configuration:
     main = request.config or containerd.MAIN
     drop_in = containerd.DROP_IN if request.drop_in is None else request.drop_in
     found = read(system, main)
-    imported = [path for pattern in _absolute(found, main) for path in matching(system, pattern) if path != drop_in]
-    folder = parent_of(drop_in) if drop_in else ""
-    neighbours = [path for path in imported if parent_of(path) == folder]
+    imported = [path for path in _imported(system, found, main) if path != drop_in]
+    neighbours = [path for path in imported if drop_in and parent_of(path) == parent_of(drop_in)]
     # Files that others have put beside the drop-in since then live by the same import.
-    keep = ("imports",) if neighbours else ()
-    edits = _emptied(system, [main, *imported, *([drop_in] if drop_in else [])], keep=keep)
-    pattern = containerd.import_pattern(drop_in) if drop_in else ""
-    kept = keep and pattern in containerd.imports(found)
-    notes = (f"{main} keeps its import of {pattern}: {', '.join(neighbours)} needs it",) if kept and edits else ()
+    edits = _emptied(
+        system, [main, *imported, *([drop_in] if drop_in else [])], keep=("imports",) if neighbours else ()
+    )
+    kept = neighbours and edits and containerd.import_pattern(drop_in) in containerd.imports(found)
+    notes = (f"{main} keeps its import of {parent_of(drop_in)}: {', '.join(neighbours)} needs it",) if kept else ()
     return Configuration(edits, notes, _TAKE_UP)
 
 
-def _emptied(system: System, paths: list[str], *, keep: tuple[str, ...] = ()) -> tuple[FileEdit, ...]:
+def _emptied(system: System, paths: list[str], *, keep: tuple[str, ...] = ()) -> _Edits:
     found = (emptied(system, path, keep=keep) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)

@@ -31,7 +31,7 @@ def configuration(system: System, request: Request, distribution: Distribution) 
     source = containerd.plugin_table(rendered, version)
     drop_in = distribution.drop_in[version] if request.drop_in is None else request.drop_in
     takes_in = containerd.is_imported(rendered, distribution.rendered, drop_in) if drop_in else False
-    if takes_in and containerd.merges_plugin_tables(version):
+    if takes_in and version >= 3:
         wanted = containerd.wants({}, version, request.wish, source)
         edit = edited(system, drop_in, containerd.with_version(version, wanted))
         return Configuration((edit,), (), distribution.take_up)
