@@ -97,15 +97,17 @@ def read_files(system: System, request: Request, main: str, drop_in: str) -> Fil
     toml_text.read_toml(text, main)  # a file that can't be read is refused as it stands
     found = toml_text.read_toml(toml_text.without_ours(text), main)
     imported = tuple((path, _others(system, path)) for path in _imported(system, found, main) if path != drop_in)
-    program = request.executable or system.which("containerd") or "containerd"
-    said = system.run((program, "--version"), timeout=20)
-    by_program = containerd.version_from_program(said.stdout) if said.ok else 2
+    # The host's own containerd says nothing of microk8s's.
+    usual = system.which("containerd") if request.engine == "containerd" else None
+    program = request.executable or usual or "containerd"
+    said = system.run((program, "--version"), timeout=20) if request.executable or usual else None
+    by_program = containerd.version_from_program(said.stdout) if said and said.ok else 2
     dumped = _dump(system, program, main) if request.from_command else None
     version = containerd.version_of(found, containerd.version_of(dumped, by_program) if dumped else by_program)
     if version == 1 and by_program >= 3:
         raise GpuprovError(
             f"{main} is of version 1, of which this containerd no longer reads runtimes",
-            said.stdout.strip(),
+            said.stdout.strip() if said else "",
             f"{program} --config {main} config migrate prints it in version 3; put that in its place",
         )
     return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)

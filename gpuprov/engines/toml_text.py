@@ -41,9 +41,11 @@ _CHANGED_LINE = re.compile(
 )
 _HEADER = re.compile(r"^[ \t]*(\[[^\[\n][^\n]*?\])[ \t]*(?:#[^\n]*)?(?P<end>\r?\n|\r?\Z)", re.MULTILINE)
 _VERSION = re.compile(r"^[ \t]*[\"']?version[\"']?[ \t]*=[^\n]*(?P<end>\n|\Z)", re.MULTILINE)
-# A line of a Go template (k3s, RKE2) that is no TOML.
+# What a Go template (k3s, RKE2) has that is no TOML: whole lines, and values. They are read as comments and strings.
 _TEMPLATE_LINE = re.compile(r"^([ \t]*\{\{[^\n]*)$", re.MULTILINE)
+_TEMPLATE_VALUE = re.compile(r"(=[ \t]*)(\{\{[^'\n]*\}\})(?=[ \t\r]*$)", re.MULTILINE)
 _MASK = "#template#"
+_MASKED_VALUE = re.compile(rf"'''{_MASK}([^'\n]*)'''")
 
 
 def read_toml(text: str, name: str) -> dict[str, Any]:
@@ -111,13 +113,21 @@ def with_wants(text: str | None, wants: Wants, name: str, *, first: str = "") ->
 
 def _document(text: str, name: str) -> tomlkit.TOMLDocument:
     try:
-        return tomlkit.parse(_TEMPLATE_LINE.sub(rf"{_MASK}\1", text))
+        return tomlkit.parse(_masked(text))
     except ParseError as error:
         line = (text.split("\n")[error.line - 1 : error.line] or [""])[0].strip()
         seen = f"line {error.line}, column {error.col + 1}: {str(error).rpartition(' at line ')[0]}: {line}"
     except (TOMLKitError, ValueError, RecursionError) as error:
         seen = str(error)
     raise GpuprovError(f"{name} is not valid TOML; it was left alone", seen, "correct it, then run this again")
+
+
+def _masked(text: str) -> str:
+    return _TEMPLATE_VALUE.sub(rf"\1'''{_MASK}\2'''", _TEMPLATE_LINE.sub(rf"{_MASK}\1", text))
+
+
+def _unmasked(text: str) -> str:
+    return _MASKED_VALUE.sub(r"\1", text).replace(_MASK, "")
 
 
 def says(found: Mapping[str, Any], wants: Wants) -> bool:
@@ -185,13 +195,15 @@ def _with_changed_values(text: str, before: Mapping[str, Any], wants: Wants, nam
     ]
     if not changes:
         return text
+    if any(_is_table(_table(before, path)[key]) for path, key, _ in changes):
+        raise _refused(name)
     document = _document(text, name)
     for path, key, value in changes:
         table: Any = document
         for part in path:
             table = table[part]
         _change(table, key, value)
-    return tomlkit.dumps(document).replace(_MASK, "")
+    return _unmasked(tomlkit.dumps(document))
 
 
 def _change(table: Any, key: str, value: Any) -> None:
@@ -291,8 +303,12 @@ def _require_right(base: str, changed: str, expected: Mapping[str, Any], name: s
     except GpuprovError:
         right = False
     if not right:
-        raise GpuprovError(
-            f"{name} can't be edited safely; it was left alone",
-            "one of its tables is written inline, or by dotted keys, and can't be added to line by line",
-            "write that table with a [header] of its own, or give another file with --drop-in-config",
-        )
+        raise _refused(name)
+
+
+def _refused(name: str) -> GpuprovError:
+    return GpuprovError(
+        f"{name} can't be edited safely; it was left alone",
+        "one of its tables is written inline, or by dotted keys, and can't be added to line by line",
+        "write that table with a [header] of its own, or give another file with --drop-in-config",
+    )
