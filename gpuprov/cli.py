@@ -16,6 +16,7 @@ from gpuprov import __version__
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.hook_commands import hook
+from gpuprov.runtime_commands import runtime
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -197,6 +198,7 @@ def completion(shell: str) -> None:
 
 cli.add_command(cdi)
 cli.add_command(hook)
+cli.add_command(runtime)
 
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:
