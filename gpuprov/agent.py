@@ -73,7 +73,10 @@ def _work(request: Request, writing: int) -> int:
         # Here and not above: the relay needs none of it, and a fork of a small process is cheap.
         from gpuprov.run import run_request
 
-        return int(run_request(request, sink, stop_requested=stop))
+        code = int(run_request(request, sink, stop_requested=stop))
+        if request.command == "uninstall" and not request.check and code == 0:
+            _remove_own_file(sys.argv[0])
+        return code
     except BaseException:
         _log(traceback.format_exc())
         problem = Problem(
@@ -81,6 +84,19 @@ def _work(request: Request, writing: int) -> int:
         )
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))
         return int(ExitCode.FAILED)
+
+
+def _remove_own_file(argument: str) -> None:
+    """Remove the agent that a controller pushed, and its folders if nothing else is in them; running code stays."""
+    from pathlib import Path
+
+    path = Path(argument)
+    if path.parent.parts[-2:] != (".cache", "gpuprov") or not path.name.startswith("agent-"):
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.parent.rmdir()
 
 
 class _StopFlag:

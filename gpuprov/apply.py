@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Callable
 
-from gpuprov.changes import Change
+from gpuprov.changes import Change, Json, file_digest, images_in
 from gpuprov.errors import GpuprovError
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
@@ -54,7 +54,13 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
         if isinstance(error, GpuprovError):
             raise
         raise _from_os_error(change, error) from error
-    journal.done(number, outcome)
+    journal.done(number, {**outcome, **_written(system, before)})
+
+
+def _written(system: System, before: Json) -> Json:
+    """Return the digests of the files that a change has left, by which later changes of somebody else's are seen."""
+    digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
+    return {"written": digests} if digests else {}
 
 
 def _from_os_error(change: Change, error: OSError) -> GpuprovError:
@@ -76,23 +82,43 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     cut_off = run.interrupted
     if cut_off is not None:
         sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
-        _undo_entry(system, journal, cut_off, kinds, only_if_needed=True)
+        kind = kind_of(journal, cut_off, kinds)
+        if kind.undo_when_interrupted:
+            _undo_entry(system, journal, cut_off, kinds)
+        else:
+            journal.done(cut_off.number, kind.cut_off(system, cut_off.before))
     return journal
 
 
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
-    """Undo what stands of a run, latest change first; return how many changes were undone.
+    """Undo what stands of a run, latest change first; return how many changes were undone."""
+    return undo_runs(system, (run,), kinds, sink)
+
+
+def undo_runs(
+    system: System,
+    runs: Sequence[Run],
+    kinds: Kinds,
+    sink: Sink,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Undo what stands of the runs, in the order given, the latest change of each first; return how many were undone.
 
     Goes on from where an interrupted roll-back stopped, for each undone change is noted.
     """
-    journal = resume_journal(system, run)
-    for index, entry in enumerate(run.undoable, 1):
-        sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, len(run.undoable)))
-        begun = system.now()
-        _undo_entry(system, journal, entry, kinds)
-        sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
-    journal.end("rolled-back")
-    return len(run.undoable)
+    total, index = sum(len(run.undoable) for run in runs), 0
+    for run in runs:
+        journal = resume_journal(system, run)
+        for entry in run.undoable:
+            index += 1
+            if stop_requested():
+                raise Stopped(f"stopped as asked before {index} of {total}: undo: {entry.key}")
+            sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
+            begun = system.now()
+            _undo_entry(system, journal, entry, kinds)
+            sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
+        journal.end("rolled-back")
+    return total
 
 
 def last_undoable_run(system: System) -> Run | None:
@@ -100,7 +126,12 @@ def last_undoable_run(system: System) -> Run | None:
     return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 
-def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, *, only_if_needed: bool = False) -> None:
+def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds) -> None:
+    kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+    journal.undone(entry.number)
+
+
+def kind_of(journal: Journal | Run, entry: Entry, kinds: Kinds) -> type[Change]:
     kind = kinds.get(entry.kind)
     if kind is None:
         raise GpuprovError(
@@ -108,6 +139,4 @@ def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, *,
             f"journal {journal.path}, {entry.key}",
             "use the gpuprov version that made it",
         )
-    if kind.undo_when_interrupted or not only_if_needed:
-        kind.undo(system, entry.before, entry.outcome)
-    journal.undone(entry.number)
+    return kind

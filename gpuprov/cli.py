@@ -132,6 +132,23 @@ def rollback(**options: Any) -> None:
     _run("rollback", options)
 
 
+@cli.command()
+@_CHECK_OPTION
+@_DIFF_OPTION
+@_fleet_options
+def uninstall(check: bool, diff: bool, **options: Any) -> None:
+    """Undo all runs on each host, the newest first, and remove what is left of gpuprov.
+
+    What can't be brought back is listed before anything is done: --check shows it.
+
+    \b
+    Examples:
+      sudo gpuprov uninstall --check --diff
+      gpuprov uninstall --hosts inventory.ini --limit lab-a
+    """
+    _run("uninstall", options, check=check, diff=diff)
+
+
 @cli.command("options")
 @click.option("--json", "form", flag_value="json", help="As JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")

@@ -311,5 +311,14 @@ class InstallDriver(Change):
         """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
         uninstaller = system.which("nvidia-uninstall")
         if uninstaller is not None:
+            # Half an uninstallation is no driver: the next installation must not take it for one.
+            system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
             system.run((uninstaller, "--silent"), timeout=600)
         system.remove(INCOMPLETE_MARK)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        replaced, version = before.get("replaces", ""), before["version"]
+        if replaced in ("", version, *(one["version"] for one in earlier)):
+            return ()
+        return (f"driver {replaced}, which {version} replaced, does not come back: no driver will be installed",)

@@ -17,9 +17,11 @@ from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
 from gpuprov.request import Request
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
+from gpuprov.uninstall import Removal, carry_out, planned, problems, survey
 from gpuprov.verify import verify
 
 StopRequested = Callable[[], bool]
+_NOTHING_THERE = "there is nothing of gpuprov on this host"
 
 
 def run_request(
@@ -62,6 +64,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
         return _verify(spec, sink, system)
     if request.command == "install" and request.check:
         return _check(request, spec, sink, system)
+    if request.command == "uninstall" and request.check:
+        return _check_uninstall(request, sink, system)
     with host_lock(
         system,
         pid=system.own_pid(),
@@ -72,6 +76,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     ):
         if request.command == "rollback":
             return _roll_back(sink, system)
+        if request.command == "uninstall":
+            return _uninstall(request, sink, system, stop_requested)
         return _install(request, spec, sink, system, stop_requested)
 
 
@@ -144,6 +150,33 @@ def _roll_back(sink: Sink, system: System) -> Finished:
         return Finished(int(ExitCode.DONE), summary="there is no run to roll back")
     count = roll_back(system, run, CHANGE_KINDS, sink)
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
+
+
+def _check_uninstall(request: Request, sink: Sink, system: System) -> Finished:
+    """Say what an uninstall would do, and what it can't bring back."""
+    count = _announced_removal(request, sink, system).count
+    summary = f"{count} changes would be made" if count else _NOTHING_THERE
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
+
+
+def _uninstall(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+    removal = _announced_removal(request, sink, system)
+    carry_out(system, removal, CHANGE_KINDS, sink, stop_requested)
+    count = removal.count
+    summary = f"{count} changes undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
+
+
+def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
+    """Look at what an uninstall has to do and tell it, what lasts first. Raises GpuprovError with all problems."""
+    removal = survey(system, CHANGE_KINDS)
+    found = problems(system, removal)
+    if found:
+        raise GpuprovError.several(found)
+    for sentence in removal.lasting:
+        sink(Note(sentence, "warning"))
+    sink(Planned(planned(system, removal, diff=request.diff)))
+    return removal
 
 
 def _verify(spec: HostSpec, sink: Sink, system: System) -> Finished:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gpuprov.fleet.progress import Progress
 
-_NEEDS_ROOT = ("install", "verify", "rollback")
+_NEEDS_ROOT = ("install", "verify", "rollback", "uninstall")
 _PIPE_WIDTH = 160
 
 

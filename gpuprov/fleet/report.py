@@ -190,7 +190,10 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
 
 
 _ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
-_PARTICIPLES = {"install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back"}
+_PARTICIPLES = {
+    "install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back",
+    "uninstall": "uninstalled",
+}  # fmt: skip
 
 
 def _seen_by_containers(results: Sequence[HostResult]) -> str:

@@ -30,6 +30,7 @@ class FakeHost(System):
         self.available = {"site-gpu-tools": "1.0"}
         self.docker_active = True
         self.docker_loaded: dict[str, str] = {"runc": "runc"}
+        self.docker_default = "runc"
         self.docker_starts = 0
         self.commands: list[tuple[str, ...]] = []
         self._driver_files: list[Path] = []
@@ -111,13 +112,13 @@ class FakeHost(System):
                 1,
                 "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
             )
-        if words[0] == "ps":
+        if words[0] in ("ps", "images"):
             return 0, ""
         if words[-1] == "{{json .}}":
             runtimes = {name: {"path": path} for name, path in self.docker_loaded.items()}
-            info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": "runc"}
+            info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": self.docker_default}
             return 0, json.dumps({**info, "LiveRestoreEnabled": False, "ContainersRunning": 0, "CgroupVersion": "2"})
-        return 0, f"{self.docker_loaded.get('nvidia', '')} runc\n"
+        return 0, f"{self.docker_loaded.get('nvidia', '')} {self.docker_default}\n"
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words[0] == "is-active":
@@ -127,6 +128,7 @@ class FakeHost(System):
             self.docker_active = True
             text = self.read_text("/etc/docker/daemon.json") or "{}"
             runtimes = json.loads(text).get("runtimes", {})
+            self.docker_default = json.loads(text).get("default-runtime", "runc")
             self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
         return 0, ""
 
@@ -147,12 +149,15 @@ class FakeHost(System):
         return 0, ""
 
     def tree(self) -> Tree:
-        """Return all that lies below the root: mode, owner, device numbers, content; the journal left out."""
+        """Return all that lies below the root, the journal left out."""
+        left_out = ("/var/lib/gpuprov", "/run/gpuprov.lock", "/var/cache")
+        return {path: value for path, value in self.everything().items() if not path.startswith(left_out)}
+
+    def everything(self) -> Tree:
+        """Return all that lies below the root: mode, owner, device numbers, content."""
         found: Tree = {}
         for path in self.root.rglob("*"):
             name = "/" + str(path.relative_to(self.root))
-            if name.startswith(("/var/lib/gpuprov", "/run/gpuprov.lock", "/var/cache")):
-                continue
             status = path.lstat()
             content = str(path.readlink()).encode() if path.is_symlink() else b""
             if stat.S_ISREG(status.st_mode):

@@ -18,7 +18,7 @@ from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
 from gpuprov.spec import option_names
 
-COMMANDS = ("install", "verify", "facts", "rollback", "options", "agent", "completion")
+COMMANDS = ("install", "verify", "facts", "rollback", "uninstall", "options", "agent", "completion")
 
 
 def gpuprov(

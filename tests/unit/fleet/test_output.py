@@ -194,6 +194,7 @@ LAST_LINES = [
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
+    ("uninstall", (DONE,), False, "1 host uninstalled: 9 changes"),
     ("facts", (DONE, SAME), False, "facts of 2 hosts"),
 ]  # fmt: skip
 
