@@ -29,6 +29,12 @@ _CONNECTION_OPTIONS = (
     click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables."),
     click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
                  help="How many hosts at a time."),
+    click.option("--serial", metavar="N|N%|1,5,20%", default="", help="In batches of so many hosts, as Ansible's "
+                 "serial: the next begins when one is through."),
+    click.option("--max-fail", metavar="N|N%", default="", help="Begin no further host once more of a batch have "
+                 "failed."),
+    click.option("--canary", metavar="HOST|N", default="", help="These hosts, or the first N, before all others; if "
+                 "one fails, nothing else begins."),
     click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
     click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
     click.option("--accept-new-host-keys", is_flag=True, help="Store host keys seen for the first time; changed ones "
@@ -211,6 +217,9 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
         json=given["as_json"],
         verbose=given["verbose"],
         forks=given["forks"],
+        serial=given["serial"],
+        max_fail=given["max_fail"],
+        canary=given["canary"],
         password=_ask("SSH password", wanted=given["ask_pass"]),
         become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
         accept_new_host_keys=given["accept_new_host_keys"],

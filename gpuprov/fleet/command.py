@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.target import HostTarget, Inventory
@@ -41,6 +42,9 @@ class Options:
     json: bool = False
     verbose: bool = False
     forks: int = 20
+    serial: str = ""
+    max_fail: str = ""
+    canary: str = ""
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     accept_new_host_keys: bool = False
@@ -51,11 +55,12 @@ class Options:
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     request = Request(options.command, check=options.check, diff=options.diff)
-    results = _run(options, inventory.hosts, request)
+    results = _run(options, inventory.hosts, request, rollout)
     return overall_exit_code(results)
 
 
@@ -96,7 +101,7 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
     )
 
 
-def _run(options: Options, targets: Sequence[HostTarget], request: Request) -> tuple[HostResult, ...]:
+def _run(options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout) -> tuple[HostResult, ...]:
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.run import Fleet, RunSettings
     from gpuprov.fleet.ssh import SshSettings
@@ -108,6 +113,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request) -> t
         SshSettings(options.accept_new_host_keys, options.connect_timeout),
         options.bootstrap_python,
         options.forks,
+        rollout,
     )
     progress = _progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():

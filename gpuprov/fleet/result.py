@@ -12,7 +12,10 @@ from gpuprov.events import CheckDone, PlannedChange
 
 @dataclass(frozen=True)
 class HostResult:
-    """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time."""
+    """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time.
+
+    `begun` is False where the run was stopped before this host's turn.
+    """
 
     host: str
     exit_code: ExitCode
@@ -24,6 +27,11 @@ class HostResult:
     checks: tuple[CheckDone, ...] = ()
     plan: tuple[PlannedChange, ...] = ()
     facts: Mapping[str, Any] | None = None
+    begun: bool = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
 
 
 # The worst that happened decides, and something to mend on a host weighs more than a host that is away.

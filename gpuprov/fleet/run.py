@@ -1,4 +1,4 @@
-"""One request on many hosts at once; what happens on one never ends another."""
+"""One request on many hosts, batch by batch, many at once; what happens on one never ends another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Note, Planned, Sink
 from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.ssh import SshSettings, close, connected
 from gpuprov.fleet.target import HostTarget
+from gpuprov.fleet.text import counted
 from gpuprov.request import Request
 from gpuprov.spec import spec_to_json
 
@@ -37,6 +39,7 @@ class RunSettings:
     ssh: SshSettings = field(default_factory=SshSettings)
     bootstrap_python: bool = False
     forks: int = 20
+    rollout: Rollout = field(default_factory=Rollout)
 
 
 class Fleet:
@@ -45,12 +48,15 @@ class Fleet:
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.interruptions = 0
+        # Why no further host begins; None while hosts may.
+        self.stopped: Problem | None = None
         self._connections: set[Any] = set()
         self._lock = threading.Lock()
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
         self.interruptions += 1
+        self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         if self.interruptions == 1:
             self.settings.tell("no further host begins; those that run are let finish (Ctrl-C again to leave them)")
             return
@@ -81,15 +87,37 @@ class Fleet:
 
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
+        batches = make_batches(targets, self.settings.rollout)
         agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
+        results: dict[str, HostResult] = {}
         forks = max(1, min(self.settings.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
-            return tuple(pool.map(lambda target: self._one(target, run_host, sink), targets))
+            for batch in batches:
+                if batch.name and self.stopped is None:
+                    self.settings.tell(f"{batch.name}: {counted(len(batch.targets), 'host')}")
+                run_one = self._one_of(batch, run_host, sink)
+                results |= {result.host: result for result in pool.map(run_one, batch.targets)}
+        return tuple(results[target.name] for target in targets)
+
+    def _one_of(self, batch: Batch, run_host: RunHost, sink: HostSink) -> Callable[[HostTarget], HostResult]:
+        """Return what runs one host of the batch; too many failures among them, and no further host begins."""
+        failed: list[str] = []
+
+        def run_one(target: HostTarget) -> HostResult:
+            result = self._one(target, run_host, sink)
+            if result.has_failed and result.begun:
+                with self._lock:
+                    failed.append(target.name)
+                    if batch.most_failed is not None and len(failed) > batch.most_failed:
+                        self.stopped = self.stopped or _too_many_failed(batch, failed)
+            return result
+
+        return run_one
 
     def _one(self, target: HostTarget, run_host: RunHost, sink: HostSink) -> HostResult:
-        if self.interruptions:
-            return _not_run(target)
+        if self.stopped is not None:
+            return HostResult(target.name, ExitCode.FAILED, problems=(self.stopped,), begun=False)
         recorder = Recorder(target.name, sink)
         begun = time.monotonic()
         recorder(Note("connecting" if target.connection == "ssh" else "starting", "debug"))
@@ -173,6 +201,13 @@ def _exit_code(number: int) -> ExitCode:
     return ExitCode(number) if number in tuple(ExitCode) else ExitCode.FAILED
 
 
-def _not_run(target: HostTarget) -> HostResult:
-    problem = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")
-    return HostResult(target.name, ExitCode.FAILED, problems=(problem,))
+def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
+    where = batch.name or "the run"
+    return Problem(
+        f"not run: too many hosts failed before it ({where})",
+        f"{len(failed)} of {counted(len(batch.targets), 'host')} failed, at most {batch.most_failed} may",
+        "mend what failed, then run the same command again: hosts that are done change nothing",
+    )
+
+
+_STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")
