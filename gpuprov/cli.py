@@ -41,6 +41,8 @@ _CONNECTION_OPTIONS = (
                  "are refused all the same."),
     click.option("--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10,
                  show_default=True, help="How long to wait for a connection."),
+    click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
+                 help="Give up on a host that says nothing for so long."),
     click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
     click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
     click.option("--verbose", "-v", is_flag=True, help="Tell more."),
@@ -224,6 +226,7 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
         become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
         accept_new_host_keys=given["accept_new_host_keys"],
         connect_timeout=given["connect_timeout"],
+        host_timeout=given["host_timeout"],
         bootstrap_python=given["bootstrap_python"],
         **more,
     )

@@ -49,6 +49,7 @@ class Options:
     become_password: str = field(default="", repr=False)
     accept_new_host_keys: bool = False
     connect_timeout: float = 10.0
+    host_timeout: float = 4500.0
     bootstrap_python: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
 
@@ -114,6 +115,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
         options.bootstrap_python,
         options.forks,
         rollout,
+        options.host_timeout,
     )
     progress = _progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():

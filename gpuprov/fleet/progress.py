@@ -74,7 +74,7 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def __call__(self, host: str, event: Event) -> None:
-        line = json.dumps({"host": host, **json.loads(to_line(event))}, separators=(",", ":"))
+        line = f'{{"host":{json.dumps(host)},{to_line(event)[1:]}'
         with self._lock:
             self._console.file.write(line + "\n")
             self._console.file.flush()

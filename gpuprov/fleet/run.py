@@ -40,6 +40,8 @@ class RunSettings:
     bootstrap_python: bool = False
     forks: int = 20
     rollout: Rollout = field(default_factory=Rollout)
+    # Seconds; longer than the longest command on a host may be quiet (gpuprov/packages.py: 3900).
+    host_timeout: float = 4500.0
 
 
 class Fleet:
@@ -77,7 +79,8 @@ class Fleet:
                     self._connections.add(connection)
                 try:
                     run_agent(
-                        connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python
+                        connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python,
+                        host_timeout=self.settings.host_timeout,
                     )  # fmt: skip
                 finally:
                     with self._lock:
