@@ -12,13 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Note, Planned, Sink
+from gpuprov.events import (
+    ChangeDone,
+    ChangeStarted,
+    CheckDone,
+    Event,
+    FactsGathered,
+    Finished,
+    Note,
+    Planned,
+    Sink,
+)
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.fleet.ssh import SshSettings, close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.text import counted
+from gpuprov.fleet.versions import versions_of_facts
 from gpuprov.request import Request
 from gpuprov.spec import spec_to_json
 
@@ -155,6 +166,7 @@ class Recorder:
         self._sink = sink
         self._finished: Finished | None = None
         self._checks: list[CheckDone] = []
+        self._made: dict[str, MadeChange] = {}
         self._planned: Planned | None = None
         self._facts: FactsGathered | None = None
 
@@ -165,6 +177,10 @@ class Recorder:
             self._checks.append(event)
         elif isinstance(event, Planned):
             self._planned = event
+        elif isinstance(event, ChangeStarted):
+            self._made[event.key] = MadeChange(event.key, self._step(event.key), event.summary)
+        elif isinstance(event, ChangeDone) and event.key in self._made:
+            self._made[event.key] = replace(self._made[event.key], seconds=event.seconds)
         elif isinstance(event, FactsGathered):
             self._facts = event
         self._sink(self._host, event)
@@ -181,11 +197,16 @@ class Recorder:
             seconds=round(seconds, 1),
             problems=last.problems,
             summary=last.summary,
-            versions=last.versions,
+            versions=last.versions or (versions_of_facts(self._facts.facts) if self._facts else {}),
             checks=tuple(self._checks),
             plan=self._planned.changes if self._planned else (),
+            made=tuple(self._made.values()),
             facts=self._facts.facts if self._facts else None,
         )
+
+    def _step(self, key: str) -> str:
+        planned = self._planned.changes if self._planned else ()
+        return next((change.step for change in planned if change.key == key), "")
 
 
 def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:

@@ -236,7 +236,7 @@ def _authentication_problem(target: HostTarget, connection: Connection, error: E
         tried.append("the password")
     evidence.append(f"tried {', '.join(tried)}")
     return Problem(
-        f"{refusing.host} refuses to log in {refusing.user}",
+        f"{refusing.host} port {refusing.port} refuses to log in {refusing.user}",
         "\n".join(evidence),
         "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k; "
         f"try: ssh -v {_ssh_words(refusing)}",
