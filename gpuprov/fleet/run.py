@@ -74,8 +74,9 @@ class Fleet:
             self.settings.tell("no further host begins; those that run are let finish (Ctrl-C again to leave them)")
             return
         with self._lock:
-            for connection in self._connections:
-                close(connection)
+            connections = list(self._connections)
+        for connection in connections:  # each in a thread: closing waits for the connection's own
+            threading.Thread(target=close, args=(connection,), daemon=True).start()
 
     def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
         """Return what runs the request on one host."""
@@ -85,19 +86,31 @@ class Fleet:
             if target.connection == "local":
                 run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
-            with connected(target, self.settings.ssh) as connection:
-                with self._lock:
-                    self._connections.add(connection)
-                try:
-                    run_agent(
-                        connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python,
-                        host_timeout=self.settings.host_timeout,
-                    )  # fmt: skip
-                finally:
-                    with self._lock:
-                        self._connections.discard(connection)
+            with self._held() as hold, connected(target, self.settings.ssh, hold) as connection:
+                if self.interruptions > 1:
+                    raise _left()
+                run_agent(
+                    connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python,
+                    host_timeout=self.settings.host_timeout,
+                )  # fmt: skip
 
         return run
+
+    @contextmanager
+    def _held(self) -> Iterator[Callable[[Any], None]]:
+        """Give what notes a connection, for `interrupt` to close it as long as it is in use."""
+        held: list[Any] = []
+
+        def hold(connection: Any) -> None:
+            held.append(connection)
+            with self._lock:
+                self._connections.add(connection)
+
+        try:
+            yield hold
+        finally:
+            with self._lock:
+                self._connections.difference_update(held)
 
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
@@ -138,6 +151,8 @@ class Fleet:
         try:
             run_host(target, recorder)
         except GpuprovError as error:
+            # What breaks after the second Ctrl-C breaks because of it.
+            error = _left() if self.interruptions > 1 else error
             recorder(Finished(int(error.exit_code), problems=error.problems))
         except Exception as error:  # a defect on one host must not end the others; the log has it all
             from gpuprov.fleet.crash import write_log
@@ -223,6 +238,11 @@ def _present(agent: Agent | None) -> Agent:
 
 def _exit_code(number: int) -> ExitCode:
     return ExitCode(number) if number in tuple(ExitCode) else ExitCode.FAILED
+
+
+def _left() -> GpuprovError:
+    next_step = "the agent on the host goes on; run the same command again to take up its result"
+    return GpuprovError("left by Ctrl-C while it ran", "", next_step)
 
 
 def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +43,15 @@ class SshSettings:
 
 
 @contextlib.contextmanager
-def connected(target: HostTarget, settings: SshSettings) -> Iterator[Connection]:
-    """Give an open connection and close it after use.
+def connected(
+    target: HostTarget, settings: SshSettings, made: Callable[[Connection], None] = lambda _: None
+) -> Iterator[Connection]:
+    """Give an open connection and close it after use. `made` gets it before it is open, to close it from elsewhere.
 
     Raises GpuprovError, with exit code 4, if the host is not reached, its key is refused or we are.
     """
     connection = make_connection(target, settings)
+    made(connection)
     try:
         with _explained(target, connection, settings):
             connection.open()
