@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
 from gpuprov.fleet.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
+_LONGEST_STRAY = 400
 # sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
@@ -50,8 +51,12 @@ def run_agent(
     sink: Sink,
     *,
     bootstrap_python: bool = False,
+    host_timeout: float | None = None,
 ) -> Finished:
-    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one."""
+    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one.
+
+    `host_timeout`: how many seconds the agent may say nothing.
+    """
     probe = _probe(connection, target, agent)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
@@ -69,13 +74,13 @@ def run_agent(
     def on_line(line: str) -> None:
         event = from_line(line)
         if event is None:
-            strays[:] = [*strays[-20:], line]
+            strays[:] = [*strays[-20:], line[:_LONGEST_STRAY]]
         elif isinstance(event, Finished):
             finished.append(event)
         else:
             sink(event)
 
-    done = _as_root(connection, target, probe, command, request_to_line(request), on_line)
+    done = _as_root(connection, target, probe, command, request_to_line(request), on_line, timeout=host_timeout)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
     sink(finished[-1])
@@ -88,6 +93,11 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
         connection, f"sh -s {agent.digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
     )  # fmt: skip
     probe = parse_probe(done.stdout)
+    if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
+        raise GpuprovError(
+            "the host lets us in and does not answer then", _said(done), "look what hangs there: on its console, "
+            "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
+        )  # fmt: skip
     if probe is None:
         raise _error(
             Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
@@ -175,6 +185,17 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
             done.stderr.strip().rpartition("\n")[2],
             "the agent on the host goes on; run the same command again to take up its result",
         )
+    if done.returncode == remote.SILENT:
+        return Problem(
+            "the host fell silent during the run", done.stderr.strip().rpartition("\n")[2],
+            "look what hangs there (ps f); the agent may still be at work, the same command again takes up its result; "
+            "--host-timeout waits longer",
+        )  # fmt: skip
+    if done.returncode == remote.TOO_MUCH:
+        return Problem(
+            "the host sends no events but a flood", done.stderr.strip().rpartition("\n")[2],
+            "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass",
+        )  # fmt: skip
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
             "the host's Python lacks a part of its standard library", _said(done),
@@ -189,7 +210,16 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
 def _said(done: Completed, output: list[str] | None = None) -> str:
     """Return the exit code and the last lines, without the command: it is ours and long."""
     lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
-    return "\n".join([f"exit code {done.returncode}", *lines])
+    ended = _ENDS.get(done.returncode, f"exit code {done.returncode}")
+    return "\n".join([ended, *lines])
+
+
+_ENDS = {
+    remote.CONNECTION_LOST: "the connection broke",
+    remote.TOO_MUCH: "too much output",
+    remote.SILENT: "no answer",
+    remote.KILLED: "killed by a signal",
+}
 
 
 def _error(problem: Problem) -> GpuprovError:
