@@ -18,6 +18,10 @@ from marshmallow import fields as schema_fields
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"
+# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
+PLAY_VARIABLES = frozenset(
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python")
+)
 
 _VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}\Z", error="is not a driver version such as 550.163.01")
 _SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
@@ -204,7 +208,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
     """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
-    ours = {name[len(PREFIX) :]: value for name, value in variables.items() if name.startswith(PREFIX)}
+    names = (name for name in variables if name.startswith(PREFIX) and name not in PLAY_VARIABLES)
+    ours = {name[len(PREFIX) :]: variables[name] for name in names}
     return parse_spec(ours, origin)
 
 

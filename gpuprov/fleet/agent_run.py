@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
-from gpuprov.fleet.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
 from gpuprov.fleet.target import HostTarget
+from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.push import STORE, agent_command, said, unfinished_problem
 from gpuprov.request import Request, request_to_line
 from gpuprov.system import Completed
 
@@ -23,15 +24,6 @@ _BOOTSTRAP_PATIENCE = 900
 # sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
-
-# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
-# may be csh or fish. Old agents go, except those that a run may still be using.
-_STORE = (
-    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
-    'cat > "$t" || { rm -f "$t"; exit 1; }; '
-    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
-    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
-)
 
 
 @dataclass(frozen=True)
@@ -58,11 +50,11 @@ def run_agent(
         _bootstrap(connection, target, probe)
         probe = _probe(connection, target, agent)
     problem = python_problem(probe, target.python)
-    if problem is not None or probe.python is None:
-        raise _error(problem or Problem("there is no Python on the host"))
+    if problem is not None:
+        raise _error(problem)
     if probe.agent_digest != agent.digest:
         _upload(connection, agent)
-    command = (probe.python.path, "-I", f"{probe.cache}/agent-{agent.digest}.pyz")
+    command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
     strays: list[str] = []
 
@@ -77,7 +69,7 @@ def run_agent(
 
     done = _as_root(connection, target, probe, command, request_to_line(request), on_line)
     if not finished:
-        raise _error(_unfinished_problem(done, strays))
+        raise _error(unfinished_problem(done, strays, lost=done.returncode == remote.CONNECTION_LOST))
     sink(finished[-1])
     return finished[-1]
 
@@ -90,7 +82,7 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
     probe = parse_probe(done.stdout)
     if probe is None:
         raise _error(
-            Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
+            Problem("the host's shell does not answer as a shell should", said(done, done.stdout.splitlines()),
                     "is this a machine with a POSIX shell, and may this user run commands?")
         )  # fmt: skip
     problem = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
@@ -101,11 +93,11 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
 
 def _upload(connection: Connection, agent: Agent) -> None:
     done = remote.run(
-        connection, f"sh -c {shlex.quote(_STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
+        connection, f"sh -c {shlex.quote(STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
     )  # fmt: skip
     if not done.ok:
         raise _error(
-            Problem("the agent cannot be stored on the host", _said(done),
+            Problem("the agent cannot be stored on the host", said(done),
                     "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?")
         )  # fmt: skip
 
@@ -116,7 +108,7 @@ def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None
     done = _as_root(connection, target, probe, command, "", output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
-            Problem("Python cannot be installed on the host", _said(done, output[-5:]),
+            Problem("Python cannot be installed on the host", said(done, output[-5:]),
                     "mend the host's package repositories, or install Python ≥ 3.9 by hand")
         )  # fmt: skip
 
@@ -165,31 +157,6 @@ class _SudoAnswer:
             self.went_through = True
             return self.stdin
         return b""
-
-
-def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
-    """Return why a run ended without saying how it ended."""
-    if done.returncode == remote.CONNECTION_LOST:
-        return Problem(
-            "the connection to the host dropped during the run",
-            done.stderr.strip().rpartition("\n")[2],
-            "the agent on the host goes on; run the same command again to take up its result",
-        )
-    if "ModuleNotFoundError" in done.stderr:
-        return Problem(
-            "the host's Python lacks a part of its standard library", _said(done),
-            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
-        )  # fmt: skip
-    return Problem(
-        "the agent ended without a result", _said(done, strays),
-        "run the same command again; it takes up what was begun",
-    )  # fmt: skip
-
-
-def _said(done: Completed, output: list[str] | None = None) -> str:
-    """Return the exit code and the last lines, without the command: it is ours and long."""
-    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
-    return "\n".join([f"exit code {done.returncode}", *lines])
 
 
 def _error(problem: Problem) -> GpuprovError:
