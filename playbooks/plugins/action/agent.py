@@ -6,18 +6,21 @@ checked. What to ask and how to read the answer is gpuprov/playbook_task.py's; n
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
+import importlib.util
+import io
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
+from ansible import constants
 from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
@@ -181,39 +184,47 @@ def _run_id() -> str:
     return f"ansible-playbook {platform.node()} {parent} {begun}"
 
 
-@functools.cache
 def _agent() -> tuple[bytes, str]:
-    """Return the agent and its SHA-256, and make `import gpuprov` find its very code."""
-    if _CARRIED.exists():
-        return _loaded(_CARRIED)
-    sys.path.insert(0, str(_CLONE))
-    try:
-        from gpuprov.fleet.agent_build import build_agent
+    """Return the agent and its SHA-256, and make `import gpuprov` find the code that is in it.
 
-        built = build_agent()
-        importlib.import_module("gpuprov.playbook_task")
-        return built.content, built.digest
-    except ImportError:
-        sys.path.remove(str(_CLONE))
-        return _loaded(_built_by_clone())
-
-
-def _loaded(path: Path) -> tuple[bytes, str]:
-    content = path.read_bytes()
-    sys.path.insert(0, str(path))
+    It lies unpacked in the folder that ansible-playbook has for the time of its run: Python imports nothing from a zip
+    file inside a collection (Ansible's own import hook), and slowly from any other.
+    """
+    folder = Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov"
+    if not folder.exists():
+        _unpack(_found(), folder)
+    content = (folder / "agent.pyz").read_bytes()
+    sys.path.insert(0, str(folder / "modules"))
     return content, hashlib.sha256(content).hexdigest()
 
 
-def _built_by_clone() -> Path:
-    """Let the clone's own environment build the agent, where Ansible's Python has not what that takes."""
-    program, path = _CLONE / ".venv/bin/gpuprov", _CLONE / "build/gpuprov-agent.pyz"
-    if not program.exists():
-        raise AnsibleError(
-            f"gpuprov's agent cannot be built: {sys.executable} lacks what it is made of\n"
-            f"  seen: there is no {program}\n  next: make -C {_CLONE} setup, or install the collection gpuprov.host"
-        )
-    path.parent.mkdir(exist_ok=True)
-    done = subprocess.run((program, "agent", "build", "-o", path), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise AnsibleError(f"gpuprov's agent cannot be built\n  seen: {done.stderr.strip()}")
-    return path
+def _unpack(content: bytes, folder: Path) -> None:
+    made = Path(tempfile.mkdtemp(dir=constants.DEFAULT_LOCAL_TMP))
+    (made / "agent.pyz").write_bytes(content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        archive.extractall(made / "modules")
+    try:
+        made.rename(folder)
+    except OSError:
+        shutil.rmtree(made)  # another host's task was faster
+
+
+def _found() -> bytes:
+    """Return the agent: the collection's, or one built from the clone by its own environment, this one or its .venv."""
+    if _CARRIED.exists():
+        return _CARRIED.read_bytes()
+    program = _CLONE / ".venv/bin/python"
+    python = sys.executable if importlib.util.find_spec("gpuprov") else str(program)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "agent.pyz"
+        command = (python, "-m", "gpuprov", "agent", "build", "-o", str(path))
+        try:
+            done = subprocess.run(command, cwd=_CLONE, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise AnsibleError(
+                f"gpuprov's agent cannot be built\n  seen: neither {sys.executable} nor {program} has gpuprov\n"
+                f"  next: make -C {_CLONE} setup, or install the collection gpuprov.host"
+            ) from None
+        if done.returncode != 0:
+            raise AnsibleError(f"gpuprov's agent cannot be built\n  seen: {done.stderr.strip()}")
+        return path.read_bytes()
