@@ -189,3 +189,16 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
     else:
         place.write_bytes(b"\x7fELF" * (2 << 20))
     assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
+
+
+@pytest.mark.parametrize("steps", [("docker",), ("cdi", "toolkit"), ("packages", "docker")])
+def test_steps_keep_the_plan_to_a_part_in_the_plans_own_order(facts: HostFacts, steps: tuple[str, ...]) -> None:
+    bare = replace(facts, packages=PackageFacts("apt", {}))
+    whole = make_plan(bare, spec(packages=["jq"]))
+    part = make_plan(bare, spec(packages=["jq"]), steps)
+    assert part.changes == tuple(item for item in whole.changes if item.step in steps)
+    assert {item.step for item in part.changes} == set(steps)
+
+
+def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> None:
+    assert make_plan(replace(facts, gpus=()), spec(), ("docker",)).problems
