@@ -18,6 +18,7 @@ from gpuprov.fleet.agent_build import build_agent
 
 _HERE = Path(__file__).resolve().parent
 _CLONE = _HERE.parent
+_REPOSITORY = "https://github.com/gpuprov/gpuprov"
 _RUNTIME = {"requires_ansible": ">=2.17.0"}
 
 
@@ -32,10 +33,10 @@ def galaxy(version: str) -> dict[str, object]:
         "description": "Makes Linux machines run containers on NVIDIA GPUs, and proves that they do.",
         "license_file": "LICENSE",
         "tags": ["linux", "infrastructure", "nvidia", "gpu", "docker"],
-        "repository": "https://github.com/gpuprov/gpuprov",
-        "documentation": "https://github.com/gpuprov/gpuprov/tree/main/docs/ansible.md",
-        "homepage": "https://github.com/gpuprov/gpuprov",
-        "issues": "https://github.com/gpuprov/gpuprov/issues",
+        "repository": _REPOSITORY,
+        "documentation": f"{_REPOSITORY}/blob/main/docs/ansible.md",
+        "homepage": _REPOSITORY,
+        "issues": f"{_REPOSITORY}/issues",
         "dependencies": {},
     }
 
@@ -52,7 +53,10 @@ def write_collection(folder: Path) -> None:
     (folder / "files").mkdir()
     (folder / "files/gpuprov-agent.pyz").write_bytes(build_agent().content)
     shutil.copyfile(_CLONE / "LICENSE", folder / "LICENSE")
-    shutil.copyfile(_CLONE / "docs/ansible.md", folder / "README.md")
+    page = (_CLONE / "docs/ansible.md").read_text()
+    (folder / "README.md").write_text(
+        page.replace("](configuration.md)", f"]({_REPOSITORY}/blob/main/docs/configuration.md)")
+    )
     (folder / "CHANGELOG.md").write_text(
         f"# Changes\n\nThis collection is gpuprov {__version__}, and changes with it.\n"
     )
