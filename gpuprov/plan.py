@@ -10,7 +10,7 @@ from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.errors import Problem
+from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
@@ -86,14 +86,27 @@ CHANGE_KINDS: dict[str, type[Change]] = {
 }  # fmt: skip
 
 
-def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
-    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done."""
+def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
+    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done.
+
+    `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
+    that is no step's.
+    """
+    chosen = _named(steps)
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
-    changes = tuple(StepChange(step.name, change) for step in STEPS for change in step.plan(facts, spec))
+    changes = tuple(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec))
     return Plan(changes, notes=tuple(note for note in notes if note))
+
+
+def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
+    known = tuple(step.name for step in STEPS)
+    for name in names:
+        if name not in known:
+            raise GpuprovError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}", exit_code=ExitCode.USAGE)
+    return tuple(step for step in STEPS if step.name in names) if names else STEPS
 
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError
@@ -18,6 +18,8 @@ class Request:
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
+    `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
+    `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
     """
 
     command: str
@@ -25,6 +27,8 @@ class Request:
     check: bool = False
     diff: bool = False
     wait_seconds: int = 120
+    steps: tuple[str, ...] = ()
+    run_id: str = ""
 
 
 def request_to_line(request: Request) -> str:
@@ -36,6 +40,7 @@ def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
         request = Request(**json.loads(line))
+        request = replace(request, steps=tuple(request.steps))
     except (ValueError, TypeError) as error:
         raise GpuprovError("the agent got no valid request", str(error), exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:

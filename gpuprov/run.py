@@ -11,7 +11,7 @@ from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
-from gpuprov.journal import new_journal
+from gpuprov.journal import journal_for
 from gpuprov.lock import host_lock
 from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
 from gpuprov.request import Request
@@ -84,7 +84,7 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
 def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Finished:
     """Say what an installation would do."""
     facts = gather(system)
-    plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
+    plan = _announced_plan(facts, spec, request, sink, system)
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
@@ -93,16 +93,16 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Fini
 def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
     interrupted = take_up(system, CHANGE_KINDS, sink)
     facts = gather(system)
-    plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
+    plan = _announced_plan(facts, spec, request, sink, system)
     if plan.changes:
-        journal = interrupted or new_journal(system, request.command)
+        journal = interrupted or journal_for(system, request.command, request.run_id)
         try:
             apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
         except (GpuprovError, Stopped):
             journal.end("failed")
             raise
         facts = gather(system)
-        _require_settled(make_plan(facts, spec))
+        _require_settled(make_plan(facts, spec, request.steps))
         journal.end("done")
     elif interrupted is not None:
         interrupted.end("done")
@@ -111,9 +111,9 @@ def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 
-def _announced_plan(facts: HostFacts, spec: HostSpec, sink: Sink, system: System, *, diff: bool) -> Plan:
+def _announced_plan(facts: HostFacts, spec: HostSpec, request: Request, sink: Sink, system: System) -> Plan:
     """Make the plan and tell it. Raises GpuprovError with all problems at once."""
-    plan = make_plan(facts, spec)
+    plan = make_plan(facts, spec, request.steps)
     for note in plan.notes:
         sink(Note(note))
     problems = plan.problems or unreachable(system, [url for item in plan.changes for url in item.change.urls])
@@ -123,7 +123,7 @@ def _announced_plan(facts: HostFacts, spec: HostSpec, sink: Sink, system: System
         Planned(
             tuple(
                 PlannedChange(
-                    item.change.key, item.step, item.change.summary(), item.change.diff(system) if diff else ""
+                    item.change.key, item.step, item.change.summary(), item.change.diff(system) if request.diff else ""
                 )
                 for item in plan.changes
             )

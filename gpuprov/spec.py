@@ -19,6 +19,10 @@ from gpuprov import releases
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"
+# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
+PLAY_VARIABLES = frozenset(
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python")
+)
 
 _VERSION = validate.Regexp(
     rf"\d{{3,4}}(\.\d{{1,4}}){{1,3}}\Z|({'|'.join(releases.branches())}|latest)\Z",
@@ -227,7 +231,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
     """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
-    ours = {name[len(PREFIX) :]: value for name, value in variables.items() if name.startswith(PREFIX)}
+    names = (name for name in variables if name.startswith(PREFIX) and name not in PLAY_VARIABLES)
+    ours = {name[len(PREFIX) :]: variables[name] for name in names}
     return parse_spec(ours, origin)
 
 

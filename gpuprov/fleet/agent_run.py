@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
-from gpuprov.fleet.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
 from gpuprov.fleet.target import HostTarget
+from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.push import STORE, agent_command, said, unfinished_problem
 from gpuprov.request import Request, request_to_line
 from gpuprov.system import Completed
 
@@ -24,15 +25,6 @@ _LONGEST_STRAY = 400
 # sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
-
-# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
-# may be csh or fish. Old agents go, except those that a run may still be using.
-_STORE = (
-    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
-    'cat > "$t" || { rm -f "$t"; exit 1; }; '
-    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
-    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
-)
 
 
 @dataclass(frozen=True)
@@ -63,11 +55,11 @@ def run_agent(
         _bootstrap(connection, target, probe)
         probe = _probe(connection, target, agent)
     problem = python_problem(probe, target.python)
-    if problem is not None or probe.python is None:
-        raise _error(problem or Problem("there is no Python on the host"))
+    if problem is not None:
+        raise _error(problem)
     if probe.agent_digest != agent.digest:
         _upload(connection, agent)
-    command = (probe.python.path, "-I", f"{probe.cache}/agent-{agent.digest}.pyz")
+    command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
     strays: list[str] = []
 
@@ -111,7 +103,7 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
 
 def _upload(connection: Connection, agent: Agent) -> None:
     done = remote.run(
-        connection, f"sh -c {shlex.quote(_STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
+        connection, f"sh -c {shlex.quote(STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
     )  # fmt: skip
     if not done.ok:
         raise _error(
@@ -179,12 +171,6 @@ class _SudoAnswer:
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     """Return why a run ended without saying how it ended."""
-    if done.returncode == remote.CONNECTION_LOST:
-        return Problem(
-            "the connection to the host dropped during the run",
-            done.stderr.strip().rpartition("\n")[2],
-            "the agent on the host goes on; run the same command again to take up its result",
-        )
     if done.returncode == remote.SILENT:
         return Problem(
             "the host fell silent during the run", done.stderr.strip().rpartition("\n")[2],
@@ -196,22 +182,12 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
             "the host sends no events but a flood", done.stderr.strip().rpartition("\n")[2],
             "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass",
         )  # fmt: skip
-    if "ModuleNotFoundError" in done.stderr:
-        return Problem(
-            "the host's Python lacks a part of its standard library", _said(done),
-            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
-        )  # fmt: skip
-    return Problem(
-        "the agent ended without a result", _said(done, strays),
-        "run the same command again; it takes up what was begun",
-    )  # fmt: skip
+    return unfinished_problem(done, strays, lost=done.returncode == remote.CONNECTION_LOST)
 
 
 def _said(done: Completed, output: list[str] | None = None) -> str:
-    """Return the exit code and the last lines, without the command: it is ours and long."""
-    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
-    ended = _ENDS.get(done.returncode, f"exit code {done.returncode}")
-    return "\n".join([ended, *lines])
+    """Return how it ended and the last lines, without the command: it is ours and long."""
+    return said(done, output, ended=_ENDS.get(done.returncode, ""))
 
 
 _ENDS = {

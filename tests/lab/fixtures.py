@@ -27,6 +27,7 @@ _HOSTS = {
     "bare": HostRequest("bare", gpus=0, python=False),
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
+    "twin": HostRequest("twin", gpus=2),
 }
 
 

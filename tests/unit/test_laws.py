@@ -213,3 +213,65 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
     assert undone
     assert finished(events).exit_code == ExitCode.FAILED
     assert "did not settle" in finished(events).problems[0].what
+
+
+# As the playbooks' roles divide the plan: not in its own order.
+PARTS = (("repositories", "packages"), ("download", "driver", "device nodes"), ("toolkit", "cdi"), ("docker",))
+
+
+def install_parts(host: FakeHost, spec: HostSpec, run_id: str = "", *, check: bool = False) -> list[str]:
+    """Install part by part; return the keys of what was planned."""
+    keys: list[str] = []
+    for steps in PARTS:
+        events: list[Event] = []
+        request = Request("install", spec_to_json(spec), check=check, steps=steps, run_id=run_id)
+        run_request(request, events.append, host)
+        assert finished(events).exit_code == ExitCode.DONE, finished(events).problems
+        planned = [change for event in events if isinstance(event, Planned) for change in event.changes]
+        assert {change.step for change in planned} <= set(steps)
+        keys += [change.key for change in planned]
+    return keys
+
+
+def test_part_by_part_is_the_whole(host: FakeHost, spec: HostSpec, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = FakeHost(tmp_path_factory.mktemp("other") / "root")
+    for path, text in FOREIGN.items():
+        (other.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (other.root / path).write_text(text)
+    other.run(("systemctl", "reload", "docker.service"))
+    forecast = [item.change.key for item in make_plan(gather(host), spec).changes]
+    assert sorted(install_parts(host, spec, check=True)) == sorted(forecast)
+    install_parts(host, spec)
+    assert install_parts(host, spec) == []
+    install(other, spec)
+    (one, *rest), (two, *other_rest) = host.state(), other.state()
+    assert one.keys() == two.keys()
+    # Python's bytecode holds the time of its source.
+    assert [path for path in one if one[path] != two[path] and not path.endswith(".pyc")] == []
+    assert rest == other_rest
+
+
+def test_parts_of_one_run_are_rolled_back_together(host: FakeHost, spec: HostSpec) -> None:
+    tree, installed, loaded, _ = host.state()
+    install_parts(host, spec, "one play")
+    assert len(read_runs(host)) == 1
+    run_request(Request("rollback"), ignore, host)
+    after, installed_after, loaded_after, _ = host.state()
+    log = {"/var/log/nvidia-installer.log"}
+    assert {path for path in {*tree, *after} - log if after.get(path) != tree.get(path)} == set()
+    assert (installed_after, loaded_after) == (installed, loaded)
+    install_parts(host, spec, "one play")
+    assert len(read_runs(host)) == 2
+
+
+def test_parts_of_different_runs_are_rolled_back_one_by_one(host: FakeHost, spec: HostSpec) -> None:
+    install_parts(host, spec)
+    assert len(read_runs(host)) == len(PARTS)
+
+
+def test_a_step_of_no_such_name_is_refused_before_anything_is_done(host: FakeHost, spec: HostSpec) -> None:
+    events: list[Event] = []
+    run_request(Request("install", spec_to_json(spec), steps=("dokcer",)), events.append, host)
+    assert finished(events).exit_code == ExitCode.USAGE
+    assert "there is no step 'dokcer'" in finished(events).problems[0].what
+    assert read_runs(host) == ()

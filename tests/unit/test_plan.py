@@ -243,3 +243,16 @@ def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:
     for name, text in ((".X0-lock", "         7\n"), (".X1-lock", "8\n"), (".X2-lock", "x"), ("X3-lock", "7")):
         (tmp_path / "tmp" / name).write_text(text)
     assert gather_displays(System(str(tmp_path))) == ("display :0 is process 7's",)
+
+
+@pytest.mark.parametrize("steps", [("docker",), ("cdi", "toolkit"), ("packages", "docker")])
+def test_steps_keep_the_plan_to_a_part_in_the_plans_own_order(facts: HostFacts, steps: tuple[str, ...]) -> None:
+    bare = replace(facts, packages=PackageFacts("apt", {}))
+    whole = make_plan(bare, spec(packages=["jq"]))
+    part = make_plan(bare, spec(packages=["jq"]), steps)
+    assert part.changes == tuple(item for item in whole.changes if item.step in steps)
+    assert {item.step for item in part.changes} == set(steps)
+
+
+def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> None:
+    assert make_plan(replace(facts, gpus=()), spec(), ("docker",)).problems
