@@ -39,6 +39,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return (
             Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
         )
+    if spec.driver != "runfile":
+        return ()
     if not spec.driver_version:
         return (
             Problem(

@@ -35,6 +35,8 @@ _MANAGED_FILES = (
     deploy.NVIDIA_HOOK_PATH,
     "/etc/systemd/system/gpuprov-refresh.service",
     "/var/lib/gpuprov/driver-incomplete",
+    "/etc/profile.d/gpuprov-cuda.sh",
+    "/etc/dnf/modules.d/nvidia-driver.module",
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",

@@ -20,10 +20,10 @@ def builds_modules(facts: HostFacts, spec: HostSpec) -> bool:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what stands in the way of a kernel driver here."""
-    if spec.driver != "runfile":
+    if spec.driver == "preinstalled":
         return ()
     if not builds_modules(facts, spec):
-        return _outside_problems(facts, spec)
+        return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
     if facts.driver_installed_version == spec.driver_version:
@@ -97,7 +97,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
     row = distribution_of(facts.os)
-    if row is None or spec.driver != "runfile" or not builds_modules(facts, spec):
+    if row is None or spec.driver == "preinstalled" or not builds_modules(facts, spec):
         return ()
     headers = kernel_headers(row, facts.kernel.release)
     following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, packages_rpm, repos, repos_rpm, software, toolkit
+from gpuprov import cuda, driver_run, kernel, packages_rpm, repos, repos_rpm, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
@@ -47,14 +47,14 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    docker = software.dockers_own_repository(facts, spec)
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         return repos_rpm.plan_repositories(facts, spec, docker)
     return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    docker = software.dockers_own_repository(facts, spec)
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         return repos_rpm.problems(facts, spec, docker)
     return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
@@ -64,11 +64,19 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
 
 
+def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*cuda.plan_pin(facts, spec), *software.plan(facts, spec), *cuda.plan_profile(facts, spec))
+
+
+def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*driver_run.plan(facts, spec), *cuda.plan_driver(facts, spec))
+
+
 STEPS = (
     Step("download", driver_run.plan_download),
     Step("repositories", _plan_repositories),
-    Step("packages", software.plan),
-    Step("driver", driver_run.plan),
+    Step("packages", _plan_packages),
+    Step("driver", _plan_driver),
     Step("device nodes", toolkit.plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
@@ -80,8 +88,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
-        driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker, repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages,
+        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
+        driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        toolkit.WriteCdiSpecification, ReconfigureDocker,
     )
 }  # fmt: skip
 
@@ -118,6 +127,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *_clock_problems(facts),
         *kernel.problems(facts, spec),
         *driver_run.problems(facts, spec),
+        *cuda.problems(facts, spec),
         *software.problems(facts, spec),
         *_repository_problems(facts, spec),
         *docker.problems(facts.docker),

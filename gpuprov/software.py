@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov import kernel, packages_rpm
+from gpuprov import cuda, kernel, packages_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
@@ -80,7 +80,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = distribution_of(facts.os)
     engine = _engine(row, spec) if row is not None and not facts.docker.installed else ()
-    return (*engine, *kernel.packages(facts, spec), *_toolkit(spec), *spec.packages)
+    return (*engine, *kernel.packages(facts, spec), *cuda.packages(facts, spec), *_toolkit(spec), *spec.packages)
 
 
 def _toolkit(spec: HostSpec) -> tuple[str, ...]:

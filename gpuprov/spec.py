@@ -120,13 +120,15 @@ class HostSpec:
 
     driver: str = _choice(
         "runfile",
-        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `preinstalled` takes what is there.",
-        "runfile", "preinstalled",
+        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
+        "CUDA repository, `preinstalled` takes what is there.",
+        "runfile", "packages", "preinstalled",
     )  # fmt: skip
     driver_version: str = _text(
         "",
         "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
-        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`.",
+        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
+        "they are pinned to, where the repository can (branch or version; default: its newest).",
         _VERSION,
     )
     driver_url: str = _text(
@@ -183,6 +185,19 @@ class HostSpec:
         "The fingerprint of the key that signs it. ",
         _FINGERPRINT,
     )
+    cuda: str = _text(
+        "",
+        "The CUDA toolkit to install from NVIDIA's repository, such as 12.4. Default: none; containers bring theirs.",
+        validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"),
+    )
+    cuda_repository: str = _text(
+        "https://developer.download.nvidia.com/compute/cuda/repos",
+        "Where NVIDIA's CUDA repositories, or their mirror, lie: a folder for each distribution below it.",
+        _HTTP_URL,
+    )
+    cuda_key_fingerprint: str = _text(
+        "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", _FINGERPRINT
+    )
     docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = _option(
         schema_fields.List(schema_fields.Nested(_RepositorySchema)),
@@ -225,8 +240,11 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
     }
-    # What is asked for by branch is one release from here on: every host of a run gets the same.
-    return HostSpec(**{**settings, "driver_version": releases.resolved(settings.get("driver_version", ""))})
+    # A .run that is asked for by branch is one release from here on: every host of a run gets the same.
+    version = settings.get("driver_version", "")
+    if settings.get("driver", "runfile") == "runfile":
+        version = releases.resolved(version)
+    return HostSpec(**{**settings, "driver_version": "" if version == "latest" else version})
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
