@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 
 from gpuprov.cli import cli
 from gpuprov.engines import containerd as engine
+from tests.integration.container_bench import LIBRARIES, REPORT, Bench
 from tests.integration.dockerd import docker_host
 from tests.simgpu import cache, debian
 from tests.simgpu.commands import BuildError
@@ -231,8 +233,63 @@ def test_podman_knows_the_runtime(tmp_path: Path) -> None:
     assert not drop_in.exists() and not main.exists()
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: podman, dockerd")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), "runc")
+
+
+def podman_run(bench: Bench, configuration: Path, *words: str) -> list[str]:
+    """Run the report in a container of podman's; return the GPUs' nodes that it saw, and the CUDA library."""
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+        argv = (
+            "podman", f"--root={folder}/store", f"--runroot={folder}/run", *words, "run", "--rm", "--network=none",
+            "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
+            "--env=NVIDIA_VISIBLE_DEVICES=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
+        )  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.splitlines()
+    return [line.split()[1] for line in report if line.startswith("node ") or "libcuda.so.1 cuda" in line]
+
+
+PODMAN = '[containers]\npids_limit = 0 # none here\n\n[engine]\ncgroup_manager = "cgroupfs"\n'
+EQUIPPED = ["/dev/nvidia1", "/dev/nvidiactl", f"{LIBRARIES}/libcuda.so.1"]
+
+
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd")
+@needs_root
+def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: Path) -> None:
+    main = tmp_path / "containers.conf"
+    main.write_text(PODMAN)
+    words = ["--runtime", "podman", "--config", main, "--drop-in-config", ""]
+    configure(*words, "--nvidia-runtime-path", bench.runtime)
+    assert podman_run(bench, main, "--runtime=nvidia") == EQUIPPED
+    configure(*words, "--unset")
+    assert main.read_text() == PODMAN
+
+
+@pytest.mark.root
+@needs_root
+def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path) -> None:
+    main = tmp_path / "containers.conf"
+    main.write_text(PODMAN)
+    hooks = tmp_path / "hooks.d"
+    words = ["--runtime", "podman", "--config-mode", "hook", "--hook-path", hooks / "nvidia.json"]
+    words += ["--nvidia-runtime-hook-path", bench.deployed.hook]
+    configure(*words)
+    assert podman_run(bench, main, "--runtime=runc", f"--hooks-dir={hooks}") == EQUIPPED
+    configure(*words, "--unset")
+    assert podman_run(bench, main, "--runtime=runc", f"--hooks-dir={hooks}")[:1] != EQUIPPED[:1]
+
+
+@pytest.mark.root
+@needs_root
 def test_docker_knows_the_runtime(tmp_path: Path) -> None:
     with docker_host(started=False) as host:
         daemon_json = host.daemon_json
