@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,52 @@ def test_docker_knows_the_runtime(tmp_path: Path) -> None:
         assert info["DefaultRuntime"] == "nvidia"
         configure(*words, "--unset")
         assert daemon_json.read_text() == text
+
+
+def starts_cri(containerd: str, main: Path) -> tuple[bool, str]:
+    """Start containerd until it has loaded its plugins; say whether CRI is one of them, and what it logged."""
+    # Sockets want short paths.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as name:
+        folder = Path(name)
+        argv = (containerd, "--config", str(main), "--root", f"{folder}/r", "--state", f"{folder}/s")
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(
+                ("unshare", "--mount", *argv, "--address", f"{folder}/c.sock"), stdout=log, stderr=log
+            ) as process,
+        ):
+            deadline = time.monotonic() + 30
+            said = ""
+            while "successfully booted" not in said and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.1)
+                said = (folder / "log").read_text("utf-8", "replace")
+            process.terminate()
+            process.wait(20)
+        return "successfully booted" in said and "failed to load plugin io.containerd.grpc.v1.cri" not in said, said
+
+
+@pytest.mark.root
+@needs_root
+@with_files
+def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_path: Path, name: str) -> None:
+    main = tmp_path / "config.toml"
+    text = TEXTS[name]
+    if text is not None:
+        main.write_text(text)
+    configure("--runtime", "containerd", "--config", main, "--executable-path", containerd)
+    started, said = starts_cri(containerd, main)
+    assert started, said
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("containerd", ["machine", "trixie"], indirect=True)
+def test_cri_does_not_start_where_our_runtime_alone_is_named(containerd: str, tmp_path: Path) -> None:
+    """Why runc is written too; without this the test above could not fail."""
+    main = tmp_path / "config.toml"
+    main.write_text(
+        f'version = 2\n[plugins."{PLUGIN[2]}".containerd.runtimes.nvidia]\nruntime_type = "io.containerd.runc.v2"\n'
+    )
+    started, said = starts_cri(containerd, main)
+    assert not started
+    assert "no corresponding runtime configured" in said
