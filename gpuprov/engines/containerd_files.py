@@ -13,7 +13,7 @@ from gpuprov.changes import parent_of
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.toml_text import Wants
+from gpuprov.engines.wants import Wants, joined
 from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.system import System
@@ -72,6 +72,10 @@ def configuration(system: System, request: Request) -> Configuration:
         return rancher_files.configuration(system, request, distribution)
     if distribution is not None:
         request = replace(request, config=request.config or distribution.templates[2], drop_in=request.drop_in or "")
+        if not system.exists(request.config):
+            raise GpuprovError(
+                f"there is no {distribution.name} here", f"no {request.config}", "--config names its file"
+            )
     main = request.config or containerd.MAIN
     _require_lasting(main)
     drop_in = containerd.DROP_IN if request.drop_in is None else request.drop_in
@@ -146,7 +150,7 @@ def _edits(system: System, request: Request, files: Files, drop_in: str) -> tupl
         return _in_place(system, request, files, holders[-1]), (note,)
     whole = containerd.whole_table(files.source(), files.version)
     note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
-    edits = _by_drop_in(system, files, drop_in, toml_text.joined(whole, wanted))
+    edits = _by_drop_in(system, files, drop_in, joined(whole, wanted))
     return edits, (note, *_woken(system, edits, drop_in))
 
 

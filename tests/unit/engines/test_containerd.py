@@ -314,6 +314,7 @@ def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
         ({f"{K3S}/config.toml": OLD_K3S}, Request("k3s", RuntimeWish(set_default=True)), "k3s's own setting"),
         ({f"{K3S}/config.toml": OLD_K3S}, Request("containerd", config=f"{K3S}/config.toml"), "written by k3s"),
         ({MAIN: "oom_score = 1\n"}, Request("containerd"), "version 1"),
+        ({}, Request("microk8s"), "there is no microk8s here"),
     ],
 )
 def test_what_would_break_is_refused(tmp_path: Path, files: dict[str, str], request_: Request, says: str) -> None:
