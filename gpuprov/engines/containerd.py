@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.changes import parent_of
-from gpuprov.engines.toml_text import Path, Wants
+from gpuprov.engines.wants import Path, Wants, table_at
 from gpuprov.engines.wish import RuntimeWish
 
 MAIN = "/etc/containerd/config.toml"
@@ -86,10 +86,7 @@ def plugin_path(version: int) -> Path:
 
 def plugin_table(found: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     """Return what stands in the CRI plugin's table."""
-    table: Any = found
-    for name in plugin_path(version):
-        table = table.get(name, {}) if isinstance(table, Mapping) else {}
-    return table if isinstance(table, Mapping) else {}
+    return table_at(found, plugin_path(version))
 
 
 def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:

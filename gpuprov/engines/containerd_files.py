@@ -13,7 +13,7 @@ from gpuprov.changes import parent_of
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.toml_text import Wants
+from gpuprov.engines.wants import Wants, joined
 from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.system import System
@@ -72,6 +72,10 @@ def configuration(system: System, request: Request) -> Configuration:
         return rancher_files.configuration(system, request, distribution)
     if distribution is not None:
         request = replace(request, config=request.config or distribution.templates[2], drop_in=request.drop_in or "")
+        if not system.exists(request.config):
+            raise GpuprovError(
+                f"there is no {distribution.name} here", f"no {request.config}", "--config names its file"
+            )
     main = request.config or containerd.MAIN
     _require_lasting(main)
     drop_in = containerd.DROP_IN if request.drop_in is None else request.drop_in
@@ -138,14 +142,16 @@ def _edits(system: System, request: Request, files: Files, drop_in: str) -> tupl
         return _in_place(system, request, files, files.main), ()
     wanted = files.wants(request.wish, {})
     if files.merges or not holders:
-        return _by_drop_in(system, files, drop_in, wanted), ()
+        edits = _by_drop_in(system, files, drop_in, wanted)
+        return edits, _woken(system, edits, drop_in)
     one_file = f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}"
     if request.drop_in is None:
         note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
         return _in_place(system, request, files, holders[-1]), (note,)
     whole = containerd.whole_table(files.source(), files.version)
     note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
-    return _by_drop_in(system, files, drop_in, toml_text.joined(whole, wanted)), (note,)
+    edits = _by_drop_in(system, files, drop_in, joined(whole, wanted))
+    return edits, (note, *_woken(system, edits, drop_in))
 
 
 def _in_place(system: System, request: Request, files: Files, path: str) -> _Edits:
@@ -161,6 +167,14 @@ def _by_drop_in(system: System, files: Files, drop_in: str, wanted: Wants) -> _E
     listed = [*containerd.imports(files.found), containerd.import_pattern(drop_in)]
     root: dict[str, Any] = {} if files.found else {"version": files.version}
     return (edit, edited(system, files.main, (((), {**root, "imports": listed}),)))
+
+
+def _woken(system: System, edits: _Edits, drop_in: str) -> tuple[str, ...]:
+    """Return a note of files that lay in the drop-in's folder unread, and are read from now on."""
+    if not any(edit.changes for edit in edits[1:]):
+        return ()
+    others = [path for path in matching(system, containerd.import_pattern(drop_in)) if path != drop_in]
+    return (f"containerd will read {', '.join(others)} too, which no file has imported so far",) if others else ()
 
 
 def _unset(system: System, request: Request) -> Configuration:

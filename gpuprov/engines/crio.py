@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.engines.toml_text import Wants
+from gpuprov.engines.wants import Wants
 from gpuprov.engines.wish import RuntimeWish
 
 MAIN = "/etc/crio/crio.conf"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from gpuprov.engines.toml_text import Wants
+from gpuprov.engines.wants import Wants
 from gpuprov.engines.wish import RuntimeWish
 
 MAIN = "/etc/containers/containers.conf"

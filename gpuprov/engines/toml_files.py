@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuprov.changes import parent_of
 from gpuprov.engines import toml_text
-from gpuprov.engines.toml_text import Wants
+from gpuprov.engines.wants import Wants
 from gpuprov.engines.wish import FileEdit
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System

@@ -16,11 +16,8 @@ import tomlkit
 from tomlkit.container import Container, OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError, TOMLKitError
 
+from gpuprov.engines.wants import Path, Wants, difference, has_table, is_table, joined, says, table_at, with_all
 from gpuprov.errors import GpuprovError
-
-Path = tuple[str, ...]
-# What shall stand in which table: ((table, keys), …), in the order in which new tables are written. () is the root.
-Wants = tuple[tuple[Path, Mapping[str, Any]], ...]
 
 _BEGIN = "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
 _BEGIN_FILE = "# gpuprov begin, new file: `gpuprov runtime configure --unset` takes this out"
@@ -74,15 +71,7 @@ def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
 
 def ours_in(text: str, name: str) -> Wants:
     """Return what `with_wants` put into a text."""
-    return _difference(read_toml(without_ours(text), name), read_toml(text, name), ())
-
-
-def joined(first: Wants, second: Wants) -> Wants:
-    """Return two sets of wants as one; the second's values win."""
-    result = {path: dict(keys) for path, keys in first}
-    for path, keys in second:
-        result[path] = {**result.get(path, {}), **keys}
-    return tuple(result.items())
+    return difference(read_toml(without_ours(text), name), read_toml(text, name))
 
 
 def with_wants(text: str | None, wants: Wants, name: str, *, first: str = "") -> str:
@@ -99,15 +88,15 @@ def with_wants(text: str | None, wants: Wants, name: str, *, first: str = "") ->
     changed = _with_changed_values(base, before, wants, name)
     new_tables: list[tuple[Path, dict[str, Any]]] = []
     for path, keys in wants:
-        missing = {key: value for key, value in keys.items() if key not in _table(before, path)}
+        missing = {key: value for key, value in keys.items() if key not in table_at(before, path)}
         place = _place_in_table(changed, path, before)
-        if place is None and (missing or not keys) and not (not missing and _has(before, path)):
+        if place is None and (missing or not keys) and not (not missing and has_table(before, path)):
             new_tables.append((path, missing))
         elif place is not None:
             changed = _with_lines(changed, place, missing)
     if new_tables:
         changed = _with_block(changed, new_tables, new_file=text is None or is_only_ours(text), first=first)
-    _require_right(base, changed, _merged(before, wants), name)
+    _require_right(base, changed, with_all(before, wants), name)
     return changed
 
 
@@ -130,58 +119,6 @@ def _unmasked(text: str) -> str:
     return _MASKED_VALUE.sub(r"\1", text).replace(_MASK, "")
 
 
-def says(found: Mapping[str, Any], wants: Wants) -> bool:
-    """Say whether a configuration has all these keys with these values."""
-    return all(_has(found, path) and {**_table(found, path), **keys} == _table(found, path) for path, keys in wants)
-
-
-def _has(found: Any, path: Path) -> bool:
-    for name in path:
-        if not isinstance(found, Mapping) or name not in found:
-            return False
-        found = found[name]
-    return isinstance(found, Mapping)
-
-
-def _table(found: Any, path: Path) -> Mapping[str, Any]:
-    """Return a table, an empty one where there is none."""
-    for name in path:
-        found = found.get(name, {}) if isinstance(found, Mapping) else {}
-    return found if isinstance(found, Mapping) else {}
-
-
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any], path: Path) -> Wants:
-    """Return the keys and tables that `after` has and `before` has not, or has with another value."""
-    tables = {key: value for key, value in after.items() if isinstance(value, Mapping)}
-    keys = {
-        key: value for key, value in after.items() if key not in tables and not (key in before and before[key] == value)
-    }
-    own = ((path, keys),) if keys else ()
-    inner = (
-        _difference(before[key] if _is_table(before.get(key)) else {}, value, (*path, key))
-        for key, value in tables.items()
-    )
-    return (*own, *(one for several in inner for one in several))
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _merged(found: Mapping[str, Any], wants: Wants) -> dict[str, Any]:
-    result = dict(found)
-    for path, keys in wants:
-        result = _put(result, path, keys)
-    return result
-
-
-def _put(found: Mapping[str, Any], path: Path, keys: Mapping[str, Any]) -> dict[str, Any]:
-    if not path:
-        return {**found, **keys}
-    inner = found.get(path[0], {})
-    return {**found, path[0]: _put(inner if isinstance(inner, Mapping) else {}, path[1:], keys)}
-
-
 # -- values that are there already -----------------------------------------------------------------------------------
 
 
@@ -191,11 +128,11 @@ def _with_changed_values(text: str, before: Mapping[str, Any], wants: Wants, nam
         (path, key, value)
         for path, keys in wants
         for key, value in keys.items()
-        if key in _table(before, path) and _table(before, path)[key] != value
+        if key in table_at(before, path) and table_at(before, path)[key] != value
     ]
     if not changes:
         return text
-    if any(_is_table(_table(before, path)[key]) for path, key, _ in changes):
+    if any(is_table(table_at(before, path)[key]) for path, key, _ in changes):
         raise _refused(name)
     document = _document(text, name)
     for path, key, value in changes:

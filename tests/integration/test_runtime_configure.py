@@ -9,6 +9,8 @@ import copy
 import json
 import os
 import subprocess
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from click.testing import CliRunner
 
 from gpuprov.cli import cli
 from gpuprov.engines import containerd as engine
+from tests.integration.container_bench import LIBRARIES, REPORT, Bench
 from tests.integration.dockerd import docker_host
 from tests.simgpu import cache, debian
 from tests.simgpu.commands import BuildError
@@ -231,8 +234,63 @@ def test_podman_knows_the_runtime(tmp_path: Path) -> None:
     assert not drop_in.exists() and not main.exists()
 
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: podman, dockerd")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("bench"), "runc")
+
+
+def podman_run(bench: Bench, configuration: Path, *words: str) -> list[str]:
+    """Run the report in a container of podman's; return the GPUs' nodes that it saw, and the CUDA library."""
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+        argv = (
+            "podman", f"--root={folder}/store", f"--runroot={folder}/run", *words, "run", "--rm", "--network=none",
+            "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
+            "--env=NVIDIA_VISIBLE_DEVICES=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
+        )  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout.splitlines()
+    return [line.split()[1] for line in report if line.startswith("node ") or "libcuda.so.1 cuda" in line]
+
+
+PODMAN = '[containers]\npids_limit = 0 # none here\n\n[engine]\ncgroup_manager = "cgroupfs"\n'
+EQUIPPED = ["/dev/nvidia1", "/dev/nvidiactl", f"{LIBRARIES}/libcuda.so.1"]
+
+
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd")
+@needs_root
+def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: Path) -> None:
+    main = tmp_path / "containers.conf"
+    main.write_text(PODMAN)
+    words = ["--runtime", "podman", "--config", main, "--drop-in-config", ""]
+    configure(*words, "--nvidia-runtime-path", bench.runtime)
+    assert podman_run(bench, main, "--runtime=nvidia") == EQUIPPED
+    configure(*words, "--unset")
+    assert main.read_text() == PODMAN
+
+
+@pytest.mark.root
+@needs_root
+def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path) -> None:
+    main = tmp_path / "containers.conf"
+    main.write_text(PODMAN)
+    hooks = tmp_path / "hooks.d"
+    words = ["--runtime", "podman", "--config-mode", "hook", "--hook-path", hooks / "nvidia.json"]
+    words += ["--nvidia-runtime-hook-path", bench.deployed.hook]
+    configure(*words)
+    assert podman_run(bench, main, "--runtime=runc", f"--hooks-dir={hooks}") == EQUIPPED
+    configure(*words, "--unset")
+    assert podman_run(bench, main, "--runtime=runc", f"--hooks-dir={hooks}")[:1] != EQUIPPED[:1]
+
+
+@pytest.mark.root
+@needs_root
 def test_docker_knows_the_runtime(tmp_path: Path) -> None:
     with docker_host(started=False) as host:
         daemon_json = host.daemon_json
@@ -246,3 +304,52 @@ def test_docker_knows_the_runtime(tmp_path: Path) -> None:
         assert info["DefaultRuntime"] == "nvidia"
         configure(*words, "--unset")
         assert daemon_json.read_text() == text
+
+
+def starts_cri(containerd: str, main: Path) -> tuple[bool, str]:
+    """Start containerd until it has loaded its plugins; say whether CRI is one of them, and what it logged."""
+    # Sockets want short paths.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as name:
+        folder = Path(name)
+        argv = (containerd, "--config", str(main), "--root", f"{folder}/r", "--state", f"{folder}/s")
+        with (
+            (folder / "log").open("wb") as log,
+            subprocess.Popen(
+                ("unshare", "--mount", *argv, "--address", f"{folder}/c.sock"), stdout=log, stderr=log
+            ) as process,
+        ):
+            deadline = time.monotonic() + 30
+            said = ""
+            while "successfully booted" not in said and time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.1)
+                said = (folder / "log").read_text("utf-8", "replace")
+            process.terminate()
+            process.wait(20)
+        return "successfully booted" in said and "failed to load plugin io.containerd.grpc.v1.cri" not in said, said
+
+
+@pytest.mark.root
+@needs_root
+@with_files
+def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_path: Path, name: str) -> None:
+    main = tmp_path / "config.toml"
+    text = TEXTS[name]
+    if text is not None:
+        main.write_text(text)
+    configure("--runtime", "containerd", "--config", main, "--executable-path", containerd)
+    started, said = starts_cri(containerd, main)
+    assert started, said
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("containerd", ["machine", "trixie"], indirect=True)
+def test_cri_does_not_start_where_our_runtime_alone_is_named(containerd: str, tmp_path: Path) -> None:
+    """Why runc is written too; without this the test above could not fail."""
+    main = tmp_path / "config.toml"
+    main.write_text(
+        f'version = 2\n[plugins."{PLUGIN[2]}".containerd.runtimes.nvidia]\nruntime_type = "io.containerd.runc.v2"\n'
+    )
+    started, said = starts_cri(containerd, main)
+    assert not started
+    assert "no corresponding runtime configured" in said

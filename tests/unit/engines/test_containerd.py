@@ -164,6 +164,16 @@ def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
     assert "50-site.toml needs it" in undone.notes[0]
 
 
+def test_files_that_the_import_wakes_are_told(tmp_path: Path) -> None:
+    sleeping = "/etc/containerd/conf.d/10-old.toml"
+    system, executable = host(tmp_path, {MAIN: "version = 3\n", sleeping: "oom_score = 1\n"}, NEW)
+    request = Request("containerd", WISH, executable=executable)
+    found = configuration(system, request)
+    assert sleeping in found.notes[0]
+    write(system, found.edits)
+    assert configuration(system, request).notes == ()
+
+
 def test_two_runtimes_live_side_by_side(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 2\n" + CRI_2}, OLD)
     for name in ("nvidia", "nvidia-cdi"):
@@ -304,6 +314,7 @@ def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
         ({f"{K3S}/config.toml": OLD_K3S}, Request("k3s", RuntimeWish(set_default=True)), "k3s's own setting"),
         ({f"{K3S}/config.toml": OLD_K3S}, Request("containerd", config=f"{K3S}/config.toml"), "written by k3s"),
         ({MAIN: "oom_score = 1\n"}, Request("containerd"), "version 1"),
+        ({}, Request("microk8s"), "there is no microk8s here"),
     ],
 )
 def test_what_would_break_is_refused(tmp_path: Path, files: dict[str, str], request_: Request, says: str) -> None:

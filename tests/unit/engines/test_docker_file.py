@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.engines.docker_file import configured
+from gpuprov.engines.docker_file import configuration, configured
 from gpuprov.engines.json_text import with_member, without_member
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.wish import Request, RuntimeWish
+from gpuprov.errors import GpuprovError
+from gpuprov.system import Completed, System
 
 WISH = RuntimeWish("nvidia", "/usr/bin/x")
 ENTRY = '{"path": "/usr/bin/x", "args": []}'
@@ -55,6 +59,40 @@ def test_default_runtime_changes_only_when_asked() -> None:
     text = '{"default-runtime": "kata"}'
     assert json.loads(configured(text, WISH))["default-runtime"] == "kata"
     assert json.loads(configured(text, RuntimeWish("nvidia", "/x", set_default=True)))["default-runtime"] == "nvidia"
+
+
+class Unit(System):
+    """A machine whose docker.service says what it is given."""
+
+    def __init__(self, root: Path, unit: str) -> None:
+        super().__init__(str(root))
+        self.unit = unit
+
+    def run(self, argv: Sequence[str], **options: Any) -> Completed:
+        return Completed(tuple(argv), 0, self.unit)
+
+
+@pytest.mark.parametrize(
+    ("unit", "set_default", "refused"),
+    [
+        ("ExecStart=/usr/sbin/dockerd -H fd://", True, False),
+        ("ExecStart=/usr/sbin/dockerd -H fd:// --add-runtime nvidia=/x", False, True),
+        ("ExecStart=/usr/sbin/dockerd \\\n  --add-runtime=nvidia=/x \\\n  -H fd://", False, True),
+        ("# ExecStart=dockerd --add-runtime nvidia=/x\nExecStart=dockerd", False, False),
+        ("ExecStart=dockerd --default-runtime=crun", False, False),
+        ("ExecStart=dockerd --default-runtime=crun", True, True),
+    ],
+)
+def test_flags_that_would_keep_docker_from_starting_are_refused(
+    tmp_path: Path, unit: str, set_default: bool, refused: bool
+) -> None:
+    request = Request("docker", RuntimeWish("nvidia", "/x", set_default=set_default))
+    system = Unit(tmp_path, unit)
+    if refused:
+        with pytest.raises(GpuprovError, match="by a flag"):
+            configuration(system, request)
+    else:
+        assert configuration(system, request).edits[0].changes
 
 
 JSON = st.recursive(

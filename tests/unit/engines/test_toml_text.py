@@ -10,7 +10,8 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.engines.toml_text import Wants, is_only_ours, ours_in, read_toml, says, with_wants, without_ours
+from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_wants, without_ours
+from gpuprov.engines.wants import Wants, says
 from gpuprov.errors import GpuprovError
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
