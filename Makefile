@@ -44,7 +44,8 @@ test: lint  ## All tests, real hosts included.
 test-fast: setup  ## The tests that need neither root nor hosts.
 	$(BIN)/python -m pytest tests/unit
 
-docs: setup  ## Write the configuration reference from the schema.
+docs: setup  ## Write the configuration reference from the schema, the page on distributions from their table.
+	$(BIN)/python -m tests.distributions_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 

@@ -94,21 +94,19 @@ _DEBS = (
 
 # -- Red Hat's family: docs.nvidia.com, Driver Installation Guide, "Red Hat Enterprise Linux", and kernel.spec --------
 
-# Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
-_UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
 # kernel-rt before 9.3 is a package of its own, its release `4.18.0-….rt7….el8.x86_64`; later `…x86_64+rt`, as `+64k`.
 _EL_REALTIME = KernelPackages(r".+[.-]rt\d.*", ("kernel-rt-devel={kernel}",))
 _EL_FLAVOUR = KernelPackages(
     r"(?P<release>.+)\+(?P<flavour>[a-z0-9-]+)", ("kernel-{flavour}-devel={release}", "kernel-headers")
 )
-_EL8_HEADERS = (_UEK, _EL_REALTIME, KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")))
-# kernel-headers is built of newer sources from 9 on and need not be of the running kernel's version.
-_EL9_HEADERS = (
-    _UEK,
-    _EL_REALTIME,
-    _EL_FLAVOUR,
-    KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers")),
-)
+_OLD_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")),)
+# kernel-headers is built of newer sources from 9 on and need not be of the running kernel's version; Fedora has none
+# that were.
+_NEW_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers")),)
+_EL8_HEADERS = (_EL_REALTIME, *_OLD_HEADERS)
+_EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
+# Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
+_UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
 # kernel-devel-matched makes each new kernel-core bring its kernel-devel. Only one version of it can be installed, and
 # the newest would bring the newest kernel: so it is asked for in the running kernel's version, once.
 _MATCHED = (KernelPackages(r"kernel-core", ("kernel-devel-matched={kernel}",)),)
@@ -119,20 +117,24 @@ _ROCKY = Distribution(
     "docs.nvidia.com, Driver Installation Guide: Red Hat Enterprise Linux", _MATCHED, "EPEL", "centos", "rhel{major}",
 )  # fmt: skip
 _EL8 = replace(_ROCKY, version="8", kernel_headers=_EL8_HEADERS, next_kernel_headers=())
+_EL_RELEASES = (_EL8, _ROCKY, replace(_ROCKY, version="10"))
 _EL_NAMES = (
     ("rhel", "Red Hat Enterprise Linux", "rhel"), ("rocky", "Rocky Linux", "centos"),
-    ("almalinux", "AlmaLinux", "centos"), ("ol", "Oracle Linux", "centos"), ("centos", "CentOS Stream", "centos"),
+    ("almalinux", "AlmaLinux", "centos"), ("centos", "CentOS Stream", "centos"),
 )  # fmt: skip
 _EL = tuple(
-    replace(row, id=one, name=name, docker_repository=docker)
-    for one, name, docker in _EL_NAMES
-    for row in (_EL8, _ROCKY, replace(_ROCKY, version="10"))
+    replace(row, id=one, name=name, docker_repository=docker) for one, name, docker in _EL_NAMES for row in _EL_RELEASES
+)
+_ORACLE = tuple(
+    replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK, *row.kernel_headers)) for row in _EL_RELEASES
 )
 _CENTOS7 = replace(
-    _EL8, id="centos", version="7", name="CentOS", package_manager="yum", architectures=("x86_64",),
+    _EL8, id="centos", version="7", name="CentOS", package_manager="yum", kernel_headers=_OLD_HEADERS,
+    architectures=("x86_64",),
 )  # fmt: skip
 _FEDORA = replace(
-    _ROCKY, id="fedora", version="*", name="Fedora", build_packages=(*_EL_BUILD, "dkms"), dkms_from="",
+    _ROCKY, id="fedora", version="*", name="Fedora", kernel_headers=(_EL_FLAVOUR, *_NEW_HEADERS),
+    build_packages=(*_EL_BUILD, "dkms"), dkms_from="",
     docker_packages=("moby-engine",), docker_repository="fedora", nvidia_name="fedora{major}",
     source="packages.fedoraproject.org; docs.nvidia.com, Driver Installation Guide: Fedora",
 )  # fmt: skip
@@ -149,7 +151,8 @@ _AMAZON_HEADERS = (
 )
 _AMAZON = (
     replace(
-        _EL8, id="amzn", version="2", name="Amazon Linux", package_manager="yum", docker_packages=("docker",),
+        _EL8, id="amzn", version="2", name="Amazon Linux", package_manager="yum", kernel_headers=_OLD_HEADERS,
+        docker_packages=("docker",),
         docker_repository="", nvidia_name="rhel7", source="docs.aws.amazon.com: Amazon Linux 2 User Guide",
     ),
     replace(
@@ -181,4 +184,4 @@ _SUSE = (
     replace(_LEAP, id="opensuse-tumbleweed", version="*", name="openSUSE Tumbleweed", nvidia_name=""),
 )
 
-ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, _CENTOS7, _FEDORA, *_AMAZON, *_SUSE)
+ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, *_ORACLE, _CENTOS7, _FEDORA, *_AMAZON, *_SUSE)

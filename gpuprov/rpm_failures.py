@@ -40,8 +40,7 @@ _FAILURES = (
      "there is no repository at that address, or the file is gone from it",
      "the line names it: check its address, and whether the mirror is whole"),
     (r"No space left on device|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
-     "the disk is full",
-     "make room: df -h"),
+     "the disk is full", "make room: df -h"),
     (r"Curl error|Error trying to read from|Download \(curl\) error|Failed to connect|Connection failed|[Tt]imed out"
      r"|Cannot download|Couldn't connect",
      "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),

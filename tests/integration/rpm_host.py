@@ -53,6 +53,14 @@ class RpmHost(System):
     def kernel_release(self) -> str:
         return "5.14.0-427.13.1.el9_4.x86_64"
 
+    def read_text(self, path: str) -> str | None:
+        # It shares this machine's processes.
+        return System().read_text(path) if path.startswith("/proc/") else super().read_text(path)
+
+    def entered(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """Return the command that runs `argv` on this host."""
+        return ("unshare", "--mount", "sh", "-c", _ENTER, "sh", str(self.root), *argv)
+
     def run(
         self,
         argv: Sequence[str],
@@ -62,6 +70,5 @@ class RpmHost(System):
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
-        command = ("unshare", "--mount", "sh", "-c", _ENTER, "sh", str(self.root), *argv)
-        done = super().run(command, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        done = super().run(self.entered(argv), timeout=timeout, stdin=stdin, env=env, on_line=on_line)
         return replace(done, argv=tuple(argv))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -17,8 +20,15 @@ import pytest
 from gpuprov.changes import RemoveFile
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
-from gpuprov.packages_rpm import InstallRpmPackages, RefreshRpmIndex, gather_keys, missing
-from gpuprov.repos_rpm import InstallRpmKey, RpmRepository, plan_repositories
+from gpuprov.packages_rpm import (
+    MANAGERS,
+    InstallRpmPackages,
+    RefreshRpmIndex,
+    gather_keys,
+    missing,
+    rpm_lock_holder,
+)
+from gpuprov.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 from tests.integration.rpm_host import RpmHost
@@ -392,3 +402,25 @@ def test_where_packages_alone_are_signed_no_signature_of_metadata_is_asked_for(
 def test_this_machine_is_still_apts() -> None:
     """rpm and dnf are installed here beside apt: the distribution decides, not which programs there are."""
     assert gather(System()).packages.manager == "apt"
+
+
+def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    place = f"{DIRECTORIES[manager(host)]}/slow.repo"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        host.write(place, f"[slow]\nname=slow\nbaseurl={uri}\n".encode())
+        with subprocess.Popen(host.entered(MANAGERS[manager(host)].refresh), stdout=subprocess.PIPE) as other:
+            while not rpm_lock_holder(host):
+                assert other.poll() is None
+                time.sleep(0.05)
+            host.remove(place)
+            told: list[str] = []
+            # Whoever waits for an answer gets it, and ends.
+            end = threading.Timer(1.0, silent.close)
+            end.start()
+            RefreshRpmIndex(manager(host)).apply(host, lambda message, *_: told.append(message))
+            end.join()
+            other.communicate(timeout=60)
+    assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+\), which holds the package manager's lock", told[0])
+    assert f"(pid {other.pid})" in told[0]

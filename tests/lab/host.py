@@ -32,7 +32,11 @@ Snapshot = dict[str, tuple[int, int, int, bytes]]
 
 @dataclass(frozen=True)
 class HostRequest:
-    """What a host shall be. `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password."""
+    """What a host shall be.
+
+    `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password; `os_release`: the file in
+    tests/data/os-release that says what the host takes itself for, if not for the Debian that it is.
+    """
 
     name: str
     release: str = "bookworm"
@@ -43,6 +47,7 @@ class HostRequest:
     user: str = ""
     password: str = ""
     bind: tuple[str, ...] = ()
+    os_release: str = ""
 
 
 class Host:

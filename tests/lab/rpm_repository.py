@@ -59,7 +59,7 @@ PACKAGES = (
     RpmPackage("site-gpu-library", provides="site-gpu-abi"),
     RpmPackage("incomplete", requires="nobody-has-this >= 2"),
 )
-# Something must be installed, or zypper takes rpm's database for broken.
+# What is installed on every host: with an empty database zypper fails.
 BASE = RpmPackage("base-system", provides="/bin/sh")
 
 
