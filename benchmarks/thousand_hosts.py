@@ -64,7 +64,7 @@ def _measure(folder: Path, forks: int) -> None:
     """Run the controller; print what it took."""
     command = (
         str(Path(sys.executable).parent / "gpuprov"), "install", "--hosts", str(folder / "inventory.ini"), "--json",
-        "--forks", str(forks),
+        "--forks", str(forks), "--host-timeout", "30", "--report", str(folder / "report.html"),
     )  # fmt: skip
     environment = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state")}
     begun = time.perf_counter()
