@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _SAMPLES_PER_SECOND = 10
 
@@ -64,7 +65,7 @@ def _measure(folder: Path, forks: int) -> None:
     """Run the controller; print what it took."""
     command = (
         str(Path(sys.executable).parent / "gpuprov"), "install", "--hosts", str(folder / "inventory.ini"), "--json",
-        "--forks", str(forks),
+        "--forks", str(forks), "--host-timeout", "30", "--report", str(folder / "report.html"),
     )  # fmt: skip
     environment = {**os.environ, "HOME": str(folder), "XDG_STATE_HOME": str(folder / "state")}
     begun = time.perf_counter()
@@ -94,7 +95,7 @@ def _watch(pid: int, peak: collections.Counter[str], done: threading.Event) -> N
 def _compare(folder: Path, given: argparse.Namespace) -> None:
     """Compare what the hosts sent with what the controller told, and the time with what it has to be."""
     told: collections.Counter[str] = collections.Counter()
-    summary: dict[str, list[dict[str, object]]] = {}
+    summary: dict[str, Any] = {}
     for line in (folder / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "Summary":
@@ -105,16 +106,15 @@ def _compare(folder: Path, given: argparse.Namespace) -> None:
     lost = {host: count - told[host] for host, count in sent.items() if count != told[host]}
     print(f"events sent {sum(sent.values())}, told {sum(told.values())}; hosts with a difference: {len(lost)} "
           f"{dict(list(lost.items())[:5])}")  # fmt: skip
-    seconds = [float(str(host["seconds"])) for host in summary["hosts"]]
+    seconds = [float(host["seconds"]) for host in summary["hosts"]]
     wall = float((folder / "wall").read_text())
     least = given.hosts * given.seconds / given.forks
     print(f"wall {wall:.1f} s; hosts × {given.seconds:g} s / forks = {least:.1f} s: {wall / least:.2f} times; "
           f"by the hosts' own seconds {sum(seconds) / given.forks:.1f} s")  # fmt: skip
-    reasons = collections.Counter(
-        (host["result"], (host["problems"] or [{"what": "–"}])[0]["what"]) for host in summary["hosts"]  # type: ignore[index]
-    )  # fmt: skip
-    for (result, what), count in reasons.most_common():
-        print(f"  {count:5} {result}: {what}"[:110])
+    for result, number in collections.Counter(str(host["result"]) for host in summary["hosts"]).most_common():
+        print(f"  {number:5} {result}")
+    for cause in summary["causes"]:
+        print(f"  {len(cause['hosts']):5} {cause['what']}"[:110])
     report = folder / "report.html"
     if report.exists():
         print(f"report {report.stat().st_size / 1024:.0f} KiB")

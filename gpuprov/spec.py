@@ -8,6 +8,7 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -231,9 +232,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     Raises GpuprovError with exit code 2 that lists every unknown name, with the nearest known one, and every wrong
     value. `origin` says where the values come from, for the message.
     """
-    schema = Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})(unknown=RAISE)
     try:
-        loaded = schema.load({key: _plain(value) for key, value in values.items()})
+        loaded = _schema()(unknown=RAISE).load({key: _plain(value) for key, value in values.items()})
     except ValidationError as error:
         problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.messages))
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
@@ -245,6 +245,12 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     if settings.get("driver", "runfile") == "runfile":
         version = releases.resolved(version)
     return HostSpec(**{**settings, "driver_version": "" if version == "latest" else version})
+
+
+@functools.cache
+def _schema() -> type[Schema]:
+    """Return the schema of all options; made once, for a thousand hosts are checked against it."""
+    return Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:

@@ -125,10 +125,10 @@ def _require_local_call_to_make_sense(options: Options) -> None:
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:
     """Add what the command line says; as with Ansible, passwords from the inventory win over typed ones."""
-    spec = parse_spec({**spec_to_json(target.spec), **dict(options.overrides)}, "the command line")
+    wanted = {**spec_to_json(target.spec), **dict(options.overrides)}
     return replace(
         target,
-        spec=spec,
+        spec=parse_spec(wanted, "the command line") if options.overrides else target.spec,
         password=target.password or options.password,
         become_password=target.become_password or options.become_password,
     )

@@ -201,7 +201,7 @@ def _handshake_problem(place: str, connection: Connection, settings: SshSettings
     if isinstance(error.__context__, TimeoutError):
         return _silence(place, "the port is open, but nothing there says a word", settings)
     spoke = connection.transport is not None and connection.transport.remote_version
-    if isinstance(error.__context__, EOFError) and not spoke:
+    if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
         return Problem(
             f"{place} hangs up before it says that it is an SSH server", str(error),
             "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "

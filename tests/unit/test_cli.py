@@ -102,6 +102,7 @@ USAGE = [
     ("missing variable file", ("facts", "-e", "@/nowhere.yml"), "/nowhere.yml"),
     ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
+    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
