@@ -93,7 +93,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.push import STORE, agent_command, unfinished_problem
         from gpuprov.request import request_to_line
 
-        named = _named_python(task_vars)
+        delegate = self._task.delegate_to
+        named = _named_python(task_vars["ansible_delegated_vars"][delegate] if delegate else task_vars)
         probe = self._probe(digest, named)
         if probe.python is None and bootstrap:
             self._require(self._on_host(BOOTSTRAP, b"", become=True), "Python cannot be installed on the host")
