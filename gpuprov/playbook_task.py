@@ -17,7 +17,8 @@ from gpuprov.spec import spec_from_variables, spec_to_json
 
 PLAN = "plan"
 TASK_COMMANDS = (PLAN, *COMMANDS)
-BOOTSTRAP_OPTION = "-e gpuprov_play_bootstrap_python=true"
+BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
+BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # What these would do cannot be told without doing it.
 _NOT_IN_CHECK_MODE = {
     "verify": "it starts containers",

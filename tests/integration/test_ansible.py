@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -167,7 +168,6 @@ def test_a_wrong_variable_is_named_before_anything_is_done(
 
 _DELEGATED = """
 - hosts: localhost
-  connection: local
   gather_facts: false
   tasks:
     - gpuprov.host.agent:
@@ -183,6 +183,14 @@ def test_a_task_may_be_delegated(site: Site, twin: Host, tmp_path: Path) -> None
     path.write_text(_DELEGATED)
     done = run_ansible("-i", site.inventory("twin"), path)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_connection_without_standard_input_serves_as_well(site: Site, twin: Host) -> None:
+    shutil.rmtree(twin.root / "root/.cache/gpuprov")
+    inventory = site.inventory("twin", ansible_connection="paramiko")
+    done = play("site", inventory, ANSIBLE_HOST_KEY_CHECKING="False", ANSIBLE_PARAMIKO_RECORD_HOST_KEYS="False")
+    assert (done.returncode, recap(done, "twin")["changed"]) == (0, 0), done.stdout
+    assert [path.name for path in (twin.root / "root/.ansible/tmp").iterdir()] == []
 
 
 def test_a_jump_host_is_gone_through(site: Site, twin: Host) -> None:
@@ -228,4 +236,8 @@ def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
     done = play("facts", site.inventory("bare"))
     assert done.returncode != 0
     assert "there is no Python on the host" in done.stdout
-    assert "gpuprov_play_bootstrap_python=true" in done.stdout
+    option = next(word for word in done.stdout.split() if word.startswith("gpuprov_play_"))
+    checked = play("facts", site.inventory("bare"), "--check", "-e", option)
+    assert "there is no Python on the host" in checked.stdout
+    done = play("facts", site.inventory("bare"), "-e", option)
+    assert done.returncode == 0, done.stdout

@@ -88,7 +88,16 @@ def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) ->
     ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11", "/usr/bin/python3.11")]
 )
 def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
-    assert plugin._named_python({"ansible_python_interpreter": value}) == named
+    assert plugin._named_python(value) == named
+
+
+def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: ModuleType) -> None:
+    own = {"ansible_python_interpreter": "/controller/python"}
+    other = {"ansible_python_interpreter": "/host/python"}
+    variables = {**own, "ansible_delegated_vars": {"other": other}}
+    assert plugin._connection_variables(variables, None) is variables
+    assert plugin._connection_variables(variables, "other") == other
+    assert plugin._connection_variables(own, "other") == {}
 
 
 def test_ansible_doc_knows_every_command() -> None:

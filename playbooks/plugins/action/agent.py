@@ -22,6 +22,7 @@ from typing import Any
 
 from ansible import constants
 from ansible.errors import AnsibleError
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 
 _HERE = Path(__file__).resolve()
@@ -44,7 +45,6 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             {
                 "command": {"type": "str", "default": "install"},
                 "steps": {"type": "list", "elements": "str", "default": []},
-                "bootstrap_python": {"type": "bool", "default": False},
             }
         )
         agent, digest = _agent()
@@ -53,9 +53,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
+            variables = self._variables(task_vars or {})
             request = playbook_task.task_request(
                 command,
-                self._variables(task_vars or {}),
+                variables,
                 steps=arguments["steps"],
                 check=check,
                 diff=bool(self._task.diff),
@@ -64,7 +65,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
-            output = self._ask(request, agent, digest, task_vars or {}, bootstrap=arguments["bootstrap_python"])
+            bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
+            output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
         except GpuprovError as error:
             return {**result, **playbook_task.failure(error)}
         events, _ = playbook_task.split_output(output)
@@ -93,17 +95,21 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.push import STORE, agent_command, unfinished_problem
         from gpuprov.request import request_to_line
 
-        named = _named_python(task_vars)
+        variables = _connection_variables(task_vars, self._task.delegate_to)
+        named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
         probe = self._probe(digest, named)
         if probe.python is None and bootstrap:
-            self._require(self._on_host(BOOTSTRAP, b"", become=True), "Python cannot be installed on the host")
+            next_step = "mend the host's package repositories, or install Python ≥ 3.9 by hand"
+            done = self._on_host(BOOTSTRAP, b"", become=True)
+            self._require(done, "Python cannot be installed on the host", next_step)
             probe = self._probe(digest, named)
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
         if probe.agent_digest != digest:
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
-            self._require(stored, "the agent cannot be stored on the host")
+            next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
+            self._require(stored, "the agent cannot be stored on the host", next_step)
         line = f"{request_to_line(request)}\n".encode()
         done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
         events, strays = split_output(done.stdout)
@@ -126,12 +132,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             raise GpuprovError("this host does not run Linux", f"uname says {probe.system}")
         return probe
 
-    def _require(self, done: Any, what: str) -> None:
+    def _require(self, done: Any, what: str, next_step: str) -> None:
         from gpuprov.errors import GpuprovError
         from gpuprov.push import said
 
         if not done.ok:
-            next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
             raise GpuprovError(what, said(done), next_step)
 
     def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
@@ -161,8 +166,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return done
 
 
-def _named_python(task_vars: dict[str, Any]) -> str:
-    named = str(task_vars.get("ansible_python_interpreter") or "")
+def _connection_variables(task_vars: dict[str, Any], delegate: str | None) -> dict[str, Any]:
+    """Return the variables of the host that is connected to: with delegate_to not those of the task's own."""
+    return (task_vars.get("ansible_delegated_vars") or {}).get(delegate) or {} if delegate else task_vars
+
+
+def _named_python(value: object) -> str:
+    """Return the interpreter that ansible_python_interpreter names, nothing where it is to be found out."""
+    named = str(value or "")
     return "" if named.startswith("auto") else named
 
 

@@ -8,7 +8,8 @@ short_description: Runs gpuprov's agent on a host
 description:
   - Pushes gpuprov's agent to the host, once per version.
   - The agent then makes or carries out a plan, verifies, tells facts, or rolls back.
-  - The host needs Python 3.9 or later, and nothing else. C(become) is needed for all commands but C(facts).
+  - The host needs Python 3.9 or later, and nothing else; C(gpuprov_play_bootstrap_python) installs it.
+  - C(become) is needed for all commands but C(facts).
   - What the host shall be is read from the variables that begin with C(gpuprov_); C(gpuprov options) lists them.
 options:
   command:
@@ -27,10 +28,6 @@ options:
     type: list
     elements: str
     default: []
-  bootstrap_python:
-    description: Installs Python with the host's package manager where there is none.
-    type: bool
-    default: false
 author:
   - gpuprov (@gpuprov)
 attributes:
