@@ -218,7 +218,7 @@ def test_a_file_that_is_not_as_before_is_named(tmp_path: Path) -> None:
 
 def test_images_of_verification_go(tmp_path: Path) -> None:
     class WithImage(FakeHost):
-        def run(self, argv: Sequence[str], **more: object) -> Completed:  # type: ignore[override]
+        def run(self, argv: Sequence[str], **more: object) -> Completed:
             if tuple(argv[:2]) == ("docker", "images"):
                 return Completed(tuple(argv), 0, "gpuprov-verify:6d09\n")
             return super().run(argv, **more)  # type: ignore[arg-type]
