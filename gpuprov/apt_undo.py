@@ -12,7 +12,7 @@ from gpuprov.apt_failures import finish
 from gpuprov.changes import Json, capture_path, restore_path
 from gpuprov.system import System
 
-_CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}${Conffiles}\n", "--")
+_CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
 _PURGES_DATA = "docker.io"
 _SECONDS = 60
@@ -41,7 +41,7 @@ def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
     name = ""
     for line in text.splitlines():
         words = line.split()
-        if not line.startswith(" "):
+        if words and not line.startswith(" "):
             name = line.strip()
         elif len(words) >= 2 and words[-1] != "obsolete":
             found.setdefault(name, []).append((words[0], words[1]))

@@ -13,6 +13,7 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.apt_failures import listed_under
+from gpuprov.apt_undo import parse_conffiles
 from gpuprov.errors import GpuprovError
 from gpuprov.packages import (
     HoldPackages,
@@ -434,3 +435,8 @@ def test_holds_of_others_are_left_alone(names: tuple[str, ...], changes: tuple[H
 )  # fmt: skip
 def test_what_apt_lists_is_read(said: str, heading: str, listed: tuple[str, ...]) -> None:
     assert listed_under(heading, said) == listed
+
+
+def test_conffiles_are_read_below_their_package() -> None:
+    text = "a\n /etc/a.conf 0123\n /etc/a.d/b 4567\nnone\n\nb\n /etc/b 89ab obsolete\n /etc/c cdef\n"
+    assert parse_conffiles(text) == {"a": (("/etc/a.conf", "0123"), ("/etc/a.d/b", "4567")), "b": (("/etc/c", "cdef"),)}
