@@ -75,7 +75,7 @@ def _work(request: Request, writing: int) -> int:
 
         code = int(run_request(request, sink, stop_requested=stop))
         if request.command == "uninstall" and not request.check and code == 0:
-            _remove_own_file(sys.argv[0])
+            _remove_agents(sys.argv[0])
         return code
     except BaseException:
         _log(traceback.format_exc())
@@ -86,17 +86,18 @@ def _work(request: Request, writing: int) -> int:
         return int(ExitCode.FAILED)
 
 
-def _remove_own_file(argument: str) -> None:
-    """Remove the agent that a controller pushed, and its folders if nothing else is in them; running code stays."""
+def _remove_agents(argument: str) -> None:
+    """Remove the agents that controllers pushed, and their folders if nothing else is in them; running code stays."""
     from pathlib import Path
 
-    path = Path(argument)
-    if path.parent.parts[-2:] != (".cache", "gpuprov") or not path.name.startswith("agent-"):
+    folder = Path(argument).parent
+    if folder.parts[-2:] != (".cache", "gpuprov"):
         return
     with contextlib.suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
-        path.parent.parent.rmdir()
+        for path in (*folder.glob("agent-*.pyz"), *folder.glob(".agent-*")):
+            path.unlink()
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 class _StopFlag:

@@ -65,7 +65,8 @@ def gather_packages(system: System, manager: str) -> PackageFacts:
         ("rpm", "-qa", "--queryformat", _QUERY), "rpm's database can't be read", "rpm --rebuilddb; then run this again"
     )
     installed, provided = parse_rpm(done.stdout)
-    return PackageFacts(manager, installed, provided, frozenset(gather_keys(system)))
+    keys = frozenset(gather_keys(system))
+    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys)
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:

@@ -12,7 +12,7 @@ from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
@@ -87,7 +87,7 @@ STEPS = (
 CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
-        WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
+        WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
         driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker,

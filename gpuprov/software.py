@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpuprov import cuda, kernel, packages_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing, own_name, pinned, plan_holds
 from gpuprov.spec import HostSpec
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.
@@ -91,8 +93,17 @@ def _toolkit(spec: HostSpec) -> tuple[str, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return one refresh and one installation of all that is missing, or nothing."""
+    """Return one refresh and one installation of all that is missing, and the holds; nothing where all is there."""
+    names = wanted(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return packages_rpm.plan(facts.packages, wanted(facts, spec))
-    names = missing(facts.packages, wanted(facts, spec))
-    return (RefreshPackageIndex(), InstallPackages(names)) if names else ()
+        return packages_rpm.plan(facts.packages, names)
+    lacking = missing(facts.packages, names)
+    held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
+    installation: tuple[Change, ...] = (
+        RefreshPackageIndex(spec.lock_timeout),
+        InstallPackages(lacking, held, spec.lock_timeout),
+    )
+    # A hold that the installation takes off is to be made anew.
+    packages = replace(facts.packages, held=facts.packages.held - {own_name(facts.packages, name) for name in held})
+    holds = plan_holds(packages, pinned(names) if spec.hold_pinned else (), spec.lock_timeout)
+    return (*(installation if lacking else ()), *holds)

@@ -39,7 +39,9 @@ _HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an h
 _NAME = validate.Regexp(
     r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
 )
-_PACKAGE = validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9+._-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
+_PACKAGE = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
+)
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )
@@ -101,6 +103,11 @@ def _choice(default: str, text: str, *choices: str) -> Any:
 
 def _flag(default: bool, text: str) -> Any:
     return _option(_StrictBoolean(), default, text)
+
+
+def _number(default: int, text: str, largest: int) -> Any:
+    check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
+    return _option(schema_fields.Integer(validate=check), default, text)
 
 
 class _StrictBoolean(schema_fields.Boolean):
@@ -209,6 +216,16 @@ class HostSpec:
     packages: tuple[str, ...] = _option(
         schema_fields.List(schema_fields.String(validate=_PACKAGE)), (), "More packages to install."
     )
+    hold_pinned: bool = _flag(
+        True,
+        "Hold packages whose version is asked for (apt-mark hold), so that unattended upgrades leave them. The kernel "
+        "is never held.",
+    )
+    lock_timeout: int = _number(
+        300,
+        "How many seconds to wait for another program (unattended-upgrades, say) that holds the package manager.",
+        86400,
+    )
     verify_image: str = _text(
         "",
         "The image to run nvidia-smi in. Default: a tiny one made of the host's own C library and shell.",
@@ -299,6 +316,7 @@ _REASONS = {
     "Not a valid string.": "must be text (put a version number in quotes)",
     "Not a valid boolean.": "must be true or false",
     "Not a valid list.": "must be a list",
+    "Not a valid integer.": "must be a whole number",
     "Invalid input type.": "must be a mapping",
     "Missing data for required field.": "is missing",
 }

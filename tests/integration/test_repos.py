@@ -249,7 +249,7 @@ def remove_all(repository: Repository) -> None:
     ("damage", "says"),
     [
         (remove_signatures, "a repository is not signed with a key that this host trusts"),
-        (tamper_with_release, "a repository's signature is wrong, or its key has expired"),
+        (tamper_with_release, "a repository's signature is wrong"),
         (tamper_with_packages, "a repository delivered a damaged file"),
         (remove_all, "there is no repository at that address"),
         (

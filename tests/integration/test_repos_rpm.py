@@ -422,5 +422,5 @@ def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, r
             RefreshRpmIndex(manager(host)).apply(host, lambda message, *_: told.append(message))
             end.join()
             other.communicate(timeout=60)
-    assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+\), which holds the package manager's lock", told[0])
+    assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+.*\), which holds the package manager's lock", told[0])
     assert f"(pid {other.pid})" in told[0]

@@ -28,6 +28,7 @@ class FakeHost(System):
         super().__init__(str(root))
         self.installed = {"dpkg": "1.21.22", "docker.io": "20.10.24+dfsg1-1+deb12u1+b2"}
         self.available = {"site-gpu-tools": "1.0"}
+        self.held: set[str] = set()
         self.docker_active = True
         self.docker_loaded: dict[str, str] = {"runc": "runc"}
         self.docker_default = "runc"
@@ -79,7 +80,8 @@ class FakeHost(System):
         argv = tuple(argv)
         self.commands.append(argv)
         programs = {
-            "apt-get": self._apt_get, "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
+            "apt-get": self._apt_get, "apt-mark": self._apt_mark,
+            "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
             "docker": self._docker, "systemctl": self._systemctl, "journalctl": lambda words: (0, ""),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall,
         }  # fmt: skip
@@ -90,15 +92,26 @@ class FakeHost(System):
         return Completed(argv, code, output if code == 0 else "", "" if code == 0 else output)
 
     def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
-        return 0, "".join(f"installed {name} {version}\n" for name, version in sorted(self.installed.items()))
+        if "${Conffiles}" in words[1]:
+            return 0, ""
+        rows = sorted(self.installed.items())
+        wants = {name: "hold" if name in self.held else "install" for name in self.installed}
+        return 0, "".join(f"installed {name} {version} amd64 {wants[name]} ok \n" for name, version in rows)
+
+    def _apt_mark(self, words: tuple[str, ...]) -> tuple[int, str]:
+        self.held = self.held | {*words[1:]} if words[0] == "hold" else self.held - {*words[1:]}
+        return 0, ""
 
     def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "update" in words:
             return 0, "Reading package lists...\n"
-        names = words[words.index("--") + 1 :]
+        names = [name.partition("=")[0] for name in words[words.index("--") + 1 :]]
+        if "--simulate" in words:
+            return 0, "".join(f"{'Purg' if 'purge' in words else 'Inst'} {name}\n" for name in names)
         if "purge" in words:
             for name in names:
                 del self.installed[name]
+                self.held.discard(name)
             return 0, ""
         unknown = [name for name in names if name not in self.available]
         if unknown:

@@ -57,7 +57,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
                 "driver_url": f"{url}/driver.run",
                 "driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
                 "repositories": [{**repository, "key_fingerprint": fingerprint}],
-                "packages": ["site-gpu-tools"],
+                "packages": ["site-gpu-tools=1.0"],
             }
         )
         server.shutdown()

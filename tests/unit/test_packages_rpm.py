@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Callable
@@ -26,6 +24,7 @@ from gpuprov.packages_rpm import (
 )
 from gpuprov.pgp import armored, dearmored, fingerprints
 from gpuprov.system import Completed, System
+from tests.unit.test_packages import held_by_another
 
 RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)
 kernel-devel 5.14.0-427.13.1.el9_4.x86_64 kernel-devel kernel-devel(x86-64) kernel-devel-uname-r
@@ -38,7 +37,8 @@ nonsense
 
 
 def facts(manager: str = "dnf") -> PackageFacts:
-    return PackageFacts(manager, *parse_rpm(RPM))
+    installed, provided = parse_rpm(RPM)
+    return PackageFacts(manager, installed, provided=provided)
 
 
 def test_versions_of_one_package_stand_beside_each_other_and_keys_are_no_packages() -> None:
@@ -316,7 +316,7 @@ class WithLocks(System):
 def test_the_holder_of_rpms_own_lock_is_named(tmp_path: Path) -> None:
     lock = tmp_path / "var/lib/rpm/.rpm.lock"
     lock.parent.mkdir(parents=True)
-    with lock.open("w") as file:
-        assert rpm_lock_holder(WithLocks(str(tmp_path))) == ""
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        assert rpm_lock_holder(WithLocks(str(tmp_path))).endswith(f"(pid {os.getpid()})")
+    lock.touch()
+    assert rpm_lock_holder(WithLocks(str(tmp_path))) == ""
+    with held_by_another(lock) as holder:
+        assert f"(pid {holder.pid}: " in rpm_lock_holder(WithLocks(str(tmp_path)))
