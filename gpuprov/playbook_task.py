@@ -19,12 +19,8 @@ PLAN = "plan"
 TASK_COMMANDS = (PLAN, *COMMANDS)
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
-# What these would do cannot be told without doing it.
-_NOT_IN_CHECK_MODE = {
-    "verify": "it starts containers",
-    "rollback": "it has no dry run",
-    "uninstall": "it has no dry run",
-}
+# These heed `check` or change nothing. What any other would do cannot be told without doing it.
+_IN_CHECK_MODE = (PLAN, "install", "facts")
 
 
 def task_request(
@@ -56,8 +52,10 @@ def task_request(
 
 def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
     """Return the result of a task that check mode leaves out, or None if it goes to the host."""
-    reason = _NOT_IN_CHECK_MODE.get(command)
-    return None if reason is None else {"skipped": True, "msg": f"check mode: {command} is left out, {reason}"}
+    if command in _IN_CHECK_MODE:
+        return None
+    reason = "it starts containers" if command == "verify" else "it has no dry run"
+    return {"skipped": True, "msg": f"check mode: {command} is left out, {reason}"}
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:

@@ -241,3 +241,11 @@ def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
     assert "there is no Python on the host" in checked.stdout
     done = play("facts", site.inventory("bare"), "-e", option)
     assert done.returncode == 0, done.stdout
+
+
+def test_an_upgrade_goes_host_by_host_and_ends_with_the_first_failure(site: Site) -> None:
+    inventory = site.inventory("twin", "main", gpuprov_driver_verison="1")
+    done = play("upgrade", inventory)
+    assert (recap(done, "twin")["failed"], recap(done, "main")) == (1, {}), done.stdout
+    both = play("upgrade", inventory, "-e", "gpuprov_play_serial=2")
+    assert (recap(both, "twin")["failed"], recap(both, "main")["failed"]) == (1, 1), both.stdout
