@@ -179,8 +179,8 @@ def test_live_table_is_drawn_while_many_hosts_print() -> None:
         drawer = threading.Thread(target=draw, daemon=True)
         drawer.start()
         with ThreadPoolExecutor(20) as pool:
-            for number in range(20):
-                pool.submit(lambda host: [table(host, Note("slow", "warning")) for _ in range(4)], f"lab-{number}")
+            for number in range(80):
+                pool.submit(table, f"lab-{number % 20}", Note("slow", "warning"))
         drawing.set()
         drawer.join()
     assert output(to).count("slow") >= 80
