@@ -180,10 +180,18 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             row = self._rows.setdefault(host, _Row())
             row.begun = row.begun or time.monotonic()
             _update(row, event)
-            if isinstance(event, Planned) and event.changes:
-                self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
-            if isinstance(event, Note) and event.level == "warning":
-                self._console.print(Text(f"{plain(host)}: {one_line(event.message)}", "yellow"), soft_wrap=True)
+            above = self._above(host, event)
+        # Not under our lock: rich draws under its own and asks `_table` then, which takes ours.
+        if above is not None:
+            self._console.print(above, soft_wrap=True)
+
+    def _above(self, host: str, event: Event) -> Text | None:
+        """Return what scrolls by above the table."""
+        if isinstance(event, Planned) and event.changes:
+            return self._plans.text(host, event.changes)
+        if isinstance(event, Note) and event.level == "warning":
+            return Text(f"{plain(host)}: {one_line(event.message)}", "yellow")
+        return None
 
     def _table(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, show_header=len(self._rows) > 1, header_style="dim")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,26 @@ def test_screen_without_many_at_work_has_room_for_the_failed() -> None:
     visible = [host for host, _ in table._visible()]
     assert visible[0] == "lab-99"
     assert len(visible) == to.height - 3
+
+
+@pytest.mark.timeout(60)
+def test_live_table_is_drawn_while_many_hosts_print() -> None:
+    to = console(terminal=True)
+    with LiveTable(to, [f"lab-{number}" for number in range(20)]) as table:
+        drawing = threading.Event()
+
+        def draw() -> None:
+            while not drawing.is_set():
+                table._live.refresh()
+
+        drawer = threading.Thread(target=draw, daemon=True)
+        drawer.start()
+        with ThreadPoolExecutor(20) as pool:
+            for number in range(80):
+                pool.submit(table, f"lab-{number % 20}", Note("slow", "warning"))
+        drawing.set()
+        drawer.join()
+    assert output(to).count("slow") >= 80
 
 
 def test_live_table_keeps_hosts_from_writing_to_the_terminal() -> None:
