@@ -250,6 +250,6 @@ def rpm_lock_holder(system: System) -> str:
 
 def _progress(line: str, tell: Tell) -> None:
     if re.match(
-        r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|\(\d+/\d+\) (Installing|Removing)", line
+        r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)", line
     ):
         tell(" ".join(line.split()), 0, 0)
