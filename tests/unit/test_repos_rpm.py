@@ -194,6 +194,16 @@ def test_a_bare_machine_gets_the_headers_of_its_very_kernel(facts: HostFacts) ->
     assert expected[manager] in install.names and {"gcc", "make"} <= set(install.names)
 
 
+def test_where_the_next_kernel_would_be_without_a_driver_the_plan_says_so(facts: HostFacts) -> None:
+    metal = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
+    wanted = parse_spec({"driver_version": "550.163.01"})
+    notes = " ".join(make_plan(metal, wanted).notes)
+    assert ("EPEL has" in notes) is (facts.packages.manager != "zypper")
+    with_dkms = replace(metal, packages=replace(metal.packages, installed={"dkms": "3.0-1.noarch"}))
+    assert make_plan(with_dkms, wanted).notes == ()
+    assert make_plan(metal, replace(wanted, packages=("dkms",))).notes == ()
+
+
 def test_where_docker_comes_from(facts: HostFacts) -> None:
     bare = replace(facts, docker=DockerFacts())
     own = make_plan(bare, parse_spec({"driver_version": "550.163.01"}))
