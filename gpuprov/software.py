@@ -106,6 +106,7 @@ def _toolkit(spec: HostSpec) -> tuple[str, ...]:
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, or nothing."""
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return packages_rpm.plan(facts.packages, wanted(facts, spec))
+        enable = () if facts.docker.installed else ("docker.service",)
+        return packages_rpm.plan(facts.packages, wanted(facts, spec), enable)
     names = missing(facts.packages, wanted(facts, spec))
     return (RefreshPackageIndex(), InstallPackages(names)) if names else ()

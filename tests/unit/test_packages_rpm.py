@@ -161,6 +161,14 @@ def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: str) ->
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
 
 
+def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    change = InstallRpmPackages("dnf", ("docker",), ("docker.service",))
+    assert change.summary() == "install docker; enable docker.service"
+    change.apply(host, lambda *_: None)
+    assert host.asked[-1] == ("systemctl", "enable", "docker.service") and host.asked[-2][0] == "dnf"
+
+
 def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.installs = ("gcc-11-1.x86_64", "cpp-11-1.x86_64")
