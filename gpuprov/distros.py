@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 __all__ = ["ROWS", "Distribution", "KernelPackages"]
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
 NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
+_IMAGE = (
+    "take its ordinary sibling; or bring the driver in by transactional-update and set gpuprov_driver: preinstalled"
+)
+# Systems that must not be changed by packages and a .run file, whatever parent they name: what they are, what to do.
+_REFUSED = {
+    "cos": ("Container-Optimized OS brings its own drivers", "cos-extensions install gpu"),
+    "opensuse-microos": ("openSUSE MicroOS is an image, its /usr is read-only", _IMAGE),
+    "sle-micro": ("SUSE Linux Enterprise Micro is an image, its /usr is read-only", _IMAGE),
+    "sl-micro": ("SUSE Linux Micro is an image, its /usr is read-only", _IMAGE),
+}
+# Names in ID_LIKE that are a family's, not a distribution's: SUSE's own editions for SAP, for desktops, for HPC.
+_FAMILIES = {"suse": "sles"}
 _DOCKER_DOWNLOADS = "https://download.docker.com/linux"
 _NVIDIA_DOWNLOADS = "https://developer.download.nvidia.com/compute/cuda/repos"
 
@@ -32,6 +44,8 @@ def distribution_of(os: OperatingSystem) -> Distribution | None:
     A derivative's VERSION_ID counts as its parent's, unless a code name says which of Ubuntu's or Debian's releases it
     is made of: Linux Mint 21.3 is Ubuntu 22.04.
     """
+    if os.id in _REFUSED:
+        return None
     if any(row.id == os.id for row in ROWS):
         return find_distribution(os.id, os.version)
     return next((row for parent in os.like if (row := _parent_row(parent, os)) is not None), None)
@@ -45,7 +59,7 @@ def _parent_row(parent: str, os: OperatingSystem) -> Distribution | None:
         return next(rows, None)
     if parent == "fedora" and not re.fullmatch(r"[3-9]\d", os.version):
         return None
-    return find_distribution(parent, os.version)
+    return find_distribution(_FAMILIES.get(parent, parent), os.version)
 
 
 def derivative_note(os: OperatingSystem) -> str:
@@ -59,6 +73,9 @@ def derivative_note(os: OperatingSystem) -> str:
 def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, ...]:
     """Return why this distribution, or this architecture of it, is not supported; nothing if it is."""
     row = distribution_of(os)
+    if os.id in _REFUSED:
+        reason, next_step = _REFUSED[os.id]
+        return (Problem(f"{os.name} is not supported: {reason}", f"/etc/os-release: ID={os.id}", next_step),)
     if row is None:
         like = f" ID_LIKE={' '.join(os.like)}" if os.like else ""
         seen = f"/etc/os-release: ID={os.id} VERSION_ID={os.version or '(none)'}{like}"

@@ -129,11 +129,11 @@ def _versions(installed: str, *, rebuilt: bool) -> set[str]:
     return names
 
 
-def plan(packages: PackageFacts, wanted: Iterable[str]) -> tuple[Change, ...]:
+def plan(packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = ()) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, or nothing."""
     names = missing(packages, wanted)
     manager = packages.manager
-    return (RefreshRpmIndex(manager), InstallRpmPackages(manager, names)) if names else ()
+    return (RefreshRpmIndex(manager), InstallRpmPackages(manager, names, enable)) if names else ()
 
 
 @dataclass(frozen=True)
@@ -157,16 +157,21 @@ class RefreshRpmIndex(Change):
 
 @dataclass(frozen=True)
 class InstallRpmPackages(Change):
-    """These packages (`NAME` or `NAME=VERSION`) shall be installed."""
+    """These packages (`NAME` or `NAME=VERSION`) shall be installed, and units that they bring start with the machine.
+
+    Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
+    """
 
     manager: str
     names: tuple[str, ...]
+    enable: tuple[str, ...] = ()
 
     # The next run plans afresh, from what rpm says is there.
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:
-        return f"install {', '.join(self.names)}"
+        enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""
+        return f"install {', '.join(self.names)}{enabled}"
 
     def capture(self, system: System) -> Json:
         return {"installed": sorted(_installed(system))}
@@ -177,6 +182,11 @@ class InstallRpmPackages(Change):
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         done = _run(system, (*how.install, *names), tell, _INSTALL_SECONDS)
         finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes)
+        for unit in self.enable:
+            # Taking the package away disables it again (%systemd_preun, daemon(7)).
+            system.require(
+                ("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}", timeout=60
+            )
         return {"added": sorted(added(before, _installed(system)))}
 
     @classmethod
@@ -251,6 +261,6 @@ def rpm_lock_holder(system: System) -> str:
 
 def _progress(line: str, tell: Tell) -> None:
     if re.match(
-        r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|\(\d+/\d+\) (Installing|Removing)", line
+        r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)", line
     ):
         tell(" ".join(line.split()), 0, 0)

@@ -106,7 +106,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     if problems:
         return Plan((), problems)
     changes = tuple(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
-    notes = (derivative_note(facts.os), kernel.note(facts, spec))
+    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
     return Plan(changes, notes=tuple(note for note in notes if note))
 
 

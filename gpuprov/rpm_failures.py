@@ -7,24 +7,26 @@ import re
 from gpuprov.errors import GpuprovError
 from gpuprov.system import Completed
 
-# Recorded from dnf 4.14 and zypper 1.14, yum's and dnf 5's after their sources. The first row that matches decides.
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
 _FAILURES = (
     (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
      "this host has no package repositories",
      "register it (subscription-manager register; SUSEConnect -r CODE), or give it a mirror"),
+    (r"immutable operating system|[Rr]ead-only file system", "this host's system files can't be written",
+     "an image-based system (ostree, bootc, transactional-update) is changed by its own tools, not by gpuprov"),
     (r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found",
      "no repository has such a package",
      "dnf list --showduplicates NAME, or zypper search -s NAME, shows what there is; is a repository missing?"),
     # Before the next rows: zypper says besides that the verification failed.
-    (r"signed with an unknown key|is unsigned|is not signed|GPG signature is not available"
-     r"|Public key for .* not installed|public key is not available|not correct for this package",
+    (r"signed with an unknown key|is unsigned|is not signed|GPG signature is not available|Signing key not found"
+     r"|wrong key\?|Public key for .* not installed|public key is not available|not correct for this package",
      "a repository, or a package in it, is not signed with a key that this host trusts",
      "the line names it: correct its key (gpgkey), or remove the repository"),
     (r"Failed to retrieve GPG key|Couldn't open file .*gpg", "a repository's key is missing",
      "the line names the repository: correct its gpgkey"),
-    (r"Bad GPG signature|Signature verification failed|digests? SIGNATURES NOT OK|BAD(,|$)",
+    (r"Bad (GPG|PGP) signature|Signature verification failed|digests? SIGNATURES NOT OK|BAD(,|$)",
      "a repository's signature is wrong, or its key has expired",
      "the line names the repository: get its current key; a mirror or proxy may also deliver damaged files"),
     (r"checksum doesn't match|Inconsistent server data|exceeded the expected filesize|[Dd]igest verification failed"

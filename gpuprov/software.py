@@ -78,6 +78,19 @@ def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return row.docker_packages
 
 
+def note(facts: HostFacts, spec: HostSpec) -> str:
+    """Return a warning where the next kernel would be without a driver, or nothing."""
+    row = distribution_of(facts.os)
+    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.builds_modules(facts, spec):
+        return ""
+    if "dkms" in (*facts.packages.installed, *spec.packages):
+        return ""
+    return (
+        f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, "
+        "or add that repository and gpuprov_packages: [dkms]"
+    )
+
+
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = distribution_of(facts.os)
@@ -96,7 +109,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing where all is there."""
     names = wanted(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return packages_rpm.plan(facts.packages, names)
+        enable = () if facts.docker.installed else ("docker.service",)
+        return packages_rpm.plan(facts.packages, names, enable)
     lacking = missing(facts.packages, names)
     held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
     installation: tuple[Change, ...] = (

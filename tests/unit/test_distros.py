@@ -118,6 +118,8 @@ def test_a_derivative_is_warned_about(tmp_path: Path, name: str, parent: str) ->
         (OperatingSystem("someone", "10", "", ("fedora",), "Someone 10"), None),
         (OperatingSystem("sles", "12.5", "", (), "SLES 12 SP5"), None),
         (OperatingSystem("opensuse-leap", "16.0", "", ("suse", "opensuse"), "Leap 16"), ("opensuse-leap", "16")),
+        (OperatingSystem("sles_sap", "15.6", "", ("suse",), "SLES for SAP 15 SP6"), ("sles", "15")),
+        (OperatingSystem("opensuse-microos", "20260901", "", ("suse", "opensuse", "opensuse-tumbleweed"), "M"), None),
         (OperatingSystem("arch", "", "", (), "Arch Linux"), None),
         (OperatingSystem("", "", "", (), "unknown"), None),
     ],
@@ -125,6 +127,18 @@ def test_a_derivative_is_warned_about(tmp_path: Path, name: str, parent: str) ->
 def test_others(os: OperatingSystem, expected: tuple[str, str] | None) -> None:
     found = distribution_of(os)
     assert (None if found is None else (found.id, found.version)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "next_step"),
+    [
+        ("cos", "brings its own drivers", "cos-extensions install gpu"),
+        ("sle-micro", "its /usr is read-only", "gpuprov_driver: preinstalled"),
+    ],
+)
+def test_a_system_that_must_not_be_changed_is_refused_with_the_reason(name: str, reason: str, next_step: str) -> None:
+    (problem,) = machine_problems(OperatingSystem(name, "113", "", ("sles",), "It"), "x86_64")
+    assert reason in problem.what and next_step in problem.next_step
 
 
 def test_another_architecture_is_refused() -> None:

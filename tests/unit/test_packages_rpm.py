@@ -161,6 +161,14 @@ def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: str) ->
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
 
 
+def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    change = InstallRpmPackages("dnf", ("docker",), ("docker.service",))
+    assert change.summary() == "install docker; enable docker.service"
+    change.apply(host, lambda *_: None)
+    assert host.asked[-1] == ("systemctl", "enable", "docker.service") and host.asked[-2][0] == "dnf"
+
+
 def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.installs = ("gcc-11-1.x86_64", "cpp-11-1.x86_64")
@@ -185,7 +193,7 @@ def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -
         InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda *_: None)
 
 
-# Recorded from dnf 4.14, zypper 1.14; the lines marked yum and dnf5 are after their sources.
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; the line marked yum is after its source.
 FAILURES = [
     ("System management is locked by the application with pid 4711 (zypper).", "holds the package manager's lock"),
     ("Error: There are no enabled repositories in \"/etc/yum.repos.d\".", "this host has no package repositories"),
@@ -199,6 +207,17 @@ FAILURES = [
      "not signed with a key that this host trusts"),
     ("Error: Failed to download metadata for repo 'gpuprov-site': repomd.xml GPG signature verification error: "
      "Bad GPG signature", "a repository's signature is wrong"),
+    ('Transaction failed: Signature verification failed.\nOpenPGP check for package "site-gpu-tools-1.0-1.noarch" '
+     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: Import of the key didn\'t help, wrong key?',
+     "not signed with a key that this host trusts"),
+    ('Transaction failed: Signature verification failed.\nOpenPGP check for package "unsigned-1.0-1.noarch" '
+     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: The package is not signed.',
+     "not signed with a key that this host trusts"),
+    ("repomd.xml GPG signature verification error: Signing key not found",
+     "not signed with a key that this host trusts"),
+    ("repomd.xml GPG signature verification error: Bad PGP signature", "a repository's signature is wrong"),
+    ("Error: /usr is configured to be read-only. You may be running an image-based or immutable operating system.",
+     "this host's system files can't be written"),
     ("Error: Failed to retrieve GPG key for repo 'gpuprov-site': Curl error (37): Couldn't read a file:// file for "
      "file:///etc/pki/rpm-gpg/K [Couldn't open file /etc/pki/rpm-gpg/K]", "a repository's key is missing"),
     ("  - Downloading successful, but checksum doesn't match. Calculated: e4c1(sha256)  Expected: ed2a(sha256) \n"
@@ -240,12 +259,15 @@ def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
 def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
     printed = (
         "Dependencies resolved.\nInstalling:\n  Installing       : gcc-11-1.x86_64        1/1 \n"
-        "Complete!\n(1/1) Installing: gcc-11-1.x86_64 [...done]\n"
+        "Complete!\n(1/1) Installing: gcc-11-1.x86_64 [...done]\n[3/4] Installing gcc-0:11-1 100% | 20 KiB/s\n"
     )
     told: list[str] = []
     host = RecordedRpm(tmp_path, (0, printed, ""))
     InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda message, *_: told.append(message))
-    assert told == ["Installing : gcc-11-1.x86_64 1/1", "(1/1) Installing: gcc-11-1.x86_64 [...done]"]
+    assert told == [
+        "Installing : gcc-11-1.x86_64 1/1", "(1/1) Installing: gcc-11-1.x86_64 [...done]",
+        "[3/4] Installing gcc-0:11-1 100% | 20 KiB/s",
+    ]  # fmt: skip
 
 
 def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_a_plan_for_rpm_has_nothing_of_apts(facts: HostFacts) -> None:
     changes = [item.change for item in plan.changes]
     assert any(isinstance(change, RefreshRpmIndex) for change in changes)
     (install,) = (change for change in changes if isinstance(change, InstallRpmPackages))
-    assert (install.manager, install.names) == (facts.packages.manager, ("gcc",))
+    assert install == InstallRpmPackages(facts.packages.manager, ("gcc",))
     assert "apt" not in "\n".join(change.summary() for change in changes)
 
 
@@ -194,6 +194,16 @@ def test_a_bare_machine_gets_the_headers_of_its_very_kernel(facts: HostFacts) ->
     assert expected[manager] in install.names and {"gcc", "make"} <= set(install.names)
 
 
+def test_where_the_next_kernel_would_be_without_a_driver_the_plan_says_so(facts: HostFacts) -> None:
+    metal = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
+    wanted = parse_spec({"driver_version": "550.163.01"})
+    notes = " ".join(make_plan(metal, wanted).notes)
+    assert ("EPEL has" in notes) is (facts.packages.manager != "zypper")
+    with_dkms = replace(metal, packages=replace(metal.packages, installed={"dkms": "3.0-1.noarch"}))
+    assert make_plan(with_dkms, wanted).notes == ()
+    assert make_plan(metal, replace(wanted, packages=("dkms",))).notes == ()
+
+
 def test_where_docker_comes_from(facts: HostFacts) -> None:
     bare = replace(facts, docker=DockerFacts())
     own = make_plan(bare, parse_spec({"driver_version": "550.163.01"}))
@@ -201,7 +211,10 @@ def test_where_docker_comes_from(facts: HostFacts) -> None:
     if facts.packages.manager == "dnf":
         assert "Rocky Linux 9 has no docker of its own" in str(own.problems[0])
         said = "\n".join(item.change.summary() for item in dockers.changes)
-        assert "install docker-ce, docker-ce-cli, containerd.io" in said and "gpuprov-docker-ce.repo" in said
+        assert (
+            "install docker-ce, docker-ce-cli, containerd.io; enable docker.service" in said
+            and "gpuprov-docker-ce.repo" in said
+        )
     else:
         assert "install docker" in "\n".join(item.change.summary() for item in own.changes)
         assert "Docker has no repository for" in str(dockers.problems[0])
