@@ -13,6 +13,7 @@ from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -27,6 +28,8 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    BLACKLIST,
+    DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
@@ -73,10 +76,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class PciGpu:
-    """An NVIDIA display controller as the PCI bus shows it, driver or not: `0000:17:00.0`, `2330`."""
+    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
+
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    """
 
     bus_id: str
     device_id: str
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class HostFacts:
     os: OperatingSystem
     architecture: str
     kernel: Kernel
+    initramfs: InitramfsFacts
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
     other_specifications: Mapping[str, bytes]
@@ -132,6 +140,7 @@ def gather(system: System) -> HostFacts:
         os=gather_os(system),
         architecture=system.architecture(),
         kernel=gather_kernel(system),
+        initramfs=gather_initramfs(system),
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),
@@ -208,7 +217,9 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
             (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
         )
         if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device))
+            link = system.status(f"{base}/{bus_id}/driver")
+            driver = link.target.rpartition("/")[2] if link is not None else ""
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov import driver_run, kernel, nouveau, repos, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import find_distribution, supported_names
 from gpuprov.engines import docker
@@ -56,6 +56,7 @@ STEPS = (
     Step("download", driver_run.plan_download),
     Step("repositories", _plan_repositories),
     Step("packages", software.plan),
+    Step("nouveau", nouveau.plan),
     Step("driver", driver_run.plan),
     Step("device nodes", toolkit.plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
@@ -69,7 +70,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker,
+        ReconfigureDocker, nouveau.KeepNouveauOut,
     )
 }  # fmt: skip
 
