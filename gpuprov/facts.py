@@ -9,6 +9,8 @@ from typing import Any
 
 import distro
 
+from gpuprov import boot_files
+from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.engines.docker import DockerFacts
@@ -33,7 +35,7 @@ _MANAGED_FILES = (
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
-    "/etc/systemd/system/gpuprov-refresh.service",
+    *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
 )
 _MANAGED_DIRECTORIES = (
@@ -108,6 +110,7 @@ class HostFacts:
     architecture: str
     kernel: Kernel
     initramfs: InitramfsFacts
+    boot: BootFacts
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
     other_specifications: Mapping[str, bytes]
@@ -141,6 +144,7 @@ def gather(system: System) -> HostFacts:
         architecture=system.architecture(),
         kernel=gather_kernel(system),
         initramfs=gather_initramfs(system),
+        boot=gather_boot(system),
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),

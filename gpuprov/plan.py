@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, nouveau, repos, software, toolkit
+from gpuprov import boot, driver_run, kernel, nouveau, repos, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import find_distribution, supported_names
 from gpuprov.engines import docker
@@ -62,6 +62,7 @@ STEPS = (
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
+    Step("boot", boot.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -70,7 +71,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker, nouveau.KeepNouveauOut,
+        ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot,
     )
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov import kernel
+from gpuprov import boot, kernel
 from gpuprov.changes import Change
 from gpuprov.distros import find_distribution
 from gpuprov.errors import Problem
@@ -29,7 +29,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = find_distribution(facts.os.id, facts.os.version)
     engine = row.docker_packages if row is not None and not facts.docker.installed else ()
-    return (*engine, *kernel.packages(facts, spec), *_toolkit(spec), *spec.packages)
+    return (*engine, *kernel.packages(facts, spec), *boot.packages(facts, spec), *_toolkit(spec), *spec.packages)
 
 
 def _toolkit(spec: HostSpec) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ class FakeHost(System):
         self.docker_loaded: dict[str, str] = {"runc": "runc"}
         self.docker_starts = 0
         self.commands: list[tuple[str, ...]] = []
+        self.failing_unit = "no unit"
         self.initramfs_error = ""
         self.initramfs_forgets = False
         self._driver_files: list[Path] = []
@@ -97,7 +98,8 @@ class FakeHost(System):
         self.commands.append(argv)
         programs = {
             "apt-get": self._apt_get, "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
-            "docker": self._docker, "systemctl": self._systemctl, "journalctl": lambda words: (0, ""),
+            "docker": self._docker, "systemctl": self._systemctl,
+            "journalctl": lambda words: (0, "the unit's last words"),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
         }  # fmt: skip
@@ -141,7 +143,9 @@ class FakeHost(System):
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words[0] == "is-active":
             return (0 if self.docker_active else 3), ""
-        if words[0] in ("restart", "reload"):
+        if self.failing_unit in words:
+            return 1, f"Job for {self.failing_unit} failed."
+        if words[0] in ("restart", "reload") and "docker" in words[-1]:
             self.docker_starts += words[0] == "restart"
             self.docker_active = True
             text = self.read_text("/etc/docker/daemon.json") or "{}"
