@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpuprov.distros import find_distribution
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
+from gpuprov.next_kernel import header_packages
 from gpuprov.spec import HostSpec
 
 
@@ -63,12 +64,13 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
+    """Return the packages that building modules needs: headers of this kernel and of later ones, a compiler, DKMS."""
     row = find_distribution(facts.os.id, facts.os.version)
     if row is None or spec.driver != "runfile" or not builds_modules(facts, spec):
         return ()
     headers = tuple(name.format(kernel=facts.kernel.release) for name in row.kernel_headers)
-    return (*headers, *row.build_packages)
+    for_the_next = header_packages(facts.packages.installed, facts.kernel.release)
+    return (*headers, *for_the_next, *row.build_packages)
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
