@@ -41,10 +41,7 @@ def make_nodes(system: System) -> str:
 
     Raises GpuprovError if there is no driver to make nodes for.
     """
-    if "nvidia-uvm" not in parse_devices(system.read_text("/proc/devices") or ""):
-        loader = next((words for words in _LOADERS if system.which(words[0])), None)
-        if loader is not None:
-            system.run(loader, timeout=_LOAD_SECONDS)
+    load_driver(system)
     driver = discover(system)
     if not driver.kernel_version:
         raise GpuprovError(
@@ -54,6 +51,13 @@ def make_nodes(system: System) -> str:
         )
     made = _make_missing(system, driver)
     return f"{len(driver.nodes) + len(driver.capability_nodes)} device nodes, {made} of them made now"
+
+
+def load_driver(system: System) -> None:
+    """Load nvidia and nvidia-uvm if nothing has yet."""
+    loader = next((words for words in _LOADERS if system.which(words[0])), None)
+    if loader is not None and "nvidia-uvm" not in parse_devices(system.read_text("/proc/devices") or ""):
+        system.run(loader, timeout=_LOAD_SECONDS)
 
 
 def _make_missing(system: System, driver: DriverFacts) -> int:

@@ -17,6 +17,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
+from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -111,6 +112,7 @@ class HostFacts:
     kernel: Kernel
     initramfs: InitramfsFacts
     boot: BootFacts
+    reboot: RebootFacts
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
     other_specifications: Mapping[str, bytes]
@@ -145,6 +147,7 @@ def gather(system: System) -> HostFacts:
         kernel=gather_kernel(system),
         initramfs=gather_initramfs(system),
         boot=gather_boot(system),
+        reboot=gather_reboot(system),
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),

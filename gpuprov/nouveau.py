@@ -12,7 +12,7 @@ from typing import Any
 from gpuprov import initramfs
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts
+from gpuprov.facts import HostFacts, PciGpu
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
 from gpuprov.kernel import builds_modules
 from gpuprov.spec import HostSpec
@@ -82,10 +82,6 @@ class KeepNouveauOut(Change):
             tell(f"rebuilding {image.path}", number, len(self.images))
             initramfs.rebuild(system, image)
             _prove(system, image)
-        # Where nothing uses them they can go at once, and no reboot is needed; in use, modprobe refuses.
-        loaded = [name for name in MODULES if system.exists(f"/sys/module/{name}")]
-        if loaded:
-            system.run(("modprobe", "-r", *loaded), timeout=60)
         return {}
 
     @classmethod
@@ -118,12 +114,10 @@ def _prove(system: System, image: Image) -> None:
         )
 
 
-def bound(facts: HostFacts) -> tuple[str, ...]:
+def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:
     """Return `GPU 0000:17:00.0 is bound to nouveau` for each GPU that one of these drivers has."""
     # The PCI driver of the module nova_core calls itself NovaCore.
     drivers = {name.replace("_", "") for name in MODULES}
     return tuple(
-        f"GPU {gpu.bus_id} is bound to {gpu.driver}"
-        for gpu in facts.gpus
-        if gpu.driver.lower().replace("_", "") in drivers
+        f"GPU {gpu.bus_id} is bound to {gpu.driver}" for gpu in gpus if gpu.driver.lower().replace("_", "") in drivers
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import boot, driver_run, kernel, nouveau, repos, software, toolkit
+from gpuprov import boot, driver_run, kernel, nouveau, reboot, repos, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import find_distribution, supported_names
 from gpuprov.engines import docker
@@ -57,12 +57,14 @@ STEPS = (
     Step("repositories", _plan_repositories),
     Step("packages", software.plan),
     Step("nouveau", nouveau.plan),
+    Step("reboot", reboot.plan),
     Step("driver", driver_run.plan),
+    # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
+    Step("boot", boot.plan),
     Step("device nodes", toolkit.plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
-    Step("boot", boot.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -71,7 +73,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot,
+        ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot, reboot.Reboot,
     )
 }  # fmt: skip
 
@@ -93,6 +95,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *_gpu_problems(facts),
         *_room_problems(facts),
         *kernel.problems(facts, spec),
+        *reboot.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *software.problems(facts, spec),
         *repos.problems(facts.files, spec, facts.architecture),

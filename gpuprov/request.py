@@ -17,6 +17,7 @@ class Request:
     """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
+    `caller_returns`: whoever asks comes back with the same request after a reboot; else the host goes on by itself.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
     """
 
@@ -24,6 +25,7 @@ class Request:
     spec: Mapping[str, Any] = field(default_factory=dict)
     check: bool = False
     diff: bool = False
+    caller_returns: bool = False
     wait_seconds: int = 120
 
 

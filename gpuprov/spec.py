@@ -135,6 +135,12 @@ class HostSpec:
         "auto", "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` leaves it to the installer.",
         "auto", "open", "proprietary",
     )  # fmt: skip
+    reboot: str = _choice(
+        "never",
+        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
+        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
+        "never", "if-needed",
+    )  # fmt: skip
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, or `preinstalled` (never install it).",

@@ -14,12 +14,16 @@ from typing import Any
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Note, Planned, Sink
 from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.ssh import SshSettings, close, connected
 from gpuprov.fleet.target import HostTarget
+from gpuprov.reboot import refused
 from gpuprov.request import Request
 from gpuprov.spec import spec_to_json
 
+# A host that asks for more has a fault that reboots do not mend.
+_MOST_REBOOTS = 3
 HostSink = Callable[[str, Event], None]
 # What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
@@ -47,6 +51,7 @@ class Fleet:
         self.interruptions = 0
         self._connections: set[Any] = set()
         self._lock = threading.Lock()
+        self._alone = True
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
@@ -64,25 +69,40 @@ class Fleet:
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = replace(request, spec=spec_to_json(target.spec))
             if target.connection == "local":
-                run_here(wanted, sink, lambda: self.interruptions > 1)
+                # The others' runs would end with this machine.
+                alone = wanted if self._alone else replace(wanted, spec=spec_to_json(refused(target.spec)))
+                run_here(alone, sink, lambda: self.interruptions > 1)
                 return
-            with connected(target, self.settings.ssh) as connection:
-                with self._lock:
-                    self._connections.add(connection)
-                try:
-                    run_agent(
-                        connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python
-                    )  # fmt: skip
-                finally:
-                    with self._lock:
-                        self._connections.discard(connection)
+            wanted = replace(wanted, caller_returns=True)
+            made = 0
+            for _ in range(1 + _MOST_REBOOTS):
+                finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
+                if not finished.left_boot:
+                    return
+                made += finished.changed
+                sink(Note(f"{finished.summary}; waiting for the host"))
+                wait_for_boot(target, self.settings.ssh, finished.left_boot, lambda: self.interruptions > 1)
+            sink(finished)
 
         return run
+
+    def _run_agent(self, target: HostTarget, request: Request, agent: Agent, sink: Sink) -> Finished:
+        """Run the request over one connection; return its last event, all others go to the sink."""
+        with connected(target, self.settings.ssh) as connection:
+            with self._lock:
+                self._connections.add(connection)
+            try:
+                bootstrap = self.settings.bootstrap_python
+                return run_agent(connection, target, request, agent, sink, bootstrap_python=bootstrap)
+            finally:
+                with self._lock:
+                    self._connections.discard(connection)
 
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
+        self._alone = len(targets) == 1
         forks = max(1, min(self.settings.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             return tuple(pool.map(lambda target: self._one(target, run_host, sink), targets))
@@ -155,6 +175,15 @@ class Recorder:
             plan=self._planned.changes if self._planned else (),
             facts=self._facts.facts if self._facts else None,
         )
+
+
+def _adding(made: int, sink: Sink) -> Sink:
+    """Return a sink to which the changes made before a reboot are changes of the same run."""
+
+    def add(event: Event) -> None:
+        sink(replace(event, changed=event.changed + made) if isinstance(event, Finished) else event)
+
+    return add
 
 
 def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:

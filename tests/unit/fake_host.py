@@ -67,7 +67,9 @@ class FakeHost(System):
         (self.root / f"lib/modules/{RELEASE}").mkdir(parents=True)
         (self.root / "sys/module/nouveau").mkdir(parents=True)
         (self.root / "boot").mkdir()
-        self.available.update({f"linux-headers-{RELEASE}": "6.1.55-1", **dict.fromkeys(BUILD_PACKAGES, "1")})
+        self.available.update(
+            {f"linux-headers-{RELEASE}": "6.1.55-1", "libtirpc3": "1.3", **dict.fromkeys(BUILD_PACKAGES, "1")}
+        )
         self._update_initramfs(("-u", "-k", RELEASE))
 
     def user_id(self) -> int:
