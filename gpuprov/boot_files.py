@@ -40,12 +40,12 @@ ExecStart=/usr/bin/python3 -I {PROGRAM} nodes
 [Install]
 WantedBy=multi-user.target
 """
+# After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
 REFRESH_TEXT = f"""\
 {_MARK}: writes /etc/cdi/nvidia.json anew if it no longer says what is there; looks, and writes nothing, if it does.
 [Unit]
 Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
-After={NODES}
-Before=docker.service containerd.service crio.service
+After={NODES} {PERSISTENCE} nvidia-fabricmanager.service
 StartLimitIntervalSec=0
 
 [Service]

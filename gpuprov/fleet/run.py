@@ -67,13 +67,10 @@ class Fleet:
         """Return what runs the request on one host."""
 
         def run(target: HostTarget, sink: Sink) -> None:
-            wanted = replace(request, spec=spec_to_json(target.spec))
+            wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
-                # The others' runs would end with this machine.
-                alone = wanted if self._alone else replace(wanted, spec=spec_to_json(refused(target.spec)))
-                run_here(alone, sink, lambda: self.interruptions > 1)
+                run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
-            wanted = replace(wanted, caller_returns=True)
             made = 0
             for _ in range(1 + _MOST_REBOOTS):
                 finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
@@ -175,6 +172,16 @@ class Recorder:
             plan=self._planned.changes if self._planned else (),
             facts=self._facts.facts if self._facts else None,
         )
+
+
+def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
+    """Return the request with this host's own spec; `alone`: it is the only host of the run.
+
+    This machine must not reboot while it runs others: their runs would end with it. To those one can come back.
+    """
+    here = target.connection == "local"
+    spec = refused(target.spec) if here and not alone else target.spec
+    return replace(request, spec=spec_to_json(spec), caller_returns=not here)
 
 
 def _adding(made: int, sink: Sink) -> Sink:

@@ -40,6 +40,15 @@ except GpuprovError as error:
 journal.end("done")
 """
 
+_NEXT_KERNEL = """
+from gpuprov.next_kernel import gather_kernels, header_packages
+from gpuprov.packages import gather_packages
+from gpuprov.system import System
+
+(kernel,) = gather_kernels(System())
+print(kernel.headers, kernel.module, *header_packages(gather_packages(System()).installed, kernel.release))
+"""
+
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
@@ -85,6 +94,13 @@ def test_the_image_holds_the_blacklist_and_rollback_takes_it_out_again(host: Hos
     host.ssh(f"{GPUPROV} rollback")
     assert not (host.root / _BLACKLIST[1:]).exists()
     assert _BLACKLIST[1:] not in listing(host)
+
+
+def test_a_kernel_package_without_headers_and_module_is_seen_as_that(host: Host) -> None:
+    done = host.ssh((f"{REPOSITORY}/.venv/bin/python", "-c", _NEXT_KERNEL))
+    assert done.stdout == "False False linux-headers-amd64\n"
+    # The name is a package's, not a guess of ours.
+    assert "linux-headers-amd64" in host.ssh("apt-cache show linux-headers-amd64").stdout
 
 
 def test_an_image_that_leaves_the_blacklist_out_is_found_out(host: Host) -> None:
