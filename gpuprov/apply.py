@@ -18,6 +18,18 @@ class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
     """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
 
 
+class PlanAfresh(Exception):  # noqa: N818 (it is no error: the change says so)
+    """The change that was just made has made the rest of the plan stale; `made` counts those made, itself included.
+
+    With `reboot` the host must boot anew before the next plan.
+    """
+
+    def __init__(self, made: int, *, reboot: bool) -> None:
+        super().__init__("the rest is planned afresh")
+        self.made = made
+        self.reboot = reboot
+
+
 def apply_changes(
     changes: Sequence[Change],
     system: System,
@@ -28,19 +40,21 @@ def apply_changes(
     """Make the changes in order and return how many were made.
 
     A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
-    GpuprovError, or Stopped between two changes.
+    GpuprovError, or Stopped between two changes, or PlanAfresh after one.
     """
     for index, change in enumerate(changes, 1):
         if stop_requested():
             raise Stopped(f"stopped as asked before change {index} of {len(changes)}: {change.summary()}")
         sink(ChangeStarted(change.key, change.summary(), index, len(changes)))
         begun = system.now()
-        _apply_one(change, system, journal, sink)
+        outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
+        if "reboot" in outcome:
+            raise PlanAfresh(index, reboot=bool(outcome["reboot"]))
     return len(changes)
 
 
-def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> None:
+def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> Json:
     def tell(message: str, done: int = 0, total: int = 0) -> None:
         sink(ChangeProgress(change.key, message, done, total))
 
@@ -54,7 +68,9 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
         if isinstance(error, GpuprovError):
             raise
         raise _from_os_error(change, error) from error
-    journal.done(number, {**outcome, **_written(system, before)})
+    outcome = {**outcome, **_written(system, before)}
+    journal.done(number, outcome)
+    return outcome
 
 
 def _written(system: System, before: Json) -> Json:

@@ -10,13 +10,16 @@ from typing import Any
 
 import distro
 
-from gpuprov import packages_rpm, repos_rpm
+from gpuprov import boot_files, packages_rpm, repos_rpm
+from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
+from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -30,10 +33,12 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    BLACKLIST,
+    DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
-    "/etc/systemd/system/gpuprov-refresh.service",
+    *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
@@ -80,10 +85,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class PciGpu:
-    """An NVIDIA display controller as the PCI bus shows it, driver or not: `0000:17:00.0`, `2330`."""
+    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
+
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    """
 
     bus_id: str
     device_id: str
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,9 @@ class HostFacts:
     os: OperatingSystem
     architecture: str
     kernel: Kernel
+    initramfs: InitramfsFacts
+    boot: BootFacts
+    reboot: RebootFacts
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
     other_specifications: Mapping[str, bytes]
@@ -137,12 +149,15 @@ class HostFacts:
 def gather(system: System) -> HostFacts:
     """Return the facts of a machine. Reads only; a few commands, each with a time limit."""
     os = gather_os(system)
-    packages = _gather_packages(system, os)
+    packages = gather_software(system, os)
     driver = discover(system)
     return HostFacts(
         os=os,
         architecture=system.architecture(),
         kernel=gather_kernel(system),
+        initramfs=gather_initramfs(system),
+        boot=gather_boot(system),
+        reboot=gather_reboot(system),
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),
@@ -175,7 +190,7 @@ def gather_os(system: System) -> OperatingSystem:
     )
 
 
-def _gather_packages(system: System, os: OperatingSystem) -> PackageFacts:
+def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
     """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
     row = distribution_of(os)
     if row is None or row.package_manager not in packages_rpm.MANAGERS:
@@ -230,7 +245,9 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
             (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
         )
         if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device))
+            link = system.status(f"{base}/{bus_id}/driver")
+            driver = link.target.rpartition("/")[2] if link is not None else ""
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
     return tuple(found)
 
 

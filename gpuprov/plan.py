@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import cuda, driver_run, kernel, packages_rpm, repos, repos_rpm, software, toolkit
+from gpuprov import boot, cuda, driver_run, kernel, nouveau, packages_rpm, reboot, repos, repos_rpm, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
@@ -76,7 +76,11 @@ STEPS = (
     Step("download", driver_run.plan_download),
     Step("repositories", _plan_repositories),
     Step("packages", _plan_packages),
+    Step("nouveau", nouveau.plan),
+    Step("reboot", reboot.plan),
     Step("driver", _plan_driver),
+    # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
+    Step("boot", boot.plan),
     Step("device nodes", toolkit.plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
@@ -90,7 +94,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
         driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
-        toolkit.WriteCdiSpecification, ReconfigureDocker,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot, reboot.Reboot,
     )
 }  # fmt: skip
 
@@ -126,6 +130,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *_room_problems(facts),
         *_clock_problems(facts),
         *kernel.problems(facts, spec),
+        *reboot.problems(facts, spec),
         *driver_run.problems(facts, spec),
         *cuda.problems(facts, spec),
         *software.problems(facts, spec),

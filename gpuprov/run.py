@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Callable
 
 from gpuprov import __version__
-from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
-from gpuprov.journal import journal_for
+from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
 from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
+from gpuprov.reboot import Reboot
+from gpuprov.reboot_state import forget_asked
 from gpuprov.request import Request
+from gpuprov.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
 from gpuprov.uninstall import Removal, carry_out, planned, problems, survey
 from gpuprov.verify import verify
 
+# The plan, the plan after a reboot that was not needed, and one for what that brings.
+_MOST_ROUNDS = 3
 StopRequested = Callable[[], bool]
 _NOTHING_THERE = "there is nothing of gpuprov on this host"
 
@@ -43,9 +49,7 @@ def run_request(
 
 
 def _with_seconds(finished: Finished, seconds: float) -> Finished:
-    return Finished(
-        finished.exit_code, finished.changed, seconds, finished.problems, finished.summary, finished.versions
-    )
+    return replace(finished, seconds=seconds)
 
 
 def _dispatch(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
@@ -91,24 +95,70 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Fini
 
 
 def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+    forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
     facts = gather(system)
     plan = _announced_plan(facts, spec, request, sink, system)
+    count = 0
     if plan.changes:
         journal = interrupted or journal_for(system, request.command, request.run_id)
         try:
-            apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
-        except (GpuprovError, Stopped):
-            journal.end("failed")
+            count, facts, plan = _apply(plan, spec, request, sink, system, journal, stop_requested)
+        except PlanAfresh as reboot:
+            return _reboot(request, reboot.made, facts, sink, system)
+        except (GpuprovError, Stopped) as error:
+            # What follows a reboot belongs to the same run: one roll-back undoes both halves.
+            if not isinstance(error, GpuprovError) or error.exit_code != ExitCode.REBOOT_NEEDED:
+                journal.end("failed")
             raise
-        facts = gather(system)
-        _require_settled(make_plan(facts, spec, request.steps))
+        _require_settled(plan)
+        forget_asked(system)
         journal.end("done")
     elif interrupted is not None:
         interrupted.end("done")
-    count = len(plan.changes)
     summary = f"{count} changes made" if count else "0 changes: the host is as it should be"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
+
+
+def _apply(
+    plan: Plan, spec: HostSpec, request: Request, sink: Sink, system: System, journal: Journal,
+    stop_requested: StopRequested,
+) -> tuple[int, HostFacts, Plan]:  # fmt: skip
+    """Make the changes; return how many were made, the facts afterwards, and the plan that is left.
+
+    A reboot that turns out needless leaves a stale plan, and a new driver may be a reason for one: then another round.
+    Raises PlanAfresh if the host must reboot before the rest.
+    """
+    made, stale = 0, True
+    for _ in range(_MOST_ROUNDS):
+        try:
+            made += apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
+            stale = False
+        except PlanAfresh as afresh:
+            made, stale = made + afresh.made, True
+            if afresh.reboot:
+                raise PlanAfresh(made, reboot=True) from None
+        facts = gather(system)
+        plan = make_plan(facts, spec, request.steps)
+        if not stale and not any(isinstance(item.change, Reboot) for item in plan.changes):
+            break
+    return made, facts, plan
+
+
+def _reboot(request: Request, made: int, facts: HostFacts, sink: Sink, system: System) -> Finished:
+    """Let the host reboot; the run goes on after it, asked again by the caller or by the host itself."""
+    if not request.caller_returns:
+        leave_resume(system, request)
+    if facts.docker.running_containers:
+        sink(Note(f"the reboot stops these containers: {', '.join(facts.docker.running_containers)}", "warning"))
+    begin_reboot(system)
+    summary = "rebooting; the rest is done after it"
+    if not request.caller_returns:
+        summary += f", by the host itself: journalctl -u {UNIT}"
+    versions = _versions(facts)
+    return Finished(
+        int(ExitCode.REBOOT_NEEDED), made, summary=summary, left_boot=facts.reboot.boot_id, versions=versions
+    )
 
 
 def _announced_plan(facts: HostFacts, spec: HostSpec, request: Request, sink: Sink, system: System) -> Plan:
@@ -145,6 +195,8 @@ def _require_settled(plan: Plan) -> None:
 
 
 def _roll_back(sink: Sink, system: System) -> Finished:
+    forget_resume(system)
+    forget_asked(system)
     run = last_undoable_run(system)
     if run is None:
         return Finished(int(ExitCode.DONE), summary="there is no run to roll back")

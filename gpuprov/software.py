@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov import cuda, kernel, packages_rpm
+from gpuprov import boot, cuda, kernel, packages_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
@@ -95,7 +95,8 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = distribution_of(facts.os)
     engine = _engine(row, spec) if row is not None and not facts.docker.installed else ()
-    return (*engine, *kernel.packages(facts, spec), *cuda.packages(facts, spec), *_toolkit(spec), *spec.packages)
+    ours = (*kernel.packages(facts, spec), *cuda.packages(facts, spec), *boot.packages(facts, spec), *_toolkit(spec))
+    return (*engine, *ours, *spec.packages)
 
 
 def _toolkit(spec: HostSpec) -> tuple[str, ...]:

@@ -170,6 +170,12 @@ class HostSpec:
         _PATH,
     )
     module_signing_certificate: str = _text("", "The certificate (DER) of that key, a path on the host.", _PATH)
+    reboot: str = _choice(
+        "never",
+        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
+        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
+        "never", "if-needed",
+    )  # fmt: skip
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "

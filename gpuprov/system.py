@@ -67,7 +67,10 @@ class Completed:
 
 @dataclass(frozen=True)
 class FileStatus:
-    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other."""
+    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other.
+
+    `modified`: when its content changed last, in seconds since 1970.
+    """
 
     kind: str
     mode: int
@@ -77,6 +80,7 @@ class FileStatus:
     target: str = ""
     major: int = 0
     minor: int = 0
+    modified: float = 0.0
 
 
 class System:
@@ -142,6 +146,7 @@ class System:
             target=str(self.path(path).readlink()) if kind == "link" else "",
             major=os.major(found.st_rdev),
             minor=os.minor(found.st_rdev),
+            modified=found.st_mtime,
         )
 
     def lock_holder(self, path: str) -> int | None:

@@ -25,14 +25,18 @@ from gpuprov.events import (
 )
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
+from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.fleet.ssh import SshSettings, close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.text import counted
 from gpuprov.fleet.versions import versions_of_facts
+from gpuprov.reboot import refused
 from gpuprov.request import Request
 from gpuprov.spec import spec_to_json
 
+# A host that asks for more has a fault that reboots do not mend.
+_MOST_REBOOTS = 3
 HostSink = Callable[[str, Event], None]
 # What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
@@ -65,6 +69,7 @@ class Fleet:
         self.stopped: Problem | None = None
         self._connections: set[Any] = set()
         self._lock = threading.Lock()
+        self._alone = True
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
@@ -82,19 +87,31 @@ class Fleet:
         """Return what runs the request on one host."""
 
         def run(target: HostTarget, sink: Sink) -> None:
-            wanted = replace(request, spec=spec_to_json(target.spec))
+            wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
                 run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
-            with self._held() as hold, connected(target, self.settings.ssh, hold) as connection:
-                if self.interruptions > 1:
-                    raise _left()
-                run_agent(
-                    connection, target, wanted, agent(), sink, bootstrap_python=self.settings.bootstrap_python,
-                    host_timeout=self.settings.host_timeout,
-                )  # fmt: skip
+            made = 0
+            for _ in range(1 + _MOST_REBOOTS):
+                finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
+                if not finished.left_boot:
+                    return
+                made += finished.changed
+                sink(Note(f"{finished.summary}; waiting for the host"))
+                wait_for_boot(target, self.settings.ssh, finished.left_boot, lambda: self.interruptions > 1)
+            sink(finished)
 
         return run
+
+    def _run_agent(self, target: HostTarget, request: Request, agent: Agent, sink: Sink) -> Finished:
+        """Run the request over one connection; return its last event, all others go to the sink."""
+        with self._held() as hold, connected(target, self.settings.ssh, hold) as connection:
+            if self.interruptions > 1:
+                raise _left()
+            return run_agent(
+                connection, target, request, agent, sink, bootstrap_python=self.settings.bootstrap_python,
+                host_timeout=self.settings.host_timeout,
+            )  # fmt: skip
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[Any], None]]:
@@ -118,6 +135,7 @@ class Fleet:
         agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
+        self._alone = len(targets) == 1
         forks = max(1, min(self.settings.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
@@ -222,6 +240,25 @@ class Recorder:
     def _step(self, key: str) -> str:
         planned = self._planned.changes if self._planned else ()
         return next((change.step for change in planned if change.key == key), "")
+
+
+def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
+    """Return the request with this host's own spec; `alone`: it is the only host of the run.
+
+    This machine must not reboot while it runs others: their runs would end with it. To those one can come back.
+    """
+    here = target.connection == "local"
+    spec = refused(target.spec) if here and not alone else target.spec
+    return replace(request, spec=spec_to_json(spec), caller_returns=not here)
+
+
+def _adding(made: int, sink: Sink) -> Sink:
+    """Return a sink to which the changes made before a reboot are changes of the same run."""
+
+    def add(event: Event) -> None:
+        sink(replace(event, changed=event.changed + made) if isinstance(event, Finished) else event)
+
+    return add
 
 
 def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:

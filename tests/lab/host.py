@@ -147,7 +147,9 @@ class Host:
 
     def reboot(self) -> None:
         """Reboot from inside, and wait for the new boot."""
-        before = self.boot_id()
+        # An answer that failed to come on a busy machine must not be taken for another boot.
+        wait_for(f"an answer of {self.name}", lambda: self.boot_id() != "", _BOOT_SECONDS)
+        before = self.ssh("cat /proc/sys/kernel/random/boot_id").stdout.strip()
         self.ssh("systemctl reboot", check=False)
         wait_for(f"the reboot of {self.name}", lambda: self.boot_id() not in ("", before), _BOOT_SECONDS)
         self.wait_until_settled()

@@ -119,7 +119,7 @@ def test_a_bare_machine_gets_headers_of_its_very_kernel_and_modules(metal: HostF
 
 
 def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> None:
-    names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod")
+    names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
     ready = replace(metal, packages=PackageFacts("apt", dict.fromkeys(names, "1")))
     assert planned(ready, spec(), InstallPackages) is None
 

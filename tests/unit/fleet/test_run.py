@@ -13,8 +13,10 @@ import pytest
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
 from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
-from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.run import Fleet, RunSettings, request_for
+from gpuprov.fleet.ssh import SshSettings
 from gpuprov.fleet.target import HostTarget
 from gpuprov.request import Request
 from gpuprov.spec import HostSpec
@@ -226,3 +228,31 @@ def test_host_that_needs_a_reboot_has_not_failed() -> None:
     fleet = Scripted(lambda target, sink: sink(Finished(3)))
     fleet.settings = RunSettings(fleet.settings.build, rollout=parse_rollout("1", "0"))
     assert all(result.begun for result in run(fleet))
+
+
+REBOOTS = {
+    ("local", True): "if-needed",
+    ("local", False): "never",
+    ("ssh", True): "if-needed",
+    ("ssh", False): "if-needed",
+}
+
+
+@pytest.mark.parametrize(("connection", "alone"), REBOOTS)
+def test_this_machine_never_reboots_under_a_run_over_others(connection: str, *, alone: bool) -> None:
+    target = HostTarget("lab-a", HostSpec(reboot="if-needed"), connection=connection)
+    asked = request_for(target, Request("install"), alone=alone)
+    assert asked.spec["reboot"] == REBOOTS[connection, alone]
+    assert asked.caller_returns is (connection == "ssh")
+
+
+def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("")
+    # Port 1 (tcpmux) is nobody's.
+    target = HostTarget(
+        "gone", HostSpec(), address="127.0.0.1", port=1, connection="ssh", ssh_config_file=str(tmp_path / "config")
+    )
+    with pytest.raises(GpuprovError, match="did not come back from its reboot") as raised:
+        wait_for_boot(target, SshSettings(connect_timeout=1), "boot-1", lambda: False, patience=0.5)
+    assert raised.value.exit_code == ExitCode.UNREACHABLE
+    assert "refused" in str(raised.value)
