@@ -76,7 +76,8 @@ class Reboot(Change):
 
     def summary(self) -> str:
         stops = f"; containers that stop: {', '.join(self.containers)}" if self.containers else ""
-        return f"reboot ({'; '.join(self.reasons)}){stops}"
+        what = "reboot" if self.allowed else "stop until somebody has rebooted this host"
+        return f"{what} ({'; '.join(self.reasons)}){stops}"
 
     @property
     def key(self) -> str:

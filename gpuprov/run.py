@@ -112,10 +112,10 @@ def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_
                 journal.end("failed")
             raise
         _require_settled(plan)
-        forget_asked(system)
         journal.end("done")
     elif interrupted is not None:
         interrupted.end("done")
+    forget_asked(system)
     summary = f"{count} changes made" if count else "0 changes: the host is as it should be"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 

@@ -145,8 +145,10 @@ def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> 
 def test_containers_that_stop_are_named(host: RebootingHost) -> None:
     facts = gather(host)
     facts = replace(facts, docker=replace(facts.docker, running_containers=("train", "web")))
-    (change,) = reboot.plan(facts, spec())
+    (change,) = reboot.plan(facts, spec(reboot="if-needed"))
     assert change.summary() == f"reboot ({BOUND}); containers that stop: train, web"
+    (change,) = reboot.plan(facts, spec())
+    assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND})")
 
 
 def test_the_reboot_stands_before_the_driver_in_the_plan(host: RebootingHost) -> None:
