@@ -16,7 +16,7 @@ from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
 from gpuprov.request import Request
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
-from gpuprov.uninstall import Removal, carry_out, planned, problems, survey
+from gpuprov.uninstall import Removal, carry_out, lasting, planned, problems, survey
 from gpuprov.verify import verify
 
 StopRequested = Callable[[], bool]
@@ -146,6 +146,8 @@ def _roll_back(sink: Sink, system: System) -> Finished:
     run = last_undoable_run(system)
     if run is None:
         return Finished(int(ExitCode.DONE), summary="there is no run to roll back")
+    for sentence in lasting(system, (run,), CHANGE_KINDS):
+        sink(Note(sentence, "warning"))
     count = roll_back(system, run, CHANGE_KINDS, sink)
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
 
