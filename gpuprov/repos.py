@@ -27,7 +27,7 @@ _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its C
 # What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
 _FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{_SOURCES}/(?!{_OURS})[A-Za-z0-9_.-]+\.(list|sources)")
 # NVIDIA's repositories for single distributions, and of nvidia-docker; the one for all has replaced them. Beside it
-# they offer older packages of the same names, and mostly another Signed-By. Source: Container Toolkit installation guide.
+# they offer older packages of the same names, and mostly another Signed-By. Source: the toolkit's installation guide.
 _RETIRED = re.compile(
     r"https?://nvidia\.github\.io/"
     r"(nvidia-docker|nvidia-container-runtime|libnvidia-container/(?!(stable|experimental)/deb))\b"
