@@ -21,7 +21,7 @@ from gpuprov.request import Request
 from gpuprov.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
-from gpuprov.uninstall import Removal, carry_out, planned, problems, survey
+from gpuprov.uninstall import Removal, carry_out, lasting, planned, problems, survey
 from gpuprov.verify import verify
 
 # The plan, the plan after a reboot that was not needed, and one for what that brings.
@@ -200,6 +200,8 @@ def _roll_back(sink: Sink, system: System) -> Finished:
     run = last_undoable_run(system)
     if run is None:
         return Finished(int(ExitCode.DONE), summary="there is no run to roll back")
+    for sentence in lasting(system, (run,), CHANGE_KINDS):
+        sink(Note(sentence, "warning"))
     count = roll_back(system, run, CHANGE_KINDS, sink)
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
 

@@ -55,7 +55,7 @@ def survey(system: System, kinds: Kinds) -> Removal:
     for run in runs:
         for entry in run.undoable:
             kind_of(run, entry, kinds)
-    return Removal(runs, _leftovers(system, runs), _images(system), _lasting(system, runs, kinds))
+    return Removal(runs, _leftovers(system, runs), _images(system), lasting(system, runs, kinds))
 
 
 def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
@@ -142,13 +142,17 @@ def _containers_of_the_runtime(system: System) -> tuple[str, ...]:
     return tuple(sorted(row[1] for row in rows if len(row) == 2 and row[0] == _RUNTIME))
 
 
-def _lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
-    """Return what can't be brought back, from the oldest to the newest change, and what others changed since."""
+def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
+    """Return, for runs given from the newest to the oldest, what can't be brought back, and what others changed since.
+
+    In the order in which it was done; a change of a kind that is not known here says nothing.
+    """
     entries = [entry for run in reversed(runs) for entry in reversed(run.undoable)]
     told: list[str] = []
     for number, entry in enumerate(entries):
         earlier = tuple(one.before for one in entries[:number] if one.kind == entry.kind)
-        told += kinds[entry.kind].lasting(system, entry.before, entry.outcome, earlier)
+        if entry.kind in kinds:
+            told += kinds[entry.kind].lasting(system, entry.before, entry.outcome, earlier)
     written: dict[str, str] = {}
     for entry in entries:
         written.update((entry.outcome or {}).get("written", {}))

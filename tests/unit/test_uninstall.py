@@ -168,6 +168,14 @@ def test_what_does_not_come_back_is_told_before_anything_is_done(host: FakeHost)
     assert "/etc/docker/daemon.json was changed after gpuprov wrote it; that change goes too" in told
 
 
+def test_a_roll_back_tells_it_too(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    (host.root / "etc/cdi/nvidia.json").write_text("{}")
+    events = carry_out(host, "rollback")
+    assert warnings(events) == ["/etc/cdi/nvidia.json was changed after gpuprov wrote it; that change goes too"]
+    assert isinstance(events[1], Note)
+
+
 def test_nothing_is_told_where_all_comes_back(host: FakeHost) -> None:
     install_in_two_runs(host)
     assert warnings(carry_out(host, "uninstall")) == []
