@@ -47,6 +47,8 @@ def task_request(
         diff=diff,
         steps=tuple(steps),
         run_id=run_id,
+        # The plugin waits for a host that reboots, and asks again.
+        caller_returns=True,
     )
 
 
@@ -62,6 +64,16 @@ def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
     """Return the events in what the agent printed, and the lines that are none."""
     lines = [(from_line(line), line) for line in text.splitlines()]
     return tuple(event for event, _ in lines if event is not None), [line for event, line in lines if event is None]
+
+
+def left_boot(events: Iterable[Event]) -> str:
+    """Return the boot that the host is leaving by a reboot of ours, nothing if it stays up."""
+    return next((event.left_boot for event in events if isinstance(event, Finished)), "")
+
+
+def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Return the events of a run that a reboot cut in two, such that those of its second half may follow."""
+    return tuple(event for event in events if not isinstance(event, Finished))
 
 
 def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -91,8 +103,8 @@ def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str,
 
 def _end(command: str, finished: Finished, done: int, checks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the last event says. A run that failed tells the changes that it made before."""
-    failed = finished.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
-    changed = done if failed else finished.changed
+    failed = finished.exit_code != ExitCode.DONE
+    changed = done if failed else max(done, finished.changed)
     problems = finished.problems or tuple(map(_check_problem, _failed(checks)))
     return {
         "failed": failed,

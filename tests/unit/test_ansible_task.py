@@ -27,7 +27,9 @@ from gpuprov.plan import STEPS
 from gpuprov.playbook_task import (
     BOOTSTRAP_VARIABLE,
     TASK_COMMANDS,
+    before_reboot,
     failure,
+    left_boot,
     skipped_in_check_mode,
     split_output,
     task_request,
@@ -130,9 +132,26 @@ def test_a_failed_verification_names_the_checks_that_failed() -> None:
     assert [check["status"] for check in found["checks"]] == ["ok", "failed"]
 
 
-def test_a_reboot_that_is_needed_is_no_failure() -> None:
-    found = result("install", PLANNED, Finished(int(ExitCode.REBOOT_NEEDED), 2))
-    assert (found["failed"], found["changed"], found["reboot_needed"]) == (False, True, True)
+def test_a_reboot_that_is_needed_and_not_allowed_ends_the_play() -> None:
+    """What follows in the play could not work before it."""
+    found = result(
+        "install",
+        PLANNED,
+        Finished(int(ExitCode.REBOOT_NEEDED), problems=(Problem("nouveau has a GPU", "lspci", "reboot"),)),
+    )
+    assert (found["failed"], found["changed"], found["reboot_needed"]) == (True, False, True)
+    assert "nouveau has a GPU" in found["msg"]
+
+
+def test_both_halves_of_a_run_that_a_reboot_cut_are_one() -> None:
+    first = (PLANNED, ChangeDone("a", 1.0), Finished(int(ExitCode.REBOOT_NEEDED), 1, left_boot="boot-1"))
+    assert (left_boot(first), left_boot(first[:2])) == ("boot-1", "")
+    found = result("install", *before_reboot(first), Finished(0, 0))
+    assert (found["failed"], found["changed"], found["reboot_needed"]) == (False, True, False)
+
+
+def test_a_host_is_told_that_the_play_comes_back_after_a_reboot() -> None:
+    assert task_request("install", {}).caller_returns
 
 
 def test_facts_join_the_other_local_facts_of_the_host() -> None:

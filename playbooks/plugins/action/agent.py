@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ _HERE = Path(__file__).resolve()
 # Inside an installed collection the agent lies beside roles and plugins; in a clone it is built from the clone.
 _CARRIED = _HERE.parents[2] / "files" / "gpuprov-agent.pyz"
 _CLONE = _HERE.parents[3]
+# The run, what follows a reboot, and a reboot that this asks for.
+_MOST_RUNS = 3
+# Firmware that checks two terabytes of memory takes its time.
+_BOOT_SECONDS = 1800.0
+_PAUSE_SECONDS = 3.0
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -66,10 +72,18 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             if skipped is not None:
                 return {**result, **skipped}
             bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
-            output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
+            events: tuple[Any, ...] = ()
+            for _ in range(_MOST_RUNS):
+                output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
+                found, _strays = playbook_task.split_output(output)
+                left = playbook_task.left_boot(found)
+                if not left:
+                    events += found
+                    break
+                events += playbook_task.before_reboot(found)
+                self._wait_for_boot(left)
         except GpuprovError as error:
             return {**result, **playbook_task.failure(error)}
-        events, _ = playbook_task.split_output(output)
         return {**result, **playbook_task.task_result(command, events, _local_facts(task_vars or {}))}
 
     def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +130,27 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays),))
         return str(done.stdout)
+
+    def _wait_for_boot(self, left: str) -> None:
+        """Return once the host answers from another boot than the one it has left."""
+        from gpuprov.errors import ExitCode, GpuprovError
+
+        deadline = time.monotonic() + _BOOT_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            try:
+                self._connection.reset()
+                done = self._low_level_execute_command("cat /proc/sys/kernel/random/boot_id", sudoable=False)
+            except AnsibleError:
+                continue  # it is down, or not up yet
+            if done["rc"] == 0 and done["stdout"].strip() not in ("", left):
+                self._low_level_execute_command("systemctl is-system-running --wait", sudoable=False)
+                return
+        raise GpuprovError(
+            "the host did not come back from its reboot", f"waited {_BOOT_SECONDS:g} s",
+            "look at its console; once it is up, run the same playbook again: it goes on where it stopped",
+            exit_code=ExitCode.UNREACHABLE,
+        )  # fmt: skip
 
     def _probe(self, digest: str, named_python: str) -> Any:
         from gpuprov.errors import GpuprovError
