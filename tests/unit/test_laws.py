@@ -218,7 +218,10 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
 
 
 # As the playbooks' roles divide the plan: not in its own order.
-PARTS = (("repositories", "packages"), ("download", "driver", "device nodes"), ("toolkit", "cdi"), ("docker",))
+PARTS = (
+    ("repositories", "packages"), ("nouveau", "reboot"), ("download", "driver", "boot", "device nodes"),
+    ("toolkit", "cdi"), ("docker",),
+)  # fmt: skip
 
 
 def install_parts(host: FakeHost, spec: HostSpec, run_id: str = "", *, check: bool = False) -> list[str]:
@@ -268,7 +271,8 @@ def test_parts_of_one_run_are_rolled_back_together(host: FakeHost, spec: HostSpe
 
 def test_parts_of_different_runs_are_rolled_back_one_by_one(host: FakeHost, spec: HostSpec) -> None:
     install_parts(host, spec)
-    assert len(read_runs(host)) == len(PARTS)
+    # In a system container nothing has to be kept off the GPUs, so that part has no run.
+    assert len(read_runs(host)) == len(PARTS) - 1
 
 
 def test_a_step_of_no_such_name_is_refused_before_anything_is_done(host: FakeHost, spec: HostSpec) -> None:
