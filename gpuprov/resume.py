@@ -28,7 +28,7 @@ ConditionPathExists={request}
 Type=oneshot
 TimeoutStartSec=infinity
 StandardInput=file:{request}
-ExecStart={python} -I -c "{start}" {folder}
+ExecStart={command}
 {environment}
 """
 
@@ -36,9 +36,9 @@ ExecStart={python} -I -c "{start}" {folder}
 def leave_resume(system: System, request: Request) -> None:
     """Make the next boot go on with this request."""
     passed = {name: value for name, value in command_environment().items() if name not in COMMAND_ENVIRONMENT}
+    words = (sys.executable, "-I", "-c", _START, str(Path(__file__).resolve().parent.parent))
     text = _TEXT.format(
-        nodes=NODES, refresh=REFRESH, request=_REQUEST, python=sys.executable, start=_START,
-        folder=Path(__file__).resolve().parent.parent,
+        nodes=NODES, refresh=REFRESH, request=_REQUEST, command=" ".join(f'"{_word(word)}"' for word in words),
         environment="".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items())),
     )  # fmt: skip
     # root's alone: a proxy's password may be in the one, a repository's in the other.
@@ -48,6 +48,11 @@ def leave_resume(system: System, request: Request) -> None:
     system.write(f"{UNITS}/{UNIT}", text.encode(), mode=0o600)
     system.make_link(f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}")
     system.run(("systemctl", "daemon-reload"))
+
+
+def _word(value: str) -> str:
+    """Return a word as it must stand between quotes in a command, where variables are expanded, too."""
+    return _escaped(value).replace("$", "$$")
 
 
 def _escaped(value: str) -> str:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet import remote
 from gpuprov.fleet.ssh import SshSettings, connected
 from gpuprov.fleet.target import HostTarget
 
+if TYPE_CHECKING:
+    from fabric import Connection
+
 # Firmware that checks two terabytes of memory takes its time.
 BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
 _COMMAND_SECONDS = 20.0
-_SETTLE_SECONDS = 300.0
+# Engines that are still starting would be taken for stopped ones: the boot is waited for, but not for ever. A system
+# container that goes down may show the outer machine's boot id for a moment: `stopping` is no boot.
+_BOOT_STATE = "timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
+_BOOT_STATE_SECONDS = 330.0
 
 
 def wait_for_boot(
@@ -37,9 +44,7 @@ def wait_for_boot(
             with connected(target, settings) as connection:
                 command = "cat /proc/sys/kernel/random/boot_id"
                 boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.strip()
-                if boot_id not in ("", left_boot):
-                    # Engines that are still starting would be taken for stopped ones.
-                    remote.run(connection, "systemctl is-system-running --wait", timeout=_SETTLE_SECONDS)
+                if boot_id not in ("", left_boot) and _is_up(connection):
                     return
                 seen = "it answers, and is still in the boot before" if boot_id else seen
         except GpuprovError as error:
@@ -50,3 +55,8 @@ def wait_for_boot(
         "look at its console; once it is up, run the same command again: it goes on where it stopped",
         exit_code=ExitCode.UNREACHABLE,
     )
+
+
+def _is_up(connection: Connection) -> bool:
+    """Wait for the end of the boot and say whether the host is there."""
+    return remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip() not in ("", "stopping")

@@ -147,6 +147,8 @@ def test_without_leave_the_run_ends_with_3_and_goes_on_after_somebodys_reboot(si
     host.reboot()
     again = gpuprov("install", "--hosts", _inventory(site))
     assert again.returncode == 0, again.stdout
+    # The .run brings the daemon's program without a unit.
+    assert active(host, "nvidia-persistenced.service") == ["active"]
     assert gpuprov("verify", "--hosts", _inventory(site)).returncode == 0
 
 

@@ -149,14 +149,18 @@ class Host:
         """Reboot from inside, and wait for the new boot."""
         # An answer that failed to come on a busy machine must not be taken for another boot.
         wait_for(f"an answer of {self.name}", lambda: self.boot_id() != "", _BOOT_SECONDS)
-        before = self.ssh("cat /proc/sys/kernel/random/boot_id").stdout.strip()
+        before = self.boot_id()
         self.ssh("systemctl reboot", check=False)
         wait_for(f"the reboot of {self.name}", lambda: self.boot_id() not in ("", before), _BOOT_SECONDS)
         self.wait_until_settled()
 
     def boot_id(self) -> str:
-        """Return the boot's id, nothing while the host does not answer."""
-        return self.ssh("cat /proc/sys/kernel/random/boot_id", check=False, timeout=10).stdout.strip()
+        """Return the boot's id, nothing while the host does not answer or goes down.
+
+        systemd-nspawn gives a host an id of its own by a mount, which the host's shutdown undoes: the machine's shows.
+        """
+        line = '[ "$(systemctl is-system-running)" = stopping ] || cat /proc/sys/kernel/random/boot_id'
+        return self.ssh(line, check=False, timeout=10).stdout.strip()
 
     # -- use -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +11,18 @@ import pytest
 
 from gpuprov import reboot
 from gpuprov.errors import ExitCode
-from gpuprov.events import Event, Finished, Note, Planned
+from gpuprov.events import Event, Finished, Planned
 from gpuprov.facts import HostFacts, gather
 from gpuprov.journal import read_runs
 from gpuprov.plan import make_plan
+from gpuprov.reboot_state import RebootFacts
 from gpuprov.request import Request, request_from_line
 from gpuprov.resume import UNIT, leave_resume
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, parse_spec, spec_to_json
 from gpuprov.system import Completed
 from tests import simgpu
-from tests.unit.fake_host import RELEASE, FakeHost
+from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
 BOUND = "GPU 0000:1b:00.0 is bound to nouveau"
@@ -219,9 +219,10 @@ def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None
     assert not host.exists("/var/lib/gpuprov/reboot.json")
 
 
-def test_a_spoiled_state_file_is_no_state(host: RebootingHost) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b'{"boot_id": "boot-0"}', b"\xff\x00", b'{"boot_id": 1, "reasons": 2}']
+)
+def test_a_spoiled_state_file_is_no_state(host: RebootingHost, content: bytes) -> None:
     host.make_directory("/var/lib/gpuprov")
-    host.write("/var/lib/gpuprov/reboot.json", json.dumps([1]).encode())
-    assert gather(host).reboot.asked_in == ""
-    assert RELEASE in gather(host).kernel.release
-    assert not any(isinstance(event, Note) and event.level == "error" for event in install(host)[1])
+    host.write("/var/lib/gpuprov/reboot.json", content)
+    assert gather(host).reboot == RebootFacts("boot-1")
