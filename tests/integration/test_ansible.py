@@ -244,8 +244,8 @@ def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
 
 
 def test_an_upgrade_goes_host_by_host_and_ends_with_the_first_failure(site: Site) -> None:
-    inventory = site.inventory("twin", "main", gpuprov_driver_verison="1")
+    inventory = site.inventory("main", "twin", gpuprov_driver_verison="1")
     done = play("upgrade", inventory)
-    assert (recap(done, "twin")["failed"], recap(done, "main")) == (1, {}), done.stdout
+    assert (recap(done, "main").get("failed"), recap(done, "twin")) == (1, {}), done.stdout
     both = play("upgrade", inventory, "-e", "gpuprov_play_serial=2")
-    assert (recap(both, "twin")["failed"], recap(both, "main")["failed"]) == (1, 1), both.stdout
+    assert [recap(both, name).get("failed") for name in ("main", "twin")] == [1, 1], both.stdout
