@@ -27,9 +27,11 @@ options nouveau modeset=0
 blacklist nova_core
 blacklist nova_drm
 """
-_DRACUT_TEXT = """\
+# A site's add_drivers wins over omit_drivers, and an image for any machine (hostonly=no) gets no modprobe.d by itself.
+_DRACUT_TEXT = f"""\
 # By gpuprov: these drivers would take the GPUs before NVIDIA's can.
 omit_drivers+=" nouveau nova_core nova_drm "
+install_items+=" {BLACKLIST} "
 """
 
 

@@ -74,7 +74,8 @@ MAKERS = (
     ),
     Maker(
         "dracut",
-        'printf \'hostonly=no\\nadd_drivers+=" nouveau "\\nomit_dracutmodules+=" systemd network lvm mdraid "\\n\' '
+        "printf '%s\\n' hostonly=no compress=cat 'add_drivers+=\" nouveau \"' "
+        "'omit_dracutmodules+=\" systemd network lvm mdraid \"' "
         "> /etc/dracut.conf.d/lab.conf",
         "for kernel in $(ls /lib/modules); do dracut --force /boot/initrd.img-$kernel $kernel; done",
         "lsinitrd",
