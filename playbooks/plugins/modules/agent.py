@@ -24,7 +24,8 @@ options:
   steps:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
-      - C(download), C(repositories), C(packages), C(driver), C(device nodes), C(toolkit), C(cdi), C(docker).
+      - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
+        C(toolkit), C(cdi), C(docker).
     type: list
     elements: str
     default: []
@@ -33,7 +34,7 @@ author:
 attributes:
   check_mode:
     support: full
-    description: Tells the plan. C(verify), C(rollback) and C(uninstall) are left out.
+    description: Tells the plan, of an uninstallation too. C(verify) and C(rollback) are left out.
   diff_mode:
     support: full
     description: Shows the plan's diffs.
