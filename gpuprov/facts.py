@@ -17,6 +17,8 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.engines.more import EngineFacts
+from gpuprov.engines.more import gather as gather_engines
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.reboot_state import RebootFacts, gather_reboot
@@ -126,6 +128,7 @@ class HostFacts:
     driver_packaged: str
     packages: PackageFacts
     docker: DockerFacts
+    engines: Mapping[str, EngineFacts]
     files: Mapping[str, FileFact]
     downloads: Mapping[str, str]
     python: str
@@ -146,8 +149,11 @@ class HostFacts:
         return self.driver.kernel_version
 
 
-def gather(system: System) -> HostFacts:
-    """Return the facts of a machine. Reads only; a few commands, each with a time limit."""
+def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFacts:
+    """Return the facts of a machine. Reads only; a few commands, each with a time limit.
+
+    `engines`: engines besides docker to look at, each with the path of the runtime that it shall know.
+    """
     os = gather_os(system)
     packages = gather_software(system, os)
     driver = discover(system)
@@ -164,6 +170,7 @@ def gather(system: System) -> HostFacts:
         driver_packaged=_driver_package(packages),
         packages=packages,
         docker=gather_docker(system),
+        engines=gather_engines(system, engines or {}),
         files=gather_files(system),
         downloads=gather_downloads(system),
         python=".".join(str(part) for part in sys.version_info[:3]),

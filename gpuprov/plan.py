@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import boot, cuda, driver_run, kernel, nouveau, packages_rpm, reboot, repos, repos_rpm, software, toolkit
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
-from gpuprov.engines import docker
+from gpuprov.engines import docker, more
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
@@ -60,6 +61,15 @@ def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...
     return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
+def engine_wishes(spec: HostSpec) -> Mapping[str, str]:
+    """Return the engines besides docker that the spec names, each with the path of the runtime for it."""
+    return dict.fromkeys(spec.engines, toolkit.runtime_path(spec))
+
+
+def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return more.plan(facts.engines)
+
+
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
 
@@ -85,6 +95,7 @@ STEPS = (
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
+    Step("engines", _plan_engines),
 )
 
 # Every kind of change that a journal may name.
@@ -94,7 +105,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
         driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot, reboot.Reboot,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
+        boot.PrepareBoot, reboot.Reboot,
     )
 }  # fmt: skip
 
@@ -136,6 +148,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         *software.problems(facts, spec),
         *_repository_problems(facts, spec),
         *docker.problems(facts.docker),
+        *more.problems(facts.engines),
     )
 
 

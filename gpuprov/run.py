@@ -14,7 +14,7 @@ from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange
 from gpuprov.facts import HostFacts, facts_to_json, gather
 from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
-from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
+from gpuprov.plan import CHANGE_KINDS, Plan, engine_wishes, make_plan
 from gpuprov.reboot import Reboot
 from gpuprov.reboot_state import forget_asked
 from gpuprov.request import Request
@@ -87,7 +87,7 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
 
 def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Finished:
     """Say what an installation would do."""
-    facts = gather(system)
+    facts = gather(system, engine_wishes(spec))
     plan = _announced_plan(facts, spec, request, sink, system)
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
@@ -97,7 +97,7 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Fini
 def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
     forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
-    facts = gather(system)
+    facts = gather(system, engine_wishes(spec))
     plan = _announced_plan(facts, spec, request, sink, system)
     count = 0
     if plan.changes:
@@ -138,7 +138,7 @@ def _apply(
             made, stale = made + afresh.made, True
             if afresh.reboot:
                 raise PlanAfresh(made, reboot=True) from None
-        facts = gather(system)
+        facts = gather(system, engine_wishes(spec))
         plan = make_plan(facts, spec, request.steps)
         if not stale and not any(isinstance(item.change, Reboot) for item in plan.changes):
             break

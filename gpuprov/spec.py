@@ -45,6 +45,7 @@ _PACKAGE = validate.Regexp(
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )
+_ENGINES = ("containerd", "crio", "podman")
 _WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
 
@@ -211,6 +212,12 @@ class HostSpec:
     )
     cuda_key_fingerprint: str = _text(
         "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", _FINGERPRINT
+    )
+    engines: tuple[str, ...] = _option(
+        schema_fields.List(schema_fields.String(validate=validate.OneOf(_ENGINES, error="is not one of {choices}"))),
+        (),
+        "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
+        "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = _option(

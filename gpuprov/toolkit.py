@@ -11,13 +11,13 @@ from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.cuda import plan_driver
 from gpuprov.driver_run import installs
+from gpuprov.engines.wish import NVIDIA_RUNTIME
 from gpuprov.facts import FileFact, HostFacts
 from gpuprov.runtime_hook import deploy
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
 CDI_SPECIFICATION = "/etc/cdi/nvidia.json"
-NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from gpuprov.changes import parent_of
 from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.wish import Configuration, FileEdit, Request
+from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Request
 from gpuprov.errors import GpuprovError
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
-from gpuprov.toolkit import NVIDIA_RUNTIME
 
 
 def configuration(system: System, request: Request) -> Configuration:

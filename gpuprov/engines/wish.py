@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
+
 
 @dataclass(frozen=True)
 class RuntimeWish:
     """A runtime that the engine shall know. `set_default` and `cdi` change nothing where they are False."""
 
     name: str = "nvidia"
-    path: str = "/usr/bin/nvidia-container-runtime"
+    path: str = NVIDIA_RUNTIME
     set_default: bool = False
     cdi: bool = False
 

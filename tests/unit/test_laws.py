@@ -220,7 +220,7 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
 # As the playbooks' roles divide the plan: not in its own order.
 PARTS = (
     ("repositories", "packages"), ("nouveau", "reboot"), ("download", "driver", "boot", "device nodes"),
-    ("toolkit", "cdi"), ("docker",),
+    ("toolkit", "cdi"), ("docker", "engines"),
 )  # fmt: skip
 
 
