@@ -9,6 +9,7 @@ from typing import Any
 
 import distro
 
+from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.engines.docker import DockerFacts
@@ -95,6 +96,7 @@ class HostFacts:
 
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
+    `bundle`: what stands in for the network, if the installation is given one.
     """
 
     os: OperatingSystem
@@ -112,6 +114,7 @@ class HostFacts:
     bytecode_current: bool
     user_id: int
     free_bytes: Mapping[str, int]
+    bundle: BundleFacts | None = None
 
     @property
     def driver_installed_version(self) -> str:

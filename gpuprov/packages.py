@@ -65,7 +65,9 @@ def _is_installed(packages: PackageFacts, name: str) -> bool:
 
 @dataclass(frozen=True)
 class RefreshPackageIndex(Change):
-    """apt shall know what its repositories hold now."""
+    """apt shall know what its repositories hold now; `options` are further words for it."""
+
+    options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
@@ -75,16 +77,17 @@ class RefreshPackageIndex(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         # Without the option, apt-get answers 0 even if no repository could be reached.
-        command = (*_APT, "-o", "APT::Update::Error-Mode=any", "update")
+        command = (*_APT, *self.options, "-o", "APT::Update::Error-Mode=any", "update")
         _finish(_run(system, command, tell, _REFRESH_SECONDS), "the package index could not be refreshed")
         return {}
 
 
 @dataclass(frozen=True)
 class InstallPackages(Change):
-    """These packages (`NAME` or `NAME=VERSION`) shall be installed."""
+    """These packages (`NAME` or `NAME=VERSION`) shall be installed; `options` are further words for apt."""
 
     names: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
     # again only to install them anew would gain nothing and could fail.
@@ -99,7 +102,7 @@ class InstallPackages(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         repair(system, tell)
         before = set(gather_packages(system).installed)
-        done = _run(system, (*_APT, "install", "--", *self.names), tell, _INSTALL_SECONDS)
+        done = _run(system, (*_APT, *self.options, "install", "--", *self.names), tell, _INSTALL_SECONDS)
         _finish(done, f"{', '.join(self.names)} could not be installed")
         return {"added": sorted(set(gather_packages(system).installed) - before)}
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov.bundle import images, use
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import find_distribution, supported_names
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
@@ -45,7 +46,8 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return repos.plan_repositories(facts.files, spec, facts.architecture)
+    # A host with a bundle reaches no repository: its sources stay as they are.
+    return () if facts.bundle else repos.plan_repositories(facts.files, spec, facts.architecture)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -61,6 +63,7 @@ STEPS = (
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
+    Step("images", images.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -69,7 +72,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
         driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker,
+        ReconfigureDocker, images.LoadImage,
     )
 }  # fmt: skip
 
@@ -87,15 +90,24 @@ def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
     # On a machine of the wrong kind the rest would only be noise.
-    return _machine_problems(facts) or (
-        *_gpu_problems(facts),
-        *_room_problems(facts),
-        *kernel.problems(facts, spec),
-        *driver_run.problems(facts, spec),
-        *software.problems(facts, spec),
-        *repos.problems(facts.files, spec, facts.architecture),
-        *docker.problems(facts.docker),
+    return (
+        _machine_problems(facts)
+        or _bundle_problems(facts, spec)
+        or (
+            *_gpu_problems(facts),
+            *_room_problems(facts),
+            *kernel.problems(facts, spec),
+            *driver_run.problems(facts, spec),
+            *software.problems(facts, spec),
+            *(() if facts.bundle else repos.problems(facts.files, spec, facts.architecture)),
+            *docker.problems(facts.docker),
+        )
     )
+
+
+def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    names = missing(facts.packages, software.wanted(facts, spec))
+    return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
 
 
 def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:

@@ -17,7 +17,8 @@ class Request:
     """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
-    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
+    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds. `bundle`: the path of a bundle
+    on the host, to install from it alone; `bundle_digest`: the SHA-256 that its manifest must have, empty for any.
     """
 
     command: str
@@ -25,6 +26,8 @@ class Request:
     check: bool = False
     diff: bool = False
     wait_seconds: int = 120
+    bundle: str = ""
+    bundle_digest: str = ""
 
 
 def request_to_line(request: Request) -> str:

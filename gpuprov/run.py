@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Callable
 
 from gpuprov import __version__
 from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.bundle import use
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
@@ -60,7 +64,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     if request.command == "verify":
         return _verify(spec, sink, system)
     if request.command == "install" and request.check:
-        return _check(request, spec, sink, system)
+        with _bundle(request, sink, system) as bundle:
+            return _check(request, spec, sink, system, bundle)
     with host_lock(
         system,
         pid=system.own_pid(),
@@ -71,30 +76,57 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     ):
         if request.command == "rollback":
             return _roll_back(sink, system)
-        return _install(request, spec, sink, system, stop_requested)
+        with _bundle(request, sink, system) as bundle:
+            return _install(request, spec, sink, system, stop_requested, bundle)
 
 
-def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Finished:
-    """Say what an installation would do."""
+@contextlib.contextmanager
+def _bundle(request: Request, sink: Sink, system: System) -> Iterator[use.OpenBundle | None]:
+    """Give the bundle that the request names, checked, or None if it names none."""
+    if not request.bundle:
+        yield None
+        return
+    sink(Note("checking every digest of the bundle", "debug"))
+    with use.opened(system, request.bundle, request.bundle_digest) as bundle:
+        yield bundle
+
+
+def _gather(system: System, bundle: use.OpenBundle | None) -> HostFacts:
     facts = gather(system)
+    return facts if bundle is None else replace(facts, bundle=use.gather(system, bundle.manifest))
+
+
+def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle: use.OpenBundle | None) -> Finished:
+    """Say what an installation would do."""
+    spec = use.completed(spec, bundle)
+    facts = _gather(system, bundle)
     plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 
-def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+def _install(
+    request: Request,
+    spec: HostSpec,
+    sink: Sink,
+    system: System,
+    stop_requested: StopRequested,
+    bundle: use.OpenBundle | None,
+) -> Finished:
     interrupted = take_up(system, CHANGE_KINDS, sink)
-    facts = gather(system)
+    spec = use.completed(spec, bundle)
+    facts = _gather(system, bundle)
     plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
     if plan.changes:
         journal = interrupted or new_journal(system, request.command)
         try:
-            apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
+            with use.unpacked(system, bundle, {item.step for item in plan.changes}):
+                apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
         except (GpuprovError, Stopped):
             journal.end("failed")
             raise
-        facts = gather(system)
+        facts = _gather(system, bundle)
         _require_settled(make_plan(facts, spec))
         journal.end("done")
     elif interrupted is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuprov import kernel
+from gpuprov.bundle import use
 from gpuprov.changes import Change
 from gpuprov.distros import find_distribution
 from gpuprov.errors import Problem
@@ -29,10 +30,11 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = find_distribution(facts.os.id, facts.os.version)
     engine = row.docker_packages if row is not None and not facts.docker.installed else ()
-    return (*engine, *kernel.packages(facts, spec), *_toolkit(spec), *spec.packages)
+    return (*engine, *kernel.packages(facts, spec), *toolkit_packages(spec), *spec.packages)
 
 
-def _toolkit(spec: HostSpec) -> tuple[str, ...]:
+def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return NVIDIA's toolkit as packages, if it is asked for."""
     if spec.toolkit != "nvidia":
         return ()
     pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
@@ -42,4 +44,5 @@ def _toolkit(spec: HostSpec) -> tuple[str, ...]:
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, or nothing."""
     names = missing(facts.packages, wanted(facts, spec))
-    return (RefreshPackageIndex(), InstallPackages(names)) if names else ()
+    options = use.apt_options() if facts.bundle is not None else ()
+    return (RefreshPackageIndex(options), InstallPackages(names, options)) if names else ()

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError
@@ -47,16 +48,31 @@ class Options:
     connect_timeout: float = 10.0
     bootstrap_python: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
+    bundle: str = ""
+    bundle_key: str = ""
 
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    bundle, digest = _checked_bundle(options)
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff)
+    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
     results = _run(options, inventory.hosts, request)
     return overall_exit_code(results)
+
+
+def _checked_bundle(options: Options) -> tuple[str, str]:
+    """Return the bundle's absolute path and its digest: a bad one is refused before any host is asked."""
+    if not options.bundle:
+        if options.bundle_key:
+            raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
+        return "", ""
+    from gpuprov.bundle.check import checked
+
+    path = str(Path(options.bundle).absolute())
+    return path, checked(path, options.bundle_key).digest
 
 
 def _inventory(options: Options) -> Inventory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.system import Completed
@@ -24,7 +24,7 @@ KILLED = 128  # by a signal; paramiko does not say which
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
     """Run a command to its end. `returncode` is 255 if the connection breaks or `timeout` seconds pass in silence."""
     output: list[str] = []
-    done = stream(connection, command, output.append, stdin=stdin, timeout=timeout)
+    done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout)
     return Completed((command,), done.returncode, "".join(f"{line}\n" for line in output), done.stderr)
 
 
@@ -33,13 +33,14 @@ def stream(
     command: str,
     on_line: Callable[[str], None],
     *,
-    stdin: bytes = b"",
-    answer: Callable[[str], bytes | None] | None = None,
+    stdin: Iterable[bytes] = (),
+    answer: Callable[[str], Iterable[bytes] | None] | None = None,
     timeout: float | None = None,
 ) -> Completed:
     """Run a command and hand each line of its stdout to `on_line` as it comes; `stderr` in the result is its end.
 
-    `answer` sees each line of stderr and returns what to write to stdin then; returning None gives up.
+    `stdin` comes in pieces, so that it may be longer than memory. `answer` sees each line of stderr and returns what to
+    write to stdin then; returning None gives up.
     """
     channel = connection.create_session()
     channel.settimeout(timeout)
@@ -69,20 +70,21 @@ def _is_alive(connection: Connection) -> bool:
     return bool(connection.transport.is_active())
 
 
-def _write(channel: Any, data: bytes, *, last: bool) -> None:
+def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:
     try:
-        channel.sendall(data)
+        for piece in pieces:
+            channel.sendall(piece)
         if last:
             channel.shutdown_write()
     except OSError:
         pass  # the command ended without reading it all; its exit code and stderr say why
 
 
-def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], bytes | None] | None) -> None:
+def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Iterable[bytes] | None] | None) -> None:
     try:
         for line in _lines(channel.recv_stderr):
             errors.append(line)
-            reply = b"" if answer is None else answer(line)
+            reply = () if answer is None else answer(line)
             if reply is None:
                 channel.close()
                 return
