@@ -13,7 +13,7 @@ from gpuprov.bundle.format import Contents, chunks
 from gpuprov.bundle.manifest import SIGNING_KEY
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.pgp import dearmored, fingerprints
-from gpuprov.system import System
+from gpuprov.system import Completed, System
 
 _SECONDS = 300  # a person may have to type a passphrase
 _LARGEST_KEY = 1 << 20
@@ -69,14 +69,15 @@ def require_signed(system: System, file: BinaryIO, contents: Contents, fingerpri
             f"its key is {', '.join(fingerprints(key))}; pinned is {fingerprint}",
             "get the bundle from where the pinned key signs, or pin the right key",
         )
-    status = _checked(system, contents, key)
+    done = _checked(system, contents, key)
+    status = done.stdout
     valid = re.search(r"^\[GNUPG:\] VALIDSIG (?:.* )?([0-9A-F]+)$", status, re.MULTILINE)
     # GOODSIG, and not EXPKEYSIG, EXPSIG or REVKEYSIG (gnupg, doc/DETAILS); VALIDSIG ends with the primary key.
     if valid is None or valid[1] != fingerprint or "\n[GNUPG:] GOODSIG " not in f"\n{status}":
         said = [line for line in status.splitlines() if re.search(r"SIG|NO_PUBKEY|ERROR", line)]
         raise GpuprovError(
             "the signature of the bundle's manifest is wrong",
-            "\n".join(said[-3:]) or status[-200:],
+            "\n".join(said[-3:]) or done.evidence(4),
             "get the bundle again from where it was made",
         )
 
@@ -91,7 +92,7 @@ def _key_in(file: BinaryIO, contents: Contents) -> bytes:
     return b"".join(chunks(file, contents.offsets[SIGNING_KEY], one.size))
 
 
-def _checked(system: System, contents: Contents, key: bytes) -> str:
+def _checked(system: System, contents: Contents, key: bytes) -> Completed:
     """Return what gpgv says of the manifest's signature, in its words for programs."""
     verifier = system.which("gpgv")
     if verifier is None:
@@ -103,6 +104,6 @@ def _checked(system: System, contents: Contents, key: bytes) -> str:
         for path, content in zip(paths, (key, contents.signature, contents.manifest_bytes)):
             system.write(path, content)
         command = (verifier, "--homedir", folder, "--keyring", paths[0], "--status-fd", "1", paths[1], paths[2])
-        return system.run(command, timeout=_SECONDS).stdout
+        return system.run(command, timeout=_SECONDS)
     finally:
         system.remove_tree(folder)

@@ -52,15 +52,25 @@ def opened(
     except OSError as error:
         raise GpuprovError(f"the bundle {path} can't be read", str(error), "check the path") from None
     with file:
-        contents = read_contents(file)
-        if digest not in ("", contents.digest):
-            raise GpuprovError(
-                "this is not the bundle that was asked for",
-                f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
-                "run the same command again",
-            )
-        verify_files(file, contents, progress)
+        try:
+            contents = read_contents(file)
+            _require_digest(contents, path, digest)
+            verify_files(file, contents, progress)
+        except GpuprovError:
+            # What an upload left damaged would be found again by the next run, and never be mended.
+            if path.startswith(f"{CACHE}/"):
+                system.remove(path)
+            raise
         yield OpenBundle(file, contents)
+
+
+def _require_digest(contents: Contents, path: str, digest: str) -> None:
+    if digest not in ("", contents.digest):
+        raise GpuprovError(
+            "this is not the bundle that was asked for",
+            f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
+            "run the same command again: the bundle is uploaded anew",
+        )
 
 
 def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
@@ -101,8 +111,16 @@ def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], instal
     return (
         *(_driver_problems(manifest, spec) if installs_driver else ()),
         *_package_problems(manifest, packages),
-        *_room_problems(facts, manifest),
+        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver)),
     )
+
+
+def _folders(facts: HostFacts, packages: tuple[str, ...], installs_driver: bool) -> tuple[str, ...]:
+    """Return the folders of the bundle that will be unpacked here."""
+    assert facts.bundle is not None
+    images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
+    needed = {"packages": bool(packages), "driver": installs_driver, "images": images}
+    return tuple(_STEP_FOLDERS[step] for step, is_needed in needed.items() if is_needed)
 
 
 def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
@@ -135,16 +153,16 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...]) -> tuple[Pr
     )
 
 
-def _room_problems(facts: HostFacts, manifest: Manifest) -> tuple[Problem, ...]:
-    """Whatever is unpacked lies beside the bundle for a while."""
-    need = sum(one.size for one in manifest.files)
+def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
+    """What is unpacked lies beside the bundle for a while."""
+    need = sum(one.size for one in manifest.files if one.path.startswith(folders))
     free = facts.free_bytes.get(CACHE, need)
     if free >= need:
         return ()
     return (
         Problem(
             "not enough room to unpack the bundle",
-            f"{free // 2**20} MiB free on the file system of {CACHE}, up to {need // 2**20} MiB needed",
+            f"{free // 2**20} MiB free on the file system of {CACHE}, {need // 2**20} MiB needed",
             f"make room: df -h {CACHE}",
         ),
     )

@@ -1,18 +1,15 @@
-"""Hosts without a network: a bundle made from the real mirror, and a real host that has nothing else to install from."""
+"""Hosts without a network: a bundle from the real mirror, and a real host that has nothing else to install from."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpuprov.bundle.format import read_contents
-from tests.integration.test_install import etc, packages
+from tests.gpg import signing_key
+from tests.integration.test_install import packages
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.sources import source_lines
@@ -24,17 +21,6 @@ _CUT_OFF = (
     "ip route del default; rm -f /etc/resolv.conf; "
     "iptables -I OUTPUT -o host0 -p tcp --sport 22 -j ACCEPT; iptables -I OUTPUT 2 -o host0 -j REJECT"
 )
-
-
-def signing_key(home: Path, name: str) -> str:
-    """Make a key in gpg's folder `home` and return its fingerprint."""
-    home.mkdir(mode=0o700, exist_ok=True)
-    gpg = ("gpg", "--homedir", str(home), "--batch")
-    subprocess.run((*gpg, "--passphrase", "", "--quick-gen-key", name, "ed25519", "sign", "never"), check=True)
-    listed = subprocess.run((*gpg, "--with-colons", "--list-keys", name), check=True, capture_output=True, text=True)
-    found = re.search(r"^fpr:+([0-9A-F]{40}):", listed.stdout, re.MULTILINE)
-    assert found is not None
-    return found[1]
 
 
 def create_words(site: Site, name: str, output: Path, *words: str) -> tuple[str, ...]:

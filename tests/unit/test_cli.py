@@ -18,7 +18,7 @@ from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
 from gpuprov.spec import option_names
 
-COMMANDS = ("install", "verify", "facts", "rollback", "options", "agent", "completion")
+COMMANDS = ("install", "verify", "facts", "rollback", "options", "agent", "bundle", "completion")
 
 
 def gpuprov(
@@ -44,7 +44,9 @@ def called_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
     return seen[0]
 
 
-@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("agent", "build")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [(), *((name,) for name in COMMANDS), ("agent", "build"), ("bundle", "create")], ids=" ".join
+)
 def test_help_has_examples(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, (*words, "--help"))
     assert result.exit_code == 0
@@ -73,12 +75,13 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     options = called_with(
         monkeypatch, "install", "--hosts", "a", "--hosts", "b", "--limit", "x", "-e", "k=1", "-e", "@f", "--check",
         "--diff", "--json", "--forks", "3", "-k", "-K", "--accept-new-host-keys", "--connect-timeout", "2.5",
-        "--bootstrap-python", "-v", "--vault-password-file", "p",
+        "--bootstrap-python", "-v", "--vault-password-file", "p", "--bundle", "b.tar", "--bundle-key", "AB CD",
     )  # fmt: skip
     assert options == Options(
         command="install", hosts=("a", "b"), limit="x", extra_vars=("k=1", "@f"), vault_password_file="p", check=True,
         diff=True, json=True, verbose=True, forks=3, password="secret", become_password="hunter2",
         accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True,
+        bundle="b.tar", bundle_key="AB CD",
     )  # fmt: skip
     assert "secret" not in repr(options)
     assert "hunter2" not in repr(options)
