@@ -19,8 +19,8 @@ MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
 SIGNING_KEY = "keys/bundle.gpg"
 REPOSITORY = "repository"
-# Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there goes when the
-# next one unpacks.
+# Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
+# finds and takes away.
 FOLDER = "/var/cache/gpuprov/bundle"
 LARGEST_MANIFEST = 16 << 20
 

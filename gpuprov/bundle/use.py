@@ -188,10 +188,11 @@ def apt_options() -> tuple[str, ...]:
 @contextlib.contextmanager
 def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) -> Iterator[None]:
     """Unpack what the steps of a run need, and take it away after the run, however that ends."""
+    # What a killed run left there.
+    system.remove_tree(FOLDER)
     if bundle is None:
         yield
         return
-    system.remove_tree(FOLDER)
     try:
         folders = tuple(_STEP_FOLDERS[step] for step in steps if step in _STEP_FOLDERS)
         paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
