@@ -182,7 +182,7 @@ def _require_keyring(system: System, recipe: Recipe) -> None:
         raise GpuprovError(
             f"the key of {recipe.distribution}'s archive is not on this machine",
             f"there is no {archive.keyring}",
-            f"apt-get install {archive.keyring_package}",
+            archive.keyring_hint,
         )
 
 

@@ -10,16 +10,21 @@ DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True)
 class Archive:
-    """A distribution release's own archive. `keyring_package` is what brings `keyring` on another distribution."""
+    """A distribution release's own archive. `keyring_hint`: how `keyring` comes to a machine that lacks it."""
 
     codename: str
     components: str
     keyring: str
-    keyring_package: str
+    keyring_hint: str
 
 
-_DEBIAN = ("main", "/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring")
-_UBUNTU = ("main restricted universe", "/usr/share/keyrings/ubuntu-archive-keyring.gpg", "ubuntu-keyring")
+_DEBIAN = ("main", "/usr/share/keyrings/debian-archive-keyring.gpg", "apt-get install debian-archive-keyring")
+# Debian has no package of Ubuntu's key.
+_UBUNTU = (
+    "main restricted universe",
+    "/usr/share/keyrings/ubuntu-archive-keyring.gpg",
+    "make the bundle on an Ubuntu machine, or copy that file from one that you trust",
+)
 # wiki.debian.org/DebianReleases; wiki.ubuntu.com/Releases.
 ARCHIVES = {
     ("debian", "11"): Archive("bullseye", *_DEBIAN),
