@@ -131,9 +131,18 @@ def _collect_packages(
     found = [
         _package(system, f"{archives}/{name}", places) for name in system.list_directory(archives) if _is_deb(name)
     ]
+    _require_all(done.stdout, len(found))
     found.sort(key=lambda pair: pair[0].file)
     _write_index(system, recipe, work, [stanza for _, stanza in found], places)
     return tuple(package for package, _ in found)
+
+
+def _require_all(said: str, found: int) -> None:
+    """Raise GpuprovError if apt would install more than was downloaded."""
+    wanted = re.search(r"(\d+) newly installed", said)
+    if wanted is None or int(wanted[1]) != found:
+        seen = f"apt would install {wanted[1] if wanted else '?'} packages, {found} were downloaded"
+        raise GpuprovError("some packages were not downloaded", seen, "are all sources reached by http, https or file?")
 
 
 def _tell_get(line: str, tell: Tell) -> None:
@@ -158,7 +167,9 @@ def _private_apt(system: System, recipe: Recipe, root: str, tell: Tell, places: 
     system.write(f"{root}/status", b"")
     sources = [*recipe.sources, *(_site_source(system, one, root, tell, places) for one in recipe.repositories)]
     _require_keyring(system, recipe)
-    system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in sources).encode())
+    # What `file:` names, apt would use where it lies instead of bringing it here.
+    lines = [re.sub(r"\sfile:", " copy:", line) for line in sources]
+    system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in lines).encode())
     settings = {
         "Dir::State": root, "Dir::State::lists": f"{root}/lists", "Dir::State::status": f"{root}/status",
         "Dir::Cache": root, "Dir::Cache::archives": f"{root}/archives",
