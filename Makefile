@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-fast lint docs bench agent clean
+.PHONY: help setup demo demo-down test test-fast lint docs bench agent collection clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -31,11 +31,12 @@ demo: setup  ## Start two lab hosts, install them over SSH, verify them.
 demo-down:  ## Remove every trace of the demo.
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo down; fi
 
-lint: setup  ## Format check, lint, types, import arrows.
+lint: setup  ## Format check, lint, types, import arrows, playbooks.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
 
 test: lint  ## All tests, real hosts included.
 	$(BIN)/python -m pytest
@@ -43,7 +44,8 @@ test: lint  ## All tests, real hosts included.
 test-fast: setup  ## The tests that need neither root nor hosts.
 	$(BIN)/python -m pytest tests/unit
 
-docs: setup  ## Write the configuration reference from the schema.
+docs: setup  ## Write the configuration reference from the schema, the page on distributions from their table.
+	$(BIN)/python -m tests.distributions_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
@@ -54,5 +56,9 @@ bench: setup  ## Measure what is claimed of speed: container starts, runs that c
 agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 	$(BIN)/gpuprov agent build -o build/gpuprov-agent.pyz
 
+collection: setup  ## Build the Ansible collection gpuprov.host, the agent inside.
+	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host
+	$(BIN)/ansible-galaxy collection build --force --output-path build build/ansible_collections/gpuprov/host
+
 clean: demo-down  ## Remove what was built and cached.
-	rm -rf $(VENV) .cache build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -73,7 +73,10 @@ def _work(request: Request, writing: int) -> int:
         # Here and not above: the relay needs none of it, and a fork of a small process is cheap.
         from gpuprov.run import run_request
 
-        return int(run_request(request, sink, stop_requested=stop))
+        code = int(run_request(request, sink, stop_requested=stop))
+        if request.command == "uninstall" and not request.check and code == 0:
+            _remove_agents(sys.argv[0])
+        return code
     except BaseException:
         _log(traceback.format_exc())
         problem = Problem(
@@ -81,6 +84,20 @@ def _work(request: Request, writing: int) -> int:
         )
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))
         return int(ExitCode.FAILED)
+
+
+def _remove_agents(argument: str) -> None:
+    """Remove the agents that controllers pushed, and their folders if nothing else is in them; running code stays."""
+    from pathlib import Path
+
+    folder = Path(argument).parent
+    if folder.parts[-2:] != (".cache", "gpuprov"):
+        return
+    with contextlib.suppress(OSError):
+        for path in (*folder.glob("agent-*.pyz"), *folder.glob(".agent-*")):
+            path.unlink()
+        folder.rmdir()
+        folder.parent.rmdir()
 
 
 class _StopFlag:

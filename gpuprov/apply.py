@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Callable
 
-from gpuprov.changes import Change
+from gpuprov.changes import Change, Json, file_digest, images_in
 from gpuprov.errors import GpuprovError
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
@@ -18,6 +18,18 @@ class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
     """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
 
 
+class PlanAfresh(Exception):  # noqa: N818 (it is no error: the change says so)
+    """The change that was just made has made the rest of the plan stale; `made` counts those made, itself included.
+
+    With `reboot` the host must boot anew before the next plan.
+    """
+
+    def __init__(self, made: int, *, reboot: bool) -> None:
+        super().__init__("the rest is planned afresh")
+        self.made = made
+        self.reboot = reboot
+
+
 def apply_changes(
     changes: Sequence[Change],
     system: System,
@@ -28,19 +40,21 @@ def apply_changes(
     """Make the changes in order and return how many were made.
 
     A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
-    GpuprovError, or Stopped between two changes.
+    GpuprovError, or Stopped between two changes, or PlanAfresh after one.
     """
     for index, change in enumerate(changes, 1):
         if stop_requested():
             raise Stopped(f"stopped as asked before change {index} of {len(changes)}: {change.summary()}")
         sink(ChangeStarted(change.key, change.summary(), index, len(changes)))
         begun = system.now()
-        _apply_one(change, system, journal, sink)
+        outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
+        if "reboot" in outcome:
+            raise PlanAfresh(index, reboot=bool(outcome["reboot"]))
     return len(changes)
 
 
-def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> None:
+def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> Json:
     def tell(message: str, done: int = 0, total: int = 0) -> None:
         sink(ChangeProgress(change.key, message, done, total))
 
@@ -54,7 +68,15 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
         if isinstance(error, GpuprovError):
             raise
         raise _from_os_error(change, error) from error
+    outcome = {**outcome, **_written(system, before)}
     journal.done(number, outcome)
+    return outcome
+
+
+def _written(system: System, before: Json) -> Json:
+    """Return the digests of the files that a change has left, by which later changes of somebody else's are seen."""
+    digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
+    return {"written": digests} if digests else {}
 
 
 def _from_os_error(change: Change, error: OSError) -> GpuprovError:
@@ -76,23 +98,43 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     cut_off = run.interrupted
     if cut_off is not None:
         sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
-        _undo_entry(system, journal, cut_off, kinds, only_if_needed=True)
+        kind = kind_of(journal, cut_off, kinds)
+        if kind.undo_when_interrupted:
+            _undo_entry(system, journal, cut_off, kinds)
+        else:
+            journal.done(cut_off.number, kind.cut_off(system, cut_off.before))
     return journal
 
 
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
-    """Undo what stands of a run, latest change first; return how many changes were undone.
+    """Undo what stands of a run, latest change first; return how many changes were undone."""
+    return undo_runs(system, (run,), kinds, sink)
+
+
+def undo_runs(
+    system: System,
+    runs: Sequence[Run],
+    kinds: Kinds,
+    sink: Sink,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Undo what stands of the runs, in the order given, the latest change of each first; return how many were undone.
 
     Goes on from where an interrupted roll-back stopped, for each undone change is noted.
     """
-    journal = resume_journal(system, run)
-    for index, entry in enumerate(run.undoable, 1):
-        sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, len(run.undoable)))
-        begun = system.now()
-        _undo_entry(system, journal, entry, kinds)
-        sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
-    journal.end("rolled-back")
-    return len(run.undoable)
+    total, index = sum(len(run.undoable) for run in runs), 0
+    for run in runs:
+        journal = resume_journal(system, run)
+        for entry in run.undoable:
+            index += 1
+            if stop_requested():
+                raise Stopped(f"stopped as asked before {index} of {total}: undo: {entry.key}")
+            sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
+            begun = system.now()
+            _undo_entry(system, journal, entry, kinds)
+            sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
+        journal.end("rolled-back")
+    return total
 
 
 def last_undoable_run(system: System) -> Run | None:
@@ -100,7 +142,12 @@ def last_undoable_run(system: System) -> Run | None:
     return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 
-def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, *, only_if_needed: bool = False) -> None:
+def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds) -> None:
+    kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+    journal.undone(entry.number)
+
+
+def kind_of(journal: Journal | Run, entry: Entry, kinds: Kinds) -> type[Change]:
     kind = kinds.get(entry.kind)
     if kind is None:
         raise GpuprovError(
@@ -108,6 +155,4 @@ def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, *,
             f"journal {journal.path}, {entry.key}",
             "use the gpuprov version that made it",
         )
-    if kind.undo_when_interrupted or not only_if_needed:
-        kind.undo(system, entry.before, entry.outcome)
-    journal.undone(entry.number)
+    return kind

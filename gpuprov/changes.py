@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
 
@@ -34,6 +34,11 @@ class Change:
         """Return one line that says what will be done."""
         raise TypeError(f"{type(self).__name__} does not describe itself")
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Return what it will fetch, so that a place that can't be reached is known before anything is changed."""
+        return ()
+
     def diff(self, system: System) -> str:
         """Return a unified diff of what will change, or nothing where there is no text to compare."""
         return ""
@@ -49,6 +54,19 @@ class Change:
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Bring back what was there. `outcome` is None if the change was interrupted. Undoing twice is harmless."""
+
+    @classmethod
+    def cut_off(cls, system: System, before: Json) -> Json:
+        """Return the outcome of an interrupted change that is not undone at once: what `undo` must know later."""
+        return {}
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        """Return, a sentence each, what `undo` can't bring back or what it takes along. Reads only.
+
+        `earlier` is what earlier changes of this kind captured that will be undone too.
+        """
+        return ()
 
 
 @dataclass(frozen=True)
@@ -180,6 +198,29 @@ def capture_path(system: System, path: str) -> Json:
     return image
 
 
+def images_in(before: Any) -> Iterator[Json]:
+    """Yield every image by `capture_path` in what a change captured."""
+    if isinstance(before, Mapping) and "missing_parents" in before:
+        yield before
+    elif isinstance(before, Mapping):
+        for value in before.values():
+            yield from images_in(value)
+    elif isinstance(before, list):
+        for value in before:
+            yield from images_in(value)
+
+
+def image_content(image: Json) -> bytes | None:
+    """Return the content of the file that an image shows, or None if it shows none."""
+    return base64.b64decode(image["content"]) if image["kind"] == "file" else None
+
+
+def file_digest(system: System, path: str) -> str:
+    """Return the SHA-256 of a file, nothing where there is none or something else."""
+    found = system.status(path)
+    return system.sha256(path) if found is not None and found.kind == "file" else ""
+
+
 def restore_path(system: System, image: Json) -> None:
     """Bring back what `capture_path` saw: content, mode and owner, and the absence of parents that were missing."""
     path, kind = image["path"], image["kind"]
@@ -187,8 +228,7 @@ def restore_path(system: System, image: Json) -> None:
         system.remove_leftover(path)
     if kind == "file":
         system.make_directory(parent_of(path))
-        content = base64.b64decode(image["content"])
-        system.write(path, content, mode=image["mode"], owner=(image["uid"], image["gid"]))
+        system.write(path, image_content(image) or b"", mode=image["mode"], owner=(image["uid"], image["gid"]))
     elif kind == "link":
         system.make_link(path, image["target"])
     elif kind == "char":

@@ -17,6 +17,7 @@ from gpuprov.bundle_commands import bundle
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.hook_commands import hook
+from gpuprov.runtime_commands import runtime
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -30,13 +31,22 @@ _CONNECTION_OPTIONS = (
     click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables."),
     click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
                  help="How many hosts at a time."),
+    click.option("--serial", metavar="N|N%|1,5,20%", default="", help="In batches of so many hosts, as Ansible's "
+                 "serial: the next begins when one is through."),
+    click.option("--max-fail", metavar="N|N%", default="", help="Begin no further host once more of a batch have "
+                 "failed."),
+    click.option("--canary", metavar="HOST|N", default="", help="These hosts, or the first N, before all others; if "
+                 "one fails, nothing else begins."),
     click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
     click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
     click.option("--accept-new-host-keys", is_flag=True, help="Store host keys seen for the first time; changed ones "
                  "are refused all the same."),
     click.option("--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10,
                  show_default=True, help="How long to wait for a connection."),
+    click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
+                 help="Give up on a host that says nothing for so long."),
     click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
+    click.option("--report", metavar="FILE.html", default="", help="Also write what came of the run as one HTML page."),
     click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
     click.option("--verbose", "-v", is_flag=True, help="Tell more."),
 )  # fmt: skip
@@ -135,6 +145,51 @@ def rollback(**options: Any) -> None:
     _run("rollback", options)
 
 
+@cli.command()
+@_CHECK_OPTION
+@_DIFF_OPTION
+@_fleet_options
+def uninstall(check: bool, diff: bool, **options: Any) -> None:
+    """Undo all runs on each host, the newest first, and remove what is left of gpuprov.
+
+    What can't be brought back is listed before anything is done: --check shows it.
+
+    \b
+    Examples:
+      sudo gpuprov uninstall --check --diff
+      gpuprov uninstall --hosts inventory.ini --limit lab-a
+    """
+    _run("uninstall", options, check=check, diff=diff)
+
+
+@cli.command()
+@click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
+@click.option("--run", "identifier", metavar="ID", default="", help="This run, by its name in the list or the "
+              "beginning of it. Default: the last.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--html", metavar="FILE", default="", help="Write it as one HTML page instead.")
+@click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
+def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
+    """Show again what came of a run.
+
+    \b
+    Examples:
+      gpuprov report
+      gpuprov report --list
+      gpuprov report --run 20261121T0815 --html report.html
+    """
+    from gpuprov.fleet import report_command
+    from gpuprov.fleet.command import make_console
+    from gpuprov.fleet.history import load
+
+    if as_list:
+        report_command.show_list(make_console(), as_json=as_json)
+    elif html:
+        report_command.write_page(load(identifier), html)
+    else:
+        report_command.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
+
+
 @cli.command("options")
 @click.option("--json", "form", flag_value="json", help="As JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
@@ -202,6 +257,7 @@ def completion(shell: str) -> None:
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(hook)
+cli.add_command(runtime)
 
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:
@@ -216,11 +272,16 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
         json=given["as_json"],
         verbose=given["verbose"],
         forks=given["forks"],
+        serial=given["serial"],
+        max_fail=given["max_fail"],
+        canary=given["canary"],
         password=_ask("SSH password", wanted=given["ask_pass"]),
         become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
         accept_new_host_keys=given["accept_new_host_keys"],
         connect_timeout=given["connect_timeout"],
+        host_timeout=given["host_timeout"],
         bootstrap_python=given["bootstrap_python"],
+        report=given["report"],
         **more,
     )
     raise SystemExit(int(run_command(options)))

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Callable, TypeVar
 
 from gpuprov.changes import Tell
-from gpuprov.errors import GpuprovError
+from gpuprov.errors import GpuprovError, Problem
 from gpuprov.system import System
 
 if TYPE_CHECKING:
     import requests
 
+_Result = TypeVar("_Result")
 _TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
-_RETRIES = 4
+_ASKING_TIMEOUTS = (10, 10)
+_ATTEMPTS = 4
+_LONGEST_PAUSE = 60.0  # however long a server asks to wait
+# Too many requests, and servers or their proxies in trouble (RFC 9110, 15.5 and 15.6; RFC 6585).
+_PASSING = (408, 429, 500, 502, 503, 504)
 # What is lost of a connection that breaks; small, so that a poor line gets on all the same.
 _CHUNK = 1 << 16
 _SMALL = 1 << 20
@@ -83,18 +89,42 @@ def fetch_small(system: System, url: str) -> bytes:
 
 
 def _read_small(system: System, url: str) -> bytes:
-    import requests
-
-    content = b""
-    try:
+    def attempt() -> bytes:
+        content = b""
         with _get(system, url, 0) as response:
             for chunk in response.iter_content(_CHUNK):
                 content += chunk
                 if len(content) > _SMALL:
                     break
+        return content
+
+    return _persistently(system, url, attempt, lambda: False, lambda message, done, total: None)
+
+
+def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
+    """Return a problem for each URL that can't be had now; asked all at once, nothing is transferred."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = sorted({url for url in urls if not url.startswith("file://")})
+    if not wanted:
+        return ()
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return tuple(one for one in pool.map(lambda url: _ask(system, url), wanted) if one is not None)
+
+
+def _ask(system: System, url: str) -> Problem | None:
+    import requests
+
+    try:
+        status = requests.head(
+            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True
+        ).status_code
     except requests.RequestException as error:
-        raise _explained(url, error) from None
-    return content
+        return _explained(url, error).problems[0]
+    # Other refusals may be of the question itself (HEAD): the download will tell.
+    if status not in _HTTP_HINTS or status == 403:
+        return None
+    return Problem(f"{masked(url)} can't be had", f"HTTP {status}", _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -123,20 +153,47 @@ def _copy(system: System, source: str, part: str) -> None:
 
 
 def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
-    """Fetch into `part`, from where it ends on; a connection that breaks is taken up again, several times."""
+    """Fetch into `part`, from where it ends on."""
+
+    def begun() -> bool:
+        return system.status(part) is not None
+
+    _persistently(system, url, lambda: _transfer_once(system, url, part, tell), begun, tell)
+
+
+class _Busy(Exception):  # noqa: N818 (it is no error yet: trying again may help)
+    """A server that can't answer now; how long it asks to wait, in seconds, and what to say if it never can."""
+
+    def __init__(self, error: GpuprovError, wait: float) -> None:
+        super().__init__(str(error))
+        self.error, self.wait = error, wait
+
+
+def _persistently(
+    system: System, url: str, attempt: Callable[[], _Result], begun: Callable[[], bool], tell: Tell
+) -> _Result:
+    """Try several times, with longer and longer pauses, what a broken connection or a busy server may prevent.
+
+    `begun` says whether something came already: then even a refused connection is worth another attempt.
+    """
     import requests
 
-    for attempt in range(_RETRIES):
+    for number in range(1, _ATTEMPTS + 1):
         try:
-            _transfer_once(system, url, part, tell)
-            return
+            return attempt()
+        except _Busy as busy:
+            if number == _ATTEMPTS:
+                raise busy.error from None
+            reason, pause = f"{busy.error.problems[0].evidence}", busy.wait
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            if attempt == _RETRIES - 1 or _is_hopeless(error):
+            if number == _ATTEMPTS or _is_hopeless(error) or not (begun() or _broke_off(error)):
                 raise _explained(url, error) from None
-            tell(f"connection lost, trying again ({attempt + 2} of {_RETRIES})", 0, 0)
-            system.sleep(2**attempt)
+            reason, pause = "connection lost", 0.0
         except requests.RequestException as error:
             raise _explained(url, error) from None
+        tell(f"{reason}, trying again ({number + 1} of {_ATTEMPTS})", 0, 0)
+        system.sleep(max(2.0 ** (number - 1), pause))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
@@ -164,25 +221,22 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
 
 
 def _get(system: System, url: str, start: int) -> requests.Response:
-    """Return the open response. Raises GpuprovError for an HTTP error; lets connection errors through when resuming."""
+    """Return the open response. Raises GpuprovError for an HTTP error, _Busy for one that may pass."""
     import requests
 
     # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    try:
-        response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
-    except requests.ConnectionError as error:
-        if _is_hopeless(error) or not start:
-            raise _explained(url, error) from None
-        raise
-    except requests.RequestException as error:
-        raise _explained(url, error) from None
-    if response.status_code not in ((200, 206, 416) if start else (200,)):
-        status, reason = response.status_code, response.reason
-        response.close()
-        next_step = _HTTP_HINTS.get(status, "try again later")
-        raise GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}", next_step)
-    return response
+    response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
+    if response.status_code in ((200, 206, 416) if start else (200,)):
+        return response
+    status, reason = response.status_code, response.reason
+    asked = response.headers.get("Retry-After", "")
+    response.close()
+    next_step = _HTTP_HINTS.get(status, "try again later")
+    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}", next_step)
+    if status in _PASSING:
+        raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
+    raise error
 
 
 _HTTP_HINTS = {
@@ -206,6 +260,12 @@ def _require_room(system: System, path: str, size: int, url: str) -> None:
             f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}",
             f"make room: df -h {path.rpartition('/')[0]}",
         )
+
+
+def _broke_off(error: Exception) -> bool:
+    """Say whether there was a connection, and it was lost."""
+    said = str(error)
+    return any(word in said for word in ("Connection aborted", "reset by peer", "Connection broken", "Read timed out"))
 
 
 def _is_hopeless(error: Exception) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov import runfile
+from gpuprov import generations, releases, runfile
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
@@ -24,6 +24,8 @@ _INSTALLER_SECONDS = 3600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
 _HEADER_BYTES = 8192
+# The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
+_ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
 # installer takes it away before it looks.
 _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
@@ -37,12 +39,14 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return (
             Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
         )
+    if spec.driver != "runfile":
+        return ()
     if not spec.driver_version:
         return (
             Problem(
                 "which driver version to install is not said",
                 "gpuprov_driver is runfile and gpuprov_driver_version is not set",
-                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=550.163.01",
+                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
             ),
         )
     if facts.driver_packaged:
@@ -50,19 +54,47 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "the driver on this host comes from packages; a .run over them would break both",
                 f"package {facts.driver_packaged} is installed",
-                "keep it: gpuprov_driver: preinstalled; or purge it first: apt-get purge '*nvidia*'",
+                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
             ),
         )
-    return ()
+    unserved: tuple[Problem, ...] = ()
+    if builds_modules(facts, spec):
+        unserved = generations.problems(_device_ids(facts), spec.driver_version, spec.kernel_module_type)
+    return (*unserved, *_room_problems(facts, spec)) if installs(facts, spec) else unserved
+
+
+def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """NVIDIA's own file is known to be large; one from elsewhere is looked at when it is there."""
+    if spec.driver_url:
+        return ()
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place} for the driver",
+            f"{facts.free_bytes[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, needed in _ROOM.items()
+        if facts.free_bytes.get(place, needed) < needed
+    )
+
+
+def _device_ids(facts: HostFacts) -> tuple[str, ...]:
+    return tuple(gpu.device_id for gpu in facts.gpus)
+
+
+def _purge(facts: HostFacts) -> str:
+    manager = facts.packages.manager
+    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the .run file; it comes before all else, so that a wrong URL or digest costs nothing."""
     source, path = _source(facts, spec)
     there = facts.downloads.get(path)
-    if not installs(facts, spec) or source == path or (there and spec.driver_sha256 in ("", there)):
+    sha256 = _sha256(facts, spec)
+    if not installs(facts, spec) or source == path or (there and sha256 in ("", there)):
         return ()
-    return (FetchRunfile(source, path, spec.driver_sha256),)
+    return (FetchRunfile(source, path, sha256),)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -73,14 +105,23 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         InstallDriver(
             version=spec.driver_version,
             path=_source(facts, spec)[1],
-            sha256=spec.driver_sha256,
+            sha256=_sha256(facts, spec),
             architecture=facts.architecture,
             kernel_modules=builds_modules(facts, spec),
-            module_type=spec.kernel_module_type,
+            module_type=generations.module_type(_device_ids(facts), spec.driver_version, spec.kernel_module_type),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+            signing_key=spec.module_signing_key,
+            signing_certificate=spec.module_signing_certificate,
         ),
     )
+
+
+def _sha256(facts: HostFacts, spec: HostSpec) -> str:
+    """Return the digest that is asked for, or known of NVIDIA's own file; nothing where one beside the file counts."""
+    if spec.driver_sha256 or spec.driver_url:
+        return spec.driver_sha256
+    return releases.known_sha256(spec.driver_version, facts.architecture)
 
 
 def _source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
@@ -120,6 +161,10 @@ class FetchRunfile(Change):
     def summary(self) -> str:
         return f"download {masked(self.url)}"
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
     def capture(self, system: System) -> Json:
         return {"path": self.path, "existed": system.exists(self.path)}
 
@@ -153,6 +198,8 @@ class InstallDriver(Change):
     module_type: str = "auto"
     replaces: str = ""
     has_libgl: bool = False
+    signing_key: str = ""
+    signing_certificate: str = ""
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
@@ -220,7 +267,7 @@ class InstallDriver(Change):
             arguments = runfile.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=self.module_type, dkms=dkms,
                 has_libgl=self.has_libgl,
-                temporary=temporary, log=INSTALLER_LOG,
+                temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip
             # An old log must not be taken for this run's.
             system.remove(INSTALLER_LOG)
@@ -266,5 +313,14 @@ class InstallDriver(Change):
         """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
         uninstaller = system.which("nvidia-uninstall")
         if uninstaller is not None:
+            # Half an uninstallation is no driver: the next installation must not take it for one.
+            system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
             system.run((uninstaller, "--silent"), timeout=600)
         system.remove(INCOMPLETE_MARK)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        replaced, version = before.get("replaces", ""), before["version"]
+        if replaced in ("", version, *(one["version"] for one in earlier)):
+            return ()
+        return (f"driver {replaced}, which {version} replaced, does not come back: no driver will be installed",)

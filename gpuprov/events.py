@@ -97,7 +97,10 @@ class CheckDone:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of every run. `exit_code`: errors.ExitCode; `changed`: changes made, or foreseen with --check."""
+    """The last event of every run. `exit_code`: errors.ExitCode; `changed`: changes made, or foreseen with --check.
+
+    `left_boot`: the id of the boot that is about to end, where the host reboots now to go on afterwards.
+    """
 
     exit_code: int
     changed: int = 0
@@ -105,6 +108,7 @@ class Finished:
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    left_boot: str = ""
 
 
 Event = Union[Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, Finished]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -9,12 +10,17 @@ from typing import Any
 
 import distro
 
+from gpuprov import boot_files, packages_rpm, repos_rpm
+from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
+from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
+from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -28,14 +34,19 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    BLACKLIST,
+    DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
-    "/etc/systemd/system/gpuprov-refresh.service",
+    *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
+    "/etc/profile.d/gpuprov-cuda.sh",
+    "/etc/dnf/modules.d/nvidia-driver.module",
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
+    "/etc/yum.repos.d", "/etc/zypp/repos.d", repos_rpm.KEYS,
     "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
 )  # fmt: skip
 _LARGEST_MANAGED_FILE = 4 << 20
@@ -46,13 +57,14 @@ _WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
 
 @dataclass(frozen=True)
 class OperatingSystem:
-    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME."""
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME; and UBUNTU_CODENAME of its derivatives."""
 
     id: str
     version: str
     codename: str
     like: tuple[str, ...]
     name: str
+    ubuntu_codename: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,10 +86,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class PciGpu:
-    """An NVIDIA display controller as the PCI bus shows it, driver or not: `0000:17:00.0`, `2330`."""
+    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
+
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    """
 
     bus_id: str
     device_id: str
+    driver: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,12 +112,16 @@ class HostFacts:
 
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
+    `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
     `bundle`: what stands in for the network, if the installation is given one.
     """
 
     os: OperatingSystem
     architecture: str
     kernel: Kernel
+    initramfs: InitramfsFacts
+    boot: BootFacts
+    reboot: RebootFacts
     gpus: tuple[PciGpu, ...]
     driver: DriverFacts
     other_specifications: Mapping[str, bytes]
@@ -114,6 +134,8 @@ class HostFacts:
     bytecode_current: bool
     user_id: int
     free_bytes: Mapping[str, int]
+    displays: tuple[str, ...]
+    clock: int
     bundle: BundleFacts | None = None
 
     @property
@@ -129,12 +151,16 @@ class HostFacts:
 
 def gather(system: System) -> HostFacts:
     """Return the facts of a machine. Reads only; a few commands, each with a time limit."""
-    packages = gather_packages(system)
+    os = gather_os(system)
+    packages = gather_software(system, os)
     driver = discover(system)
     return HostFacts(
-        os=gather_os(system),
+        os=os,
         architecture=system.architecture(),
         kernel=gather_kernel(system),
+        initramfs=gather_initramfs(system),
+        boot=gather_boot(system),
+        reboot=gather_reboot(system),
         gpus=gather_gpus(system),
         driver=driver,
         other_specifications=specifications(system),
@@ -147,6 +173,8 @@ def gather(system: System) -> HostFacts:
         bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
         user_id=system.user_id(),
         free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
+        displays=gather_displays(system),
+        clock=system.clock(),
     )
 
 
@@ -161,7 +189,16 @@ def gather_os(system: System) -> OperatingSystem:
         codename=found.get("version_codename", ""),
         like=tuple(found.get("id_like", "").split()),
         name=found.get("pretty_name", found.get("id", "unknown")),
+        ubuntu_codename=found.get("ubuntu_codename", ""),
     )
+
+
+def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
+    """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
+    row = distribution_of(os)
+    if row is None or row.package_manager not in packages_rpm.MANAGERS:
+        return gather_packages(system)
+    return packages_rpm.gather_packages(system, row.package_manager)
 
 
 def gather_kernel(system: System) -> Kernel:
@@ -211,13 +248,30 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
             (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
         )
         if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device))
+            link = system.status(f"{base}/{bus_id}/driver")
+            driver = link.target.rpartition("/")[2] if link is not None else ""
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
+    return tuple(found)
+
+
+def gather_displays(system: System) -> tuple[str, ...]:
+    """Return the X servers that run, by their lock files (Xserver(1)), as the driver's installer looks for them."""
+    found = []
+    for name in system.list_directory("/tmp"):
+        display = re.fullmatch(r"\.X(\d+)-lock", name)
+        pid = (system.read_text(f"/tmp/{name}") or "").strip() if display else ""
+        if display and pid.isdigit() and system.exists(f"/proc/{pid}"):
+            found.append(f"display :{display[1]} is process {pid}'s")
     return tuple(found)
 
 
 def _driver_package(packages: PackageFacts) -> str:
     """Return the distribution's or NVIDIA's own driver package, if one is installed: a .run must not go over it."""
-    prefixes = ("libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml1", "cuda-drivers", "nvidia-open")
+    prefixes = (
+        "libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml", "cuda-drivers", "nvidia-open",
+        # NVIDIA's and RPM Fusion's for rpm; SUSE's.
+        "kmod-nvidia", "akmod-nvidia", "xorg-x11-drv-nvidia", "nvidia-compute-G", "nvidia-gl-G", "nvidia-video-G",
+    )  # fmt: skip
     return next((name for name in sorted(packages.installed) if name.startswith(prefixes)), "")
 
 

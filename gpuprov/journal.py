@@ -31,12 +31,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its journal tells it. `end` is empty while it is open, else done, failed or rolled-back."""
+    """A run as its journal tells it. `end` is empty while it is open, else done, failed or rolled-back.
+
+    `run_id`: what several requests that make up this one run have in common; mostly there is one, and this is empty.
+    """
 
     path: str
     command: str
     entries: tuple[Entry, ...]
     end: str
+    run_id: str = ""
 
     @property
     def interrupted(self) -> Entry | None:
@@ -80,13 +84,21 @@ class Journal:
         self._system.append(self.path, (json.dumps(record, separators=(",", ":")) + "\n").encode())
 
 
-def new_journal(system: System, command: str) -> Journal:
+def journal_for(system: System, command: str, run_id: str) -> Journal:
+    """Start the journal of a new run, or go on with that of the last one if this request is a part of it."""
+    last = next(reversed(read_runs(system)), None) if run_id else None
+    if last is not None and last.run_id == run_id and last.end != "rolled-back":
+        return resume_journal(system, last)
+    return new_journal(system, command, run_id)
+
+
+def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     """Start the journal of a new run."""
     system.make_directory(RUNS_DIRECTORY, 0o700)
     numbers = [int(name[:-6]) for name in _journal_names(system)]
     path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
     # Before-images may hold secrets (a proxy's password in daemon.json): root alone reads them.
-    system.write(path, (json.dumps({"run": command}) + "\n").encode(), mode=0o600, owner=None)
+    system.write(path, (json.dumps({"run": command, "id": run_id}) + "\n").encode(), mode=0o600, owner=None)
     return Journal(system, path)
 
 
@@ -115,11 +127,11 @@ def _read_run(system: System, path: str) -> Run:
 
 def parse_run(path: str, text: str) -> Run:
     """Return the run that a journal's text tells."""
-    command, end = "", ""
+    command, end, run_id = "", "", ""
     entries: dict[int, Entry] = {}
     for record in _records(text):
         if "run" in record:
-            command = record["run"]
+            command, run_id = record["run"], record.get("id", "")
         elif "begin" in record:
             number = record["begin"]
             entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
@@ -130,7 +142,7 @@ def parse_run(path: str, text: str) -> Run:
             entries[record["undone"]] = _replaced(entries[record["undone"]], "undone", None)
         elif "end" in record:
             end = record["end"]
-    return Run(path, command, tuple(entries.values()), end)
+    return Run(path, command, tuple(entries.values()), end, run_id)
 
 
 def _replaced(entry: Entry, state: str, outcome: Json | None) -> Entry:

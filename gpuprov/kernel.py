@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.distros import find_distribution
+from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.spec import HostSpec
@@ -20,14 +20,46 @@ def builds_modules(facts: HostFacts, spec: HostSpec) -> bool:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what stands in the way of a kernel driver here."""
-    if spec.driver != "runfile":
+    if spec.driver == "preinstalled":
         return ()
-    return _build_problems(facts) if builds_modules(facts, spec) else _outside_problems(facts, spec)
+    if not builds_modules(facts, spec):
+        return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
+    if not facts.kernel.takes_modules:
+        return _no_modules(facts)
+    if facts.driver_installed_version == spec.driver_version:
+        return ()
+    return (*_signing_problems(facts, spec), *_display_problems(facts))
 
 
-def _build_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.kernel.takes_modules:
+def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """With Secure Boot the kernel takes signed modules alone (Documentation/admin-guide/module-signing.rst)."""
+    if facts.kernel.secure_boot != "enabled" or (spec.module_signing_key and spec.module_signing_certificate):
         return ()
+    return (
+        Problem(
+            "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
+            "the EFI variable SecureBoot is 1",
+            "make a key (openssl req -new -x509 -newkey rsa:2048 -nodes -subj /CN=modules -keyout /root/mok.key "
+            "-outform DER -out /root/mok.der), enrol it (mokutil --import /root/mok.der; reboot, confirm at the "
+            "console), set gpuprov_module_signing_key and gpuprov_module_signing_certificate to them; or switch Secure "
+            "Boot off in the firmware",
+        ),
+    )
+
+
+def _display_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if not facts.displays:
+        return ()
+    return (
+        Problem(
+            "an X server is running, and the driver's installer refuses to work under it",
+            "; ".join(facts.displays),
+            "stop the display manager (systemctl isolate multi-user.target), then run the same command again",
+        ),
+    )
+
+
+def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
     seen = "there is no /proc/modules" if not facts.kernel.modules_disabled else "kernel.modules_disabled is 1"
     return (
         Problem(
@@ -64,11 +96,12 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
-    row = find_distribution(facts.os.id, facts.os.version)
-    if row is None or spec.driver != "runfile" or not builds_modules(facts, spec):
+    row = distribution_of(facts.os)
+    if row is None or spec.driver == "preinstalled" or not builds_modules(facts, spec):
         return ()
-    headers = tuple(name.format(kernel=facts.kernel.release) for name in row.kernel_headers)
-    return (*headers, *row.build_packages)
+    headers = kernel_headers(row, facts.kernel.release)
+    following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
+    return (*headers, *following, *row.build_packages)
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:

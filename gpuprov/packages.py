@@ -1,72 +1,108 @@
-"""Packages through apt: what is installed, what is missing, and installing and taking away just that."""
+"""Packages through apt: what is installed, what is missing, and installing, holding and taking away just that."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from gpuprov.changes import Change, Json, Tell
+from gpuprov import apt
+from gpuprov.apt import LOCK_SECONDS, lock_holder, repair
+from gpuprov.apt_failures import finish
+from gpuprov.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
+from gpuprov.bundle.manifest import FOLDER
+from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
-from gpuprov.system import Completed, System
+from gpuprov.journal import STATE_DIRECTORY
+from gpuprov.system import System
 
-# apt waits for the lock itself (since 1.9.11, apt.conf(5)); longer than unattended-upgrades usually takes.
-LOCK_SECONDS = 300
-_LOCKS = (
-    "/var/lib/dpkg/lock-frontend",
-    "/var/lib/dpkg/lock",
-    "/var/lib/apt/lists/lock",
-    "/var/cache/apt/archives/lock",
-)
-_APT = (
-    "apt-get", "-q", "--yes", "--no-install-recommends",
-    "-o", f"DPkg::Lock::Timeout={LOCK_SECONDS}",
-    "-o", "Dpkg::Options::=--force-confold",
-    "-o", "Dpkg::Use-Pty=0",
-    "-o", "Acquire::Retries=3",
-)  # fmt: skip
-_INSTALL_SECONDS = 3600
+__all__ = [
+    "LOCK_SECONDS", "HoldPackages", "InstallPackages", "PackageFacts", "RefreshPackageIndex", "gather_packages",
+    "lock_holder", "missing", "parse_dpkg", "repair",
+]  # fmt: skip
 _REFRESH_SECONDS = 600
+# The packages that gpuprov holds; those that somebody else holds are none of its business.
+HELD_LIST = f"{STATE_DIRECTORY}/held"
 
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """The package manager (apt, or nothing that is supported) and what is installed: name → version."""
+    """The package manager (apt, dnf, yum, zypper, or nothing that is supported) and what is installed: name → version.
+
+    `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
+    `held_here` those of them that gpuprov holds; a name has its architecture behind it if that is not the machine's
+    own. rpm: several versions of one name are parted by spaces; `trusted_keys` are the fingerprints of the keys that
+    packages may be signed with.
+    """
 
     manager: str
     installed: Mapping[str, str]
+    architecture: str = ""
+    provided: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
+    held_here: frozenset[str] = frozenset()
+    trusted_keys: frozenset[str] = frozenset()
 
 
 def gather_packages(system: System) -> PackageFacts:
     """Return what is installed, by one query."""
     if system.which("apt-get") is None or system.which("dpkg-query") is None:
         return PackageFacts("", {})
-    query = ("dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version}\n")
-    return PackageFacts("apt", parse_dpkg(system.run(query).stdout))
+    text = apt.query_text(system)
+    packages = [one for one in apt.parse_query(text) if one.whole]
+    held = frozenset(one.name for one in packages if one.want == "hold")
+    return PackageFacts(
+        "apt",
+        parse_dpkg(text),
+        apt.own_architecture(text),
+        frozenset(name for one in packages for name in one.provides),
+        held,
+        held & frozenset((system.read_text(HELD_LIST) or "").split()),
+    )
 
 
 def parse_dpkg(text: str) -> Mapping[str, str]:
-    """Return name → version of the packages that are wholly installed, from `STATUS NAME VERSION` lines."""
-    rows = (line.split(" ") for line in text.splitlines())
-    return {row[1]: row[2] for row in rows if len(row) == 3 and row[0] == "installed"}
+    """Return name → version of the packages that are wholly installed, from `STATUS NAME VERSION …` lines."""
+    return {one.name: one.version for one in apt.parse_query(text) if one.whole}
 
 
 def missing(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
-    """Return those of `names` (`NAME` or `NAME=VERSION`) that are not installed, or not in that version."""
+    """Return those of `names` (`NAME[:ARCHITECTURE][=VERSION]`) that are not installed, or not in that version."""
     return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name)))
 
 
 def _is_installed(packages: PackageFacts, name: str) -> bool:
     plain, _, version = name.partition("=")
+    plain = own_name(packages, plain)
     found = packages.installed.get(plain)
-    return found is not None and version in ("", found)
+    if found is None:
+        return not version and plain in packages.provided
+    return version in ("", found)
+
+
+def own_name(packages: PackageFacts, name: str) -> str:
+    """Return a package's name as dpkg's query gives it: without the architecture where that is the machine's own."""
+    plain, _, architecture = name.partition(":")
+    return plain if architecture in ("", "all", "native", packages.architecture) else name
+
+
+def pinned(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names, without their versions, of those whose version is asked for."""
+    return tuple(name.partition("=")[0] for name in names if "=" in name)
+
+
+def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
+    """Return what makes the host hold these packages, and let go of what gpuprov held and is no longer asked for."""
+    wanted = {own_name(packages, name) for name in names}
+    hold, release = wanted - packages.held, packages.held_here - wanted
+    return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release)), lock_timeout),) if hold or release else ()
 
 
 @dataclass(frozen=True)
 class RefreshPackageIndex(Change):
     """apt shall know what its repositories hold now; `options` are further words for it."""
 
+    lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
@@ -77,16 +113,25 @@ class RefreshPackageIndex(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         # Without the option, apt-get answers 0 even if no repository could be reached.
-        command = (*_APT, *self.options, "-o", "APT::Update::Error-Mode=any", "update")
-        _finish(_run(system, command, tell, _REFRESH_SECONDS), "the package index could not be refreshed")
+        command = ("-o", "APT::Update::Error-Mode=any", "update")
+        done = apt.run_apt(
+            system, command, tell, seconds=_REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
+        )
+        finish(done, "the package index could not be refreshed")
         return {}
 
 
 @dataclass(frozen=True)
 class InstallPackages(Change):
-    """These packages (`NAME` or `NAME=VERSION`) shall be installed; `options` are further words for apt."""
+    """These packages (`NAME[:ARCHITECTURE][=VERSION]`) shall be installed. None is ever removed for them.
+
+    Those of `unhold` are held in another version than the asked one: the hold is taken off, for the version is asked.
+    `options` are further words for apt, such as name a bundle as its only source.
+    """
 
     names: tuple[str, ...]
+    unhold: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
@@ -94,102 +139,136 @@ class InstallPackages(Change):
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:
+        held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""
+        return f"install {', '.join(self.names)}{held}"
+
+    @property
+    def key(self) -> str:
         return f"install {', '.join(self.names)}"
 
     def capture(self, system: System) -> Json:
-        return {"installed": sorted(gather_packages(system).installed)}
+        packages = apt.query(system)
+        return {
+            "installed": sorted(one.name for one in packages if one.present),
+            "versions": {one.name: one.version for one in packages if one.present},
+            "left": conffiles_left(system, packages, self.names, self.options),
+            "unhold": list(self.unhold),
+            "lock_timeout": self.lock_timeout,
+            "options": list(self.options),
+        }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        repair(system, tell)
-        before = set(gather_packages(system).installed)
-        done = _run(system, (*_APT, *self.options, "install", "--", *self.names), tell, _INSTALL_SECONDS)
-        _finish(done, f"{', '.join(self.names)} could not be installed")
-        return {"added": sorted(set(gather_packages(system).installed) - before)}
+        repair(system, tell, self.lock_timeout, self.options)
+        before = _present(system)
+        if self.unhold:
+            _mark(system, "unhold", self.unhold, tell, self.lock_timeout)
+        self._install(system, tell)
+        return _outcome(before, _present(system))
+
+    def _install(self, system: System, tell: Tell) -> None:
+        what = f"{', '.join(self.names)} could not be installed"
+        # A version that is asked for may be an older one.
+        older = ("--allow-downgrades",) if pinned(self.names) else ()
+        words = ("install", "--no-remove", *older, "--", *self.names)
+        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish(done, what)
+        if apt.unfinished(system) or missing(gather_packages(system), self.names):
+            # apt-get answers 0 over a package of which an earlier, killed run unpacked one half.
+            repair(system, tell, self.lock_timeout, self.options)
+        left = apt.unfinished(system)
+        lacking = missing(gather_packages(system), self.names)
+        if left or lacking:
+            seen = [f"{name} is {status}" for name, status in left.items()]
+            raise GpuprovError(
+                f"{what}: apt-get reported success, but not all is there",
+                "dpkg-query: " + "; ".join([*seen, *(f"{name} is not installed" for name in lacking)]),
+                "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often mends it",
+            )
+
+    @classmethod
+    def cut_off(cls, system: System, before: Json) -> Json:
+        """What the interrupted installation got done is what is more now than before it, be it half done."""
+        versions = before.get("versions", dict.fromkeys(before["installed"], ""))
+        return _outcome(versions, _present(system))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Purge what this change added; what was there before is never touched."""
-        now = set(gather_packages(system).installed)
-        added = (outcome or {}).get("added", sorted(now - set(before["installed"])))
-        gone = [name for name in added if name in now]
-        if gone:
-            done = system.run((*_APT, "purge", "--", *gone), timeout=_INSTALL_SECONDS)
-            _finish(done, f"{', '.join(gone)} could not be removed")
+        """Take away what this change added; what was there before is never touched, nor what needs it since."""
+        lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+        added = (outcome or cls.cut_off(system, before))["added"]
+        left: Mapping[str, Any] = before.get("left", {})
+        # After its run a bundle is no longer unpacked; then the host's own sources are all there is.
+        options = tuple(before.get("options", ())) if system.exists(FOLDER) else ()
+        purge(system, added, tuple(left), lock_timeout, options)
+        restore_conffiles(system, left, added)
+        held_again = [name for name in before.get("unhold", ()) if name in _present(system)]
+        if held_again:
+            _mark(system, "hold", held_again, _tell_nobody, lock_timeout)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        found = outcome or cls.cut_off(system, before)
+        changed = tuple(
+            f"{name} stays at {new}; before gpuprov it was {old}"
+            for name, (old, new) in found.get("changed", {}).items()
+        )
+        return (*changed, *lasting_of_purge(system, found["added"], tuple(before.get("left", {}))))
 
 
-def repair(system: System, tell: Tell) -> None:
-    """Finish what an interrupted dpkg left half done."""
-    if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
-        tell("finishing what an interrupted dpkg left half done", 0, 0)
-        done = _run(system, ("dpkg", "--force-confold", "--configure", "-a"), tell, _INSTALL_SECONDS)
-        _finish(done, "an interrupted package installation could not be finished")
+@dataclass(frozen=True)
+class HoldPackages(Change):
+    """apt shall leave these packages at their version (`names`), and be free with those of `release` again."""
+
+    names: tuple[str, ...]
+    release: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
+
+    def summary(self) -> str:
+        parts = (("hold ", self.names, " at this version"), ("no longer hold ", self.release, ""))
+        return "; ".join(f"{before}{', '.join(names)}{after}" for before, names, after in parts if names)
+
+    def capture(self, system: System) -> Json:
+        held = {one.name for one in apt.query(system) if one.want == "hold"}
+        return {
+            "held": sorted(held & {*self.names, *self.release}),
+            "names": [*self.names, *self.release],
+            "list": capture_path(system, HELD_LIST),
+            "lock_timeout": self.lock_timeout,
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for verb, names in (("hold", self.names), ("unhold", self.release)):
+            if names:
+                _mark(system, verb, names, tell, self.lock_timeout)
+        ours = {*(system.read_text(HELD_LIST) or "").split(), *self.names} - {*self.release}
+        system.make_directory(STATE_DIRECTORY, 0o700)
+        system.write(HELD_LIST, "".join(f"{name}\n" for name in sorted(ours)).encode())
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        held, here = set(before["held"]), _present(system)
+        for verb, names in (("hold", held), ("unhold", set(before["names"]) - held)):
+            found = sorted(name for name in names if name in here)
+            if found:
+                _mark(system, verb, found, _tell_nobody, before["lock_timeout"])
+        restore_path(system, before["list"])
 
 
-def _run(system: System, command: tuple[str, ...], tell: Tell, seconds: float) -> Completed:
-    holder = lock_holder(system)
-    if holder:
-        tell(f"waiting up to {LOCK_SECONDS} s for {holder}, which holds the package manager's lock", 0, 0)
-    return system.run(command, timeout=seconds + LOCK_SECONDS, on_line=lambda line: _tell_progress(line, tell))
+def _mark(system: System, verb: str, names: Iterable[str], tell: Tell, lock_timeout: int) -> None:
+    done = apt.run_dpkg(system, ("apt-mark", verb, *names), tell, lock_timeout)
+    finish(done, f"apt-mark {verb} {' '.join(names)} failed")
 
 
-def _tell_progress(line: str, tell: Tell) -> None:
-    if line.startswith(("Get:", "Unpacking ", "Setting up ", "Removing ")):
-        tell(line.strip(), 0, 0)
+def _present(system: System) -> Mapping[str, str]:
+    return {one.name: one.version for one in apt.query(system) if one.present}
 
 
-def lock_holder(system: System) -> str:
-    """Return `NAME (pid N)` of the process that holds a lock of the package manager, or nothing.
-
-    proc(5), /proc/locks: the sixth field is MAJOR:MINOR:INODE, the fifth the holder.
-    """
-    inodes = {str(system.inode(path)) for path in _LOCKS} - {"0"}
-    for line in (system.read_text("/proc/locks") or "").splitlines():
-        words = line.split()
-        # A line with an arrow is one who waits for the lock.
-        if "->" not in words and len(words) > 5 and words[5].rpartition(":")[2] in inodes:
-            name = (system.read_text(f"/proc/{words[4]}/comm") or "a process").strip()
-            return f"{name} (pid {words[4]})"
-    return ""
+def _outcome(before: Mapping[str, str], after: Mapping[str, str]) -> Json:
+    """Return what an installation added, and what it brought to another version: name → old and new."""
+    changed = {name: [old, after[name]] for name, old in before.items() if old and after.get(name, old) != old}
+    return {"added": sorted(after.keys() - before.keys()), "changed": changed}
 
 
-# What apt says, what it means, what to do. The first row that matches decides.
-_FAILURES = (
-    (r"Could not get lock|Unable to acquire the dpkg frontend lock", "another program holds the package manager's lock",
-     "wait for its end (ps -ef | grep -E 'apt|dpkg'), then run the same command again"),
-    (r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found",
-     "no repository has such a package", "apt-cache policy NAME shows what the repositories have; is one missing?"),
-    # Before the next row: of these apt says besides that the repository is not signed.
-    (r"BADSIG|EXPKEYSIG|REVKEYSIG|signatures were invalid|Clearsigned file isn't valid",
-     "a repository's signature is wrong, or its key has expired",
-     "the line names the repository: get its current key; a mirror or proxy may also deliver damaged files"),
-    (r"NO_PUBKEY|is not signed|no longer signed", "a repository is not signed with a key that this host trusts",
-     "the line names the repository: correct its key (Signed-By), or remove it"),
-    (r"Hash Sum mismatch|File has unexpected size", "a repository delivered a damaged file",
-     "a mirror in the middle of its update, or a proxy: run the same command again in some minutes"),
-    (r"is not valid yet|Release file .* expired", "this host's clock and a repository's disagree",
-     "check the clock: timedatectl; then the mirror"),
-    (r"does not have a Release file|no longer has a Release file|  404  ",
-     "there is no repository at that address, or the file is gone from it",
-     "the line names it: check its URI and suite, and whether the mirror is whole"),
-    (r"Conflicting values set for option", "two sources name the same repository, with different keys",
-     "grep -rl the address that the line names /etc/apt; remove one of the two"),
-    (r"Temporary failure resolving|Could not resolve", "a repository's name is not known",
-     "check DNS: getent hosts NAME"),
-    (r"Could not connect|Connection (refused|failed|timed out)|Network is unreachable|Failed to fetch",
-     "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),
-    (r"No space left on device|enough free space", "the disk is full", "make room: df -h"),
-    (r"unmet dependencies|held broken packages", "the packages do not fit together",
-     "apt-get --fix-broken install; apt-mark showhold shows what is held"),
-)  # fmt: skip
-
-
-def _finish(done: Completed, what: str) -> None:
-    """Raise GpuprovError, with apt's decisive line, if apt failed."""
-    if done.ok:
-        return
-    said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
-    for pattern, meaning, next_step in _FAILURES:
-        line = next((line for line in said if re.search(pattern, line)), None)
-        if line is not None:
-            raise GpuprovError(f"{what}: {meaning}", f"{done.argv[0]} exited {done.returncode}: {line}", next_step)
-    raise GpuprovError(what, done.evidence(), "run that command on the host to see all of it")
+def _tell_nobody(message: str, done: int, total: int) -> None:
+    """A roll-back has nobody to tell how a single command goes on."""

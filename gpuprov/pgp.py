@@ -38,6 +38,26 @@ def dearmored(key: bytes) -> bytes:
         raise GpuprovError("this armored key is damaged", str(error), "get it again") from None
 
 
+def armored(key: bytes) -> bytes:
+    """Return a key in one armored block, which is the form that rpm imports (with its checksum: old ones want it)."""
+    packets = dearmored(key)
+    text = base64.encodebytes(packets).decode("ascii")
+    lines = re.findall(".{1,64}", text.replace("\n", ""))
+    checksum = base64.b64encode(_crc24(packets).to_bytes(3, "big")).decode("ascii")
+    head, tail = (f"-----{word} PGP PUBLIC KEY BLOCK-----" for word in ("BEGIN", "END"))
+    return "".join(f"{line}\n" for line in (head, "", *lines, f"={checksum}", tail)).encode("ascii")
+
+
+def _crc24(data: bytes) -> int:
+    """RFC 4880, 6.1."""
+    crc = 0xB704CE
+    for byte in data:
+        crc ^= byte << 16
+        for _ in range(8):
+            crc = (crc << 1) ^ 0x1864CFB if crc & 0x800000 else crc << 1
+    return crc & 0xFFFFFF
+
+
 def fingerprints(key: bytes) -> tuple[str, ...]:
     """Return the fingerprints (hexadecimal, capitals) of all primary keys in a key file.
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, kernel, repos, software, toolkit
+from gpuprov import boot, cuda, driver_run, kernel, nouveau, packages_rpm, reboot, repos, repos_rpm, software, toolkit
 from gpuprov.bundle import images, use
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
-from gpuprov.distros import find_distribution, supported_names
+from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.errors import Problem
+from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
 _LEAST_FREE_BYTES = 100 << 20
+# 2026-01-01: no host that this gpuprov runs on lives before it.
+_EARLIEST_CLOCK = 1767225600
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,45 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    # A host with a bundle reaches no repository: its sources stay as they are.
-    return () if facts.bundle else repos.plan_repositories(facts.files, spec, facts.architecture)
+    if facts.bundle:
+        # A host with a bundle reaches no repository: its sources stay as they are.
+        return ()
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.plan_repositories(facts, spec, docker)
+    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+
+
+def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.bundle:
+        return ()
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return repos_rpm.problems(facts, spec, docker)
+    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
 
 
+def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*cuda.plan_pin(facts, spec), *software.plan(facts, spec), *cuda.plan_profile(facts, spec))
+
+
+def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*driver_run.plan(facts, spec), *cuda.plan_driver(facts, spec))
+
+
 STEPS = (
     Step("download", driver_run.plan_download),
     Step("repositories", _plan_repositories),
-    Step("packages", software.plan),
-    Step("driver", driver_run.plan),
+    Step("packages", _plan_packages),
+    Step("nouveau", nouveau.plan),
+    Step("reboot", reboot.plan),
+    Step("driver", _plan_driver),
+    # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
+    Step("boot", boot.plan),
     Step("device nodes", toolkit.plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", toolkit.plan_cdi),
@@ -70,21 +98,36 @@ STEPS = (
 CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
-        WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages,
-        driver_run.FetchRunfile, driver_run.InstallDriver, toolkit.InstallRuntime, toolkit.WriteCdiSpecification,
-        ReconfigureDocker, images.LoadImage,
+        WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
+        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
+        driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, nouveau.KeepNouveauOut, boot.PrepareBoot, reboot.Reboot,
+        images.LoadImage,
     )
 }  # fmt: skip
 
 
-def make_plan(facts: HostFacts, spec: HostSpec) -> Plan:
-    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done."""
+def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
+    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done.
+
+    `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
+    that is no step's.
+    """
+    chosen = _named(steps)
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
-    changes = tuple(StepChange(step.name, change) for step in STEPS for change in step.plan(facts, spec))
-    note = kernel.note(facts, spec)
-    return Plan(changes, notes=(note,) if note else ())
+    changes = tuple(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
+    return Plan(changes, notes=tuple(note for note in notes if note))
+
+
+def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
+    known = tuple(step.name for step in STEPS)
+    for name in names:
+        if name not in known:
+            raise GpuprovError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}", exit_code=ExitCode.USAGE)
+    return tuple(step for step in STEPS if step.name in names) if names else STEPS
 
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -96,17 +139,20 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         or (
             *_gpu_problems(facts),
             *_room_problems(facts),
+            *_clock_problems(facts),
             *kernel.problems(facts, spec),
+            *reboot.problems(facts, spec),
             *driver_run.problems(facts, spec),
+            *cuda.problems(facts, spec),
             *software.problems(facts, spec),
-            *(() if facts.bundle else repos.problems(facts.files, spec, facts.architecture)),
+            *_repository_problems(facts, spec),
             *docker.problems(facts.docker),
         )
     )
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    names = missing(facts.packages, software.wanted(facts, spec))
+    names = missing(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
     return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
 
 
@@ -116,10 +162,7 @@ def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
         return (
             Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
         )
-    if find_distribution(facts.os.id, facts.os.version) is None:
-        seen = f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version or '(none)'}"
-        return (Problem(f"{facts.os.name} is not supported", seen, f"supported are: {supported_names()}"),)
-    return ()
+    return machine_problems(facts.os, facts.architecture)
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -132,6 +175,19 @@ def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
         )
         for place, free in facts.free_bytes.items()
         if free < _LEAST_FREE_BYTES
+    )
+
+
+def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """With a clock that was never set, no certificate and no signature is valid yet."""
+    if facts.clock >= _EARLIEST_CLOCK:
+        return ()
+    return (
+        Problem(
+            "the clock is wrong: certificates and signatures would not be valid yet",
+            f"it says {facts.clock} s since 1970, before this gpuprov was made",
+            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
+        ),
     )
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.download import fetch_small, masked
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.pgp import dearmored, fingerprints
-from gpuprov.spec import HostSpec
+from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 
 if TYPE_CHECKING:
+    from gpuprov.distros import DockerRepository
     from gpuprov.facts import FileFact
 
 _SOURCES = "/etc/apt/sources.list.d"
@@ -26,6 +27,12 @@ _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 # What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
 _FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{_SOURCES}/(?!{_OURS})[A-Za-z0-9_.-]+\.(list|sources)")
+# NVIDIA's repositories for single distributions, and of nvidia-docker; the one for all has replaced them. Beside it
+# they offer older packages of the same names, and mostly another Signed-By. Source: the toolkit's installation guide.
+_RETIRED = re.compile(
+    r"https?://nvidia\.github\.io/"
+    r"(nvidia-docker|nvidia-container-runtime|libnvidia-container/(?!(stable|experimental)/deb))\b"
+)
 # How apt spells "no" (apt-pkg/contrib/strutl.cc, StringToBool).
 _NO = ("no", "false", "0", "off", "without", "disable")
 
@@ -77,9 +84,41 @@ def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]
     return tuple(found)
 
 
+def with_docker(spec: HostSpec, docker: DockerRepository | None) -> HostSpec:
+    """Return the spec with Docker's own repository among its repositories, if there is one to add."""
+    if docker is None:
+        return spec
+    key = (docker.key_url, docker.key_fingerprint)
+    one = SiteRepository("docker-ce", docker.uri, *key, docker.suite, docker.components)
+    return replace(spec, repositories=(*spec.repositories, one))
+
+
 def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
     """Return what in the host's or the user's sources can't be mended by gpuprov."""
     wanted = repositories(spec, architecture)
+    mixed = tuple(
+        Problem(
+            f"{path} names {entry.uri} too, among others; apt would report conflicting values for Signed-By",
+            f"{path}, line {entry.line}",
+            f"remove that line: gpuprov keeps this repository in {_SOURCES}/{_OURS}*.sources",
+        )
+        for path, file in _foreign(files)
+        for entry in _inseparable(path, file, _unwanted(path, file, wanted, spec))
+    )
+    return problems_of_any(wanted) + mixed
+
+
+class Named(Protocol):
+    """What all kinds of repositories have."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key_fingerprint(self) -> str: ...
+
+
+def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
+    """Return what is wrong with repositories of whatever package manager."""
     withdrawn = tuple(
         Problem(
             f"the key of repository {one.name} is withdrawn",
@@ -89,21 +128,12 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
         for one in wanted
         if one.key_fingerprint in _WITHDRAWN
     )
-    mixed = tuple(
-        Problem(
-            f"{path} names {uri} too, among others; apt would report conflicting values for Signed-By",
-            f"{path}, line {line}",
-            f"remove that line: gpuprov keeps this repository in {_SOURCES}/{_OURS}*.sources",
-        )
-        for path, uri, line, alone in _doubles(files, wanted)
-        if not alone
-    )
     names = [one.name for one in wanted]
     same = tuple(
         Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
         for name in sorted({name for name in names if names.count(name) > 1})
     )
-    return withdrawn + same + mixed
+    return withdrawn + same
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
@@ -117,9 +147,8 @@ def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architectur
         source = files.get(one.source_path)
         if source is None or source.content != str(one).encode() or source.mode != 0o644:
             changes.append(WriteFile(one.source_path, str(one).encode()))
-    # A file may name the URI in several lines; it goes once.
-    doubles = {path: uri for path, uri, _, alone in _doubles(files, wanted) if alone}
-    changes += [RemoveFile(path, f"a second source for {uri}") for path, uri in doubles.items()]
+    for path, file in _foreign(files):
+        changes += _cleaned(path, file, _unwanted(path, file, wanted, spec))
     ours = {path for one in wanted for path in (one.source_path, one.key_path)}
     for path in files:
         if path.startswith((f"{_SOURCES}/{_OURS}", f"{_KEYRINGS}/{_OURS}")) and path not in ours:
@@ -135,24 +164,54 @@ def _is_pinned(content: bytes, fingerprint: str) -> bool:
         return False
 
 
-def _doubles(files: Mapping[str, FileFact], wanted: tuple[AptRepository, ...]) -> list[tuple[str, str, int, bool]]:
-    """Return (path, URI, line number, is it alone in its file) of foreign entries for the repositories of `wanted`.
+def _foreign(files: Mapping[str, FileFact]) -> list[tuple[str, FileFact]]:
+    """Return what apt reads besides our own sources."""
+    return [(path, file) for path, file in files.items() if _FOREIGN_SOURCE.fullmatch(path)]
+
+
+def _unwanted(path: str, file: FileFact, wanted: tuple[AptRepository, ...], spec: HostSpec) -> dict[_Entry, str]:
+    """Return the entries of a source that stand in the way of `wanted`, each with the reason.
 
     To apt a repository is a URI with a suite: another suite of the same mirror is another one, with a key of its own.
     """
     ours = {(_plain(one.uri, one.architecture), suite): one for one in wanted for suite in one.suite.split()}
     architecture = wanted[0].architecture if wanted else ""
-    found = []
-    for path, file in files.items():
-        if not _FOREIGN_SOURCE.fullmatch(path):
-            continue
-        entries = [
-            (line, ours.get((_plain(uri, architecture), suite.replace("$(ARCH)", architecture))))
-            for line, uri, suite in _entries(path, file.content.decode("utf-8", "replace"))
-        ]
-        alone = all(one is not None for _, one in entries)
-        found += [(path, one.uri, line, alone) for line, one in entries if one is not None]
+    found = {}
+    for entry in _entries(path, _text(file)):
+        double = ours.get((_plain(entry.uri, architecture), entry.suite.replace("$(ARCH)", architecture)))
+        if double is not None:
+            found[entry] = f"a second source for {double.uri}"
+        elif spec.toolkit == "nvidia" and _RETIRED.match(entry.uri):
+            found[entry] = "NVIDIA has retired this repository"
     return found
+
+
+def _inseparable(path: str, file: FileFact, unwanted: Mapping[_Entry, str]) -> list[_Entry]:
+    """Return the entries that share their lines with others, so that only their owner may take them out."""
+    kept = {entry.block for entry in _entries(path, _text(file)) if entry not in unwanted}
+    return [entry for entry in unwanted if entry.block in kept]
+
+
+def _cleaned(path: str, file: FileFact, unwanted: Mapping[_Entry, str]) -> list[Change]:
+    """Return the change that takes the entries out: the file goes if it has no other, else their lines are commented.
+
+    What the journal keeps of the file is the way back.
+    """
+    if not unwanted or _inseparable(path, file, unwanted):
+        return []
+    reason = next(iter(unwanted.values()))
+    if all(entry in unwanted for entry in _entries(path, _text(file))):
+        return [RemoveFile(path, reason)]
+    blocks = [range(*entry.block) for entry in unwanted]
+    lines = [
+        f"# {line}" if any(number in block for block in blocks) else line
+        for number, line in enumerate(_text(file).splitlines(keepends=True), 1)
+    ]
+    return [WriteFile(path, "".join(lines).encode("utf-8", "surrogateescape"), file.mode)]
+
+
+def _text(file: FileFact) -> str:
+    return file.content.decode("utf-8", "surrogateescape")
 
 
 def _plain(uri: str, architecture: str) -> str:
@@ -160,28 +219,38 @@ def _plain(uri: str, architecture: str) -> str:
     return uri.replace("$(ARCH)", architecture).rstrip("/")
 
 
-def _entries(path: str, text: str) -> list[tuple[int, str, str]]:
-    """Return (line number, URI, suite) of each active entry of a .list or .sources file."""
+@dataclass(frozen=True)
+class _Entry:
+    """An active entry of a source: its line, URI, suite; `block`: the lines (first, behind the last) of its stanza."""
+
+    line: int
+    uri: str
+    suite: str
+    block: tuple[int, int]
+
+
+def _entries(path: str, text: str) -> list[_Entry]:
+    """Return the active entries of a .list or .sources file."""
     return _deb822_entries(text) if path.endswith(".sources") else _one_line_entries(text)
 
 
-def _one_line_entries(text: str) -> list[tuple[int, str, str]]:
+def _one_line_entries(text: str) -> list[_Entry]:
     pattern = re.compile(r"\s*deb(?:-src)?\s+(?:\[[^]]*\]\s*)?([^\s\[#]+)\s+([^\s#]+)")
     matches = ((number, pattern.match(line)) for number, line in enumerate(text.splitlines(), 1))
-    return [(number, match[1], match[2]) for number, match in matches if match]
+    return [_Entry(number, match[1], match[2], (number, number + 1)) for number, match in matches if match]
 
 
-def _deb822_entries(text: str) -> list[tuple[int, str, str]]:
+def _deb822_entries(text: str) -> list[_Entry]:
     """Stanzas are parted by blank lines; names of fields know no case, a value may go on in indented lines."""
-    found: list[tuple[int, str, str]] = []
+    found: list[_Entry] = []
     stanza: dict[str, list[tuple[int, str]]] = {}
-    field = ""
+    field, first = "", 1
     for number, line in enumerate([*text.splitlines(), ""], 1):
         if not line.strip():
             enabled = not any(word.lower() in _NO for _, word in stanza.get("enabled", ()))
             uris, suites = (stanza.get(name, []) if enabled else [] for name in ("uris", "suites"))
-            found += [(place, uri, suite) for place, uri in uris for _, suite in suites]
-            stanza, field = {}, ""
+            found += [_Entry(place, uri, suite, (first, number)) for place, uri in uris for _, suite in suites]
+            stanza, field, first = {}, "", number + 1
         if line.startswith("#"):
             continue
         if not line[:1].isspace():
@@ -201,18 +270,15 @@ class InstallKey(Change):
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}"
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
     def capture(self, system: System) -> Json:
         return capture_path(system, self.path)
 
     def apply(self, system: System, tell: Tell) -> Json:
-        key = fetch_small(system, self.url)
-        found = fingerprints(key)
-        if found != (self.fingerprint,):
-            raise GpuprovError(
-                "the repository's key is not the one that is pinned",
-                f"{masked(self.url)} holds {', '.join(found)}; pinned is {self.fingerprint}",
-                "if the repository announced a new key, set its fingerprint; else somebody put another key there",
-            )
+        key = fetch_pinned_key(system, self.url, self.fingerprint)
         system.make_directory(parent_of(self.path))
         system.write(self.path, dearmored(key))
         return {}
@@ -220,3 +286,16 @@ class InstallKey(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         restore_path(system, before)
+
+
+def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
+    """Return the key at a URL. Raises GpuprovError if it is another one, or not the only one there."""
+    key = fetch_small(system, url)
+    found = fingerprints(key)
+    if found != (fingerprint,):
+        raise GpuprovError(
+            "the repository's key is not the one that is pinned",
+            f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}",
+            "if the repository announced a new key, set its fingerprint; else somebody put another key there",
+        )
+    return key

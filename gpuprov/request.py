@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError
 
-COMMANDS = ("install", "verify", "facts", "rollback")
+COMMANDS = ("install", "verify", "facts", "rollback", "uninstall")
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,22 @@ class Request:
     """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
-    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds. `bundle`: the path of a bundle
-    on the host, to install from it alone; `bundle_digest`: the SHA-256 that its manifest must have, empty for any.
+    `caller_returns`: whoever asks comes back with the same request after a reboot; else the host goes on by itself.
+    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
+    `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
+    `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
+    `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
+    manifest must have, empty for any.
     """
 
     command: str
     spec: Mapping[str, Any] = field(default_factory=dict)
     check: bool = False
     diff: bool = False
+    caller_returns: bool = False
     wait_seconds: int = 120
+    steps: tuple[str, ...] = ()
+    run_id: str = ""
     bundle: str = ""
     bundle_digest: str = ""
 
@@ -39,6 +46,7 @@ def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
         request = Request(**json.loads(line))
+        request = replace(request, steps=tuple(request.steps))
     except (ValueError, TypeError) as error:
         raise GpuprovError("the agent got no valid request", str(error), exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:

@@ -9,20 +9,28 @@ from dataclasses import replace
 from typing import Callable
 
 from gpuprov import __version__
-from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
+from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
-from gpuprov.journal import new_journal
+from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
 from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
+from gpuprov.reboot import Reboot
+from gpuprov.reboot_state import forget_asked
 from gpuprov.request import Request
+from gpuprov.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
+from gpuprov.uninstall import Removal, carry_out, lasting, planned, problems, survey
 from gpuprov.verify import verify
 
+# The plan, the plan after a reboot that was not needed, and one for what that brings.
+_MOST_ROUNDS = 3
 StopRequested = Callable[[], bool]
+_NOTHING_THERE = "there is nothing of gpuprov on this host"
 
 
 def run_request(
@@ -44,9 +52,7 @@ def run_request(
 
 
 def _with_seconds(finished: Finished, seconds: float) -> Finished:
-    return Finished(
-        finished.exit_code, finished.changed, seconds, finished.problems, finished.summary, finished.versions
-    )
+    return replace(finished, seconds=seconds)
 
 
 def _dispatch(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
@@ -66,6 +72,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     if request.command == "install" and request.check:
         with _bundle(request, sink, system) as bundle:
             return _check(request, spec, sink, system, bundle)
+    if request.command == "uninstall" and request.check:
+        return _check_uninstall(request, sink, system)
     with host_lock(
         system,
         pid=system.own_pid(),
@@ -76,6 +84,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     ):
         if request.command == "rollback":
             return _roll_back(sink, system)
+        if request.command == "uninstall":
+            return _uninstall(request, sink, system, stop_requested)
         with _bundle(request, sink, system) as bundle:
             return _install(request, spec, sink, system, stop_requested, bundle)
 
@@ -100,54 +110,98 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle:
     """Say what an installation would do."""
     spec = use.completed(spec, bundle)
     facts = _gather(system, bundle)
-    plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
+    plan = _announced_plan(facts, spec, request, sink, system)
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 
 def _install(
-    request: Request,
-    spec: HostSpec,
-    sink: Sink,
-    system: System,
-    stop_requested: StopRequested,
+    request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested,
     bundle: use.OpenBundle | None,
-) -> Finished:
+) -> Finished:  # fmt: skip
+    forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
     spec = use.completed(spec, bundle)
     facts = _gather(system, bundle)
-    plan = _announced_plan(facts, spec, sink, system, diff=request.diff)
+    plan = _announced_plan(facts, spec, request, sink, system)
+    count = 0
     if plan.changes:
-        journal = interrupted or new_journal(system, request.command)
+        journal = interrupted or journal_for(system, request.command, request.run_id)
         try:
-            with use.unpacked(system, bundle, {item.step for item in plan.changes}):
-                apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
-        except (GpuprovError, Stopped):
-            journal.end("failed")
+            count, facts, plan = _apply(plan, spec, request, sink, system, journal, stop_requested, bundle)
+        except PlanAfresh as reboot:
+            return _reboot(request, reboot.made, facts, sink, system)
+        except (GpuprovError, Stopped) as error:
+            # What follows a reboot belongs to the same run: one roll-back undoes both halves.
+            if not isinstance(error, GpuprovError) or error.exit_code != ExitCode.REBOOT_NEEDED:
+                journal.end("failed")
             raise
-        facts = _gather(system, bundle)
-        _require_settled(make_plan(facts, spec))
+        _require_settled(plan)
         journal.end("done")
     elif interrupted is not None:
         interrupted.end("done")
-    count = len(plan.changes)
+    forget_asked(system)
     summary = f"{count} changes made" if count else "0 changes: the host is as it should be"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 
-def _announced_plan(facts: HostFacts, spec: HostSpec, sink: Sink, system: System, *, diff: bool) -> Plan:
+def _apply(
+    plan: Plan, spec: HostSpec, request: Request, sink: Sink, system: System, journal: Journal,
+    stop_requested: StopRequested, bundle: use.OpenBundle | None,
+) -> tuple[int, HostFacts, Plan]:  # fmt: skip
+    """Make the changes; return how many were made, the facts afterwards, and the plan that is left.
+
+    A reboot that turns out needless leaves a stale plan, and a new driver may be a reason for one: then another round.
+    Raises PlanAfresh if the host must reboot before the rest.
+    """
+    made, stale = 0, True
+    for _ in range(_MOST_ROUNDS):
+        try:
+            # Each round takes out of the bundle what its own steps need.
+            with use.unpacked(system, bundle, {item.step for item in plan.changes}):
+                made += apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
+            stale = False
+        except PlanAfresh as afresh:
+            made, stale = made + afresh.made, True
+            if afresh.reboot:
+                raise PlanAfresh(made, reboot=True) from None
+        facts = _gather(system, bundle)
+        plan = make_plan(facts, spec, request.steps)
+        if not stale and not any(isinstance(item.change, Reboot) for item in plan.changes):
+            break
+    return made, facts, plan
+
+
+def _reboot(request: Request, made: int, facts: HostFacts, sink: Sink, system: System) -> Finished:
+    """Let the host reboot; the run goes on after it, asked again by the caller or by the host itself."""
+    if not request.caller_returns:
+        leave_resume(system, request)
+    if facts.docker.running_containers:
+        sink(Note(f"the reboot stops these containers: {', '.join(facts.docker.running_containers)}", "warning"))
+    begin_reboot(system)
+    summary = "rebooting; the rest is done after it"
+    if not request.caller_returns:
+        summary += f", by the host itself: journalctl -u {UNIT}"
+    versions = _versions(facts)
+    return Finished(
+        int(ExitCode.REBOOT_NEEDED), made, summary=summary, left_boot=facts.reboot.boot_id, versions=versions
+    )
+
+
+def _announced_plan(facts: HostFacts, spec: HostSpec, request: Request, sink: Sink, system: System) -> Plan:
     """Make the plan and tell it. Raises GpuprovError with all problems at once."""
-    plan = make_plan(facts, spec)
+    plan = make_plan(facts, spec, request.steps)
     for note in plan.notes:
         sink(Note(note))
-    if plan.problems:
-        raise GpuprovError.several(plan.problems)
+    problems = plan.problems or unreachable(system, [url for item in plan.changes for url in item.change.urls])
+    if problems:
+        raise GpuprovError.several(problems)
     sink(
         Planned(
             tuple(
                 PlannedChange(
-                    item.change.key, item.step, item.change.summary(), item.change.diff(system) if diff else ""
+                    item.change.key, item.step, item.change.summary(), item.change.diff(system) if request.diff else ""
                 )
                 for item in plan.changes
             )
@@ -169,11 +223,42 @@ def _require_settled(plan: Plan) -> None:
 
 
 def _roll_back(sink: Sink, system: System) -> Finished:
+    forget_resume(system)
+    forget_asked(system)
     run = last_undoable_run(system)
     if run is None:
         return Finished(int(ExitCode.DONE), summary="there is no run to roll back")
+    for sentence in lasting(system, (run,), CHANGE_KINDS):
+        sink(Note(sentence, "warning"))
     count = roll_back(system, run, CHANGE_KINDS, sink)
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
+
+
+def _check_uninstall(request: Request, sink: Sink, system: System) -> Finished:
+    """Say what an uninstall would do, and what it can't bring back."""
+    count = _announced_removal(request, sink, system).count
+    summary = f"{count} changes would be made" if count else _NOTHING_THERE
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
+
+
+def _uninstall(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+    removal = _announced_removal(request, sink, system)
+    carry_out(system, removal, CHANGE_KINDS, sink, stop_requested)
+    count = removal.count
+    summary = f"{count} changes undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
+
+
+def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
+    """Look at what an uninstall has to do and tell it, what lasts first. Raises GpuprovError with all problems."""
+    removal = survey(system, CHANGE_KINDS)
+    found = problems(system, removal)
+    if found:
+        raise GpuprovError.several(found)
+    for sentence in removal.lasting:
+        sink(Note(sentence, "warning"))
+    sink(Planned(planned(system, removal, diff=request.diff)))
+    return removal
 
 
 def _verify(spec: HostSpec, sink: Sink, system: System) -> Finished:

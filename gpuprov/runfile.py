@@ -64,12 +64,21 @@ def knows(version: str, option: str) -> bool:
 
 
 def install_arguments(
-    version: str, *, kernel_modules: bool, module_type: str, dkms: bool, has_libgl: bool, temporary: str, log: str
+    version: str,
+    *,
+    kernel_modules: bool,
+    module_type: str,
+    dkms: bool,
+    has_libgl: bool,
+    temporary: str,
+    log: str,
+    signing: tuple[str, str] = ("", ""),
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
-    `has_libgl`: the distribution's own libGL is installed. `--tmpdir` and its value are two words: the stub ignores
-    `--tmpdir=DIR`. It also expands its arguments again without quotes, so `temporary` and `log` must hold no blanks.
+    `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
+    `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
+    quotes, so that no path may hold blanks.
     """
     arguments = ["--tmpdir", temporary, "--silent", "--no-questions", "--ui=none", f"--log-file-name={log}"]
     if not kernel_modules:
@@ -79,6 +88,8 @@ def install_arguments(
         arguments.append("--dkms")
     if kernel_modules and module_type != "auto":
         arguments += _module_type(version, module_type)
+    if kernel_modules and all(signing):
+        arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
     # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
     # on a missing libGL.so.1 even on a headless host, and with exit code 0.
     if knows(version, "--install-libglvnd"):
@@ -167,7 +178,8 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Key was rejected by service|module verification failed|Required key not available",
         "Secure Boot refused the kernel module: it is not signed with an enrolled key",
-        "sign it with an enrolled key, or switch Secure Boot off in the firmware",
+        "set gpuprov_module_signing_key and gpuprov_module_signing_certificate to a key that is enrolled "
+        "(mokutil --list-enrolled), or switch Secure Boot off in the firmware",
     ),
     (
         r"sanity check failed",

@@ -2,35 +2,107 @@
 
 from __future__ import annotations
 
-from gpuprov import kernel
+from dataclasses import replace
+
+from gpuprov import boot, cuda, kernel, packages_rpm
 from gpuprov.bundle import use
 from gpuprov.changes import Change
-from gpuprov.distros import find_distribution
+from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing, own_name, pinned, plan_holds
 from gpuprov.spec import HostSpec
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.
 _TOOLKIT_PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
+# docs.docker.com/engine/install
+_DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
+
+
+def dockers_own_repository(facts: HostFacts, spec: HostSpec) -> DockerRepository | None:
+    """Return Docker's own repository where docker shall come from there, or None."""
+    row = distribution_of(facts.os)
+    return docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what is missing and must not be installed."""
-    if facts.docker.installed or spec.docker != "preinstalled":
+    return (*_manager_problems(facts), *_docker_problems(facts, spec))
+
+
+def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    row = distribution_of(facts.os)
+    if row is None or facts.packages.manager == row.package_manager:
         return ()
     return (
-        Problem("docker is not installed", "there is no dockerd", "install it, or set gpuprov_docker: distribution"),
+        Problem(
+            f"{row.name}'s package manager, {row.package_manager}, is missing on this host",
+            f"there is no {row.package_manager}, or no database of packages that it could read",
+            "is this an image without one (ostree, distroless)? Take the distribution's ordinary one",
+        ),
+    )
+
+
+def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.docker.installed:
+        return ()
+    if spec.docker == "preinstalled":
+        next_step = "install it, or set gpuprov_docker: distribution"
+        return (Problem("docker is not installed", "there is no dockerd", next_step),)
+    row = distribution_of(facts.os)
+    if row is None or engine_packages(row, spec):
+        return ()
+    here = f"{row.name} {row.version}"
+    if spec.docker == "distribution":
+        return (
+            Problem(
+                f"{here} has no docker of its own",
+                "there is no dockerd, and none in the distribution's packages",
+                "set gpuprov_docker: docker-ce to take it from Docker's own repository",
+            ),
+        )
+    return (
+        Problem(
+            f"Docker has no repository for {here}",
+            "docs.docker.com/engine/install",
+            "set gpuprov_docker: distribution",
+        ),
+    )
+
+
+def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of docker from where it shall come."""
+    if spec.docker == "docker-ce":
+        return _DOCKER_CE if row.docker_repository else ()
+    return row.docker_packages
+
+
+def note(facts: HostFacts, spec: HostSpec) -> str:
+    """Return a warning where the next kernel would be without a driver, or nothing."""
+    row = distribution_of(facts.os)
+    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.builds_modules(facts, spec):
+        return ""
+    if "dkms" in (*facts.packages.installed, *spec.packages):
+        return ""
+    return (
+        f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, "
+        "or add that repository and gpuprov_packages: [dkms]"
     )
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
-    row = find_distribution(facts.os.id, facts.os.version)
-    engine = row.docker_packages if row is not None and not facts.docker.installed else ()
-    return (*engine, *kernel.packages(facts, spec), *toolkit_packages(spec), *spec.packages)
+    row = distribution_of(facts.os)
+    engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+    ours = (
+        *kernel.packages(facts, spec),
+        *cuda.packages(facts, spec),
+        *boot.packages(facts, spec),
+        *toolkit_packages(spec),
+    )
+    return (*engine, *ours, *spec.packages)
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
@@ -42,7 +114,19 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return one refresh and one installation of all that is missing, or nothing."""
-    names = missing(facts.packages, wanted(facts, spec))
-    options = use.apt_options() if facts.bundle is not None else ()
-    return (RefreshPackageIndex(options), InstallPackages(names, options)) if names else ()
+    """Return one refresh and one installation of all that is missing, and the holds; nothing where all is there."""
+    names = wanted(facts, spec)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        enable = () if facts.docker.installed else ("docker.service",)
+        return packages_rpm.plan(facts.packages, names, enable)
+    lacking = missing(facts.packages, names)
+    held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
+    options = use.apt_options(facts.bundle)
+    installation: tuple[Change, ...] = (
+        RefreshPackageIndex(spec.lock_timeout, options),
+        InstallPackages(lacking, held, spec.lock_timeout, options),
+    )
+    # A hold that the installation takes off is to be made anew.
+    packages = replace(facts.packages, held=facts.packages.held - {own_name(facts.packages, name) for name in held})
+    holds = plan_holds(packages, pinned(names) if spec.hold_pinned else (), spec.lock_timeout)
+    return (*(installation if lacking else ()), *holds)

@@ -8,6 +8,7 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -15,21 +16,32 @@ from typing import Any
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
+from gpuprov import releases
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"
+# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
+PLAY_VARIABLES = frozenset(
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python")
+)
 
-_VERSION = validate.Regexp(r"\d{3,4}(\.\d{1,4}){1,3}\Z", error="is not a driver version such as 550.163.01")
+_VERSION = validate.Regexp(
+    rf"\d{{3,4}}(\.\d{{1,4}}){{1,3}}\Z|({'|'.join(releases.branches())}|latest)\Z",
+    error=f"is not a driver version such as 550.163.01, nor a branch ({', '.join(releases.branches())}), nor latest",
+)
 _SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
 _URL_OR_PATH = validate.Regexp(
     r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
     error="is neither a URL (http, https, file) nor an absolute path",
 )
+_PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
 _HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
 _NAME = validate.Regexp(
     r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
 )
-_PACKAGE = validate.Regexp(r"[a-z0-9][a-z0-9+._-]*(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name")
+_PACKAGE = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
+)
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )
@@ -93,6 +105,11 @@ def _flag(default: bool, text: str) -> Any:
     return _option(_StrictBoolean(), default, text)
 
 
+def _number(default: int, text: str, largest: int) -> Any:
+    check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
+    return _option(schema_fields.Integer(validate=check), default, text)
+
+
 class _StrictBoolean(schema_fields.Boolean):
     """A boolean as YAML and Ansible's `-e` write it, and nothing else: no 1, no "on the"."""
 
@@ -111,11 +128,16 @@ class HostSpec:
 
     driver: str = _choice(
         "runfile",
-        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `preinstalled` takes what is there.",
-        "runfile", "preinstalled",
+        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
+        "CUDA repository, `preinstalled` takes what is there.",
+        "runfile", "packages", "preinstalled",
     )  # fmt: skip
     driver_version: str = _text(
-        "", "The driver's version, such as 550.163.01. Needed with `driver: runfile`.", _VERSION
+        "",
+        "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
+        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
+        "they are pinned to, where the repository can (branch or version; default: its newest).",
+        _VERSION,
     )
     driver_url: str = _text(
         "",
@@ -123,7 +145,11 @@ class HostSpec:
         "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
         _URL_OR_PATH,
     )
-    driver_sha256: str = _text("", "The SHA-256 of the .run file. Default: the `.sha256sum` file beside it.", _SHA256)
+    driver_sha256: str = _text(
+        "",
+        "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
+        _SHA256,
+    )
     kernel_modules: str = _choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
@@ -132,13 +158,29 @@ class HostSpec:
         "auto", "build", "none",
     )  # fmt: skip
     kernel_module_type: str = _choice(
-        "auto", "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` leaves it to the installer.",
+        "auto",
+        "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
+        "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
+    )  # fmt: skip
+    module_signing_key: str = _text(
+        "",
+        "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
+        "enrolled in the firmware.",
+        _PATH,
+    )
+    module_signing_certificate: str = _text("", "The certificate (DER) of that key, a path on the host.", _PATH)
+    reboot: str = _choice(
+        "never",
+        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
+        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
+        "never", "if-needed",
     )  # fmt: skip
     docker: str = _choice(
         "distribution",
-        "Where docker comes from if it is missing: the `distribution`'s package, or `preinstalled` (never install it).",
-        "distribution", "preinstalled",
+        "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
+        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
+        "distribution", "docker-ce", "preinstalled",
     )  # fmt: skip
     toolkit: str = _choice(
         "bundled",
@@ -157,15 +199,38 @@ class HostSpec:
         "The fingerprint of the key that signs it. ",
         _FINGERPRINT,
     )
+    cuda: str = _text(
+        "",
+        "The CUDA toolkit to install from NVIDIA's repository, such as 12.4. Default: none; containers bring theirs.",
+        validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"),
+    )
+    cuda_repository: str = _text(
+        "https://developer.download.nvidia.com/compute/cuda/repos",
+        "Where NVIDIA's CUDA repositories, or their mirror, lie: a folder for each distribution below it.",
+        _HTTP_URL,
+    )
+    cuda_key_fingerprint: str = _text(
+        "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", _FINGERPRINT
+    )
     docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = _option(
         schema_fields.List(schema_fields.Nested(_RepositorySchema)),
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
-        "`key_fingerprint`.",
+        "`key_fingerprint`. `suite` and `components` are apt's alone.",
     )
     packages: tuple[str, ...] = _option(
         schema_fields.List(schema_fields.String(validate=_PACKAGE)), (), "More packages to install."
+    )
+    hold_pinned: bool = _flag(
+        True,
+        "Hold packages whose version is asked for (apt-mark hold), so that unattended upgrades leave them. The kernel "
+        "is never held.",
+    )
+    lock_timeout: int = _number(
+        300,
+        "How many seconds to wait for another program (unattended-upgrades, say) that holds the package manager.",
+        86400,
     )
     verify_image: str = _text(
         "",
@@ -190,21 +255,31 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     Raises GpuprovError with exit code 2 that lists every unknown name, with the nearest known one, and every wrong
     value. `origin` says where the values come from, for the message.
     """
-    schema = Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})(unknown=RAISE)
     try:
-        loaded = schema.load({key: _plain(value) for key, value in values.items()})
+        loaded = _schema()(unknown=RAISE).load({key: _plain(value) for key, value in values.items()})
     except ValidationError as error:
         problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.messages))
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
     }
-    return HostSpec(**settings)
+    # A .run that is asked for by branch is one release from here on: every host of a run gets the same.
+    version = settings.get("driver_version", "")
+    if settings.get("driver", "runfile") == "runfile":
+        version = releases.resolved(version)
+    return HostSpec(**{**settings, "driver_version": "" if version == "latest" else version})
+
+
+@functools.cache
+def _schema() -> type[Schema]:
+    """Return the schema of all options; made once, for a thousand hosts are checked against it."""
+    return Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})
 
 
 def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
     """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
-    ours = {name[len(PREFIX) :]: value for name, value in variables.items() if name.startswith(PREFIX)}
+    names = (name for name in variables if name.startswith(PREFIX) and name not in PLAY_VARIABLES)
+    ours = {name[len(PREFIX) :]: variables[name] for name in names}
     return parse_spec(ours, origin)
 
 
@@ -247,6 +322,7 @@ _REASONS = {
     "Not a valid string.": "must be text (put a version number in quotes)",
     "Not a valid boolean.": "must be true or false",
     "Not a valid list.": "must be a list",
+    "Not a valid integer.": "must be a whole number",
     "Invalid input type.": "must be a mapping",
     "Missing data for required field.": "is missing",
 }

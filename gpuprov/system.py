@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import selectors
 import shutil
 import signal
 import stat as stat_module
+import struct
 import subprocess
 import tempfile
 import time
@@ -65,7 +67,10 @@ class Completed:
 
 @dataclass(frozen=True)
 class FileStatus:
-    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other."""
+    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other.
+
+    `modified`: when its content changed last, in seconds since 1970.
+    """
 
     kind: str
     mode: int
@@ -75,6 +80,7 @@ class FileStatus:
     target: str = ""
     major: int = 0
     minor: int = 0
+    modified: float = 0.0
 
 
 class System:
@@ -140,14 +146,22 @@ class System:
             target=str(self.path(path).readlink()) if kind == "link" else "",
             major=os.major(found.st_rdev),
             minor=os.minor(found.st_rdev),
+            modified=found.st_mtime,
         )
 
-    def inode(self, path: str) -> int:
-        """Return a file's inode number, 0 if there is none."""
+    def lock_holder(self, path: str) -> int | None:
+        """Return the process that holds a record lock (fcntl(2)) on a file, or None; 0 for one that can't be seen."""
         try:
-            return os.stat(self.path(path)).st_ino  # noqa: PTH116 (follows links, as the kernel's lock table does)
+            handle = os.open(self.path(path), os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return 0
+            return None
+        try:
+            # struct flock of 64-bit Linux: type, whence, start, length, pid.
+            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+        finally:
+            os.close(handle)
+        return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
     def exists(self, path: str) -> bool:
         """Say whether anything lies at `path`, links followed."""
@@ -364,6 +378,10 @@ class System:
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
+
+    def clock(self) -> int:
+        """Return the time of day, in seconds since 1970."""
+        return int(time.time())
 
     def now(self) -> float:
         """Return a clock in seconds that never goes back."""

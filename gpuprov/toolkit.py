@@ -9,6 +9,7 @@ from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import difference, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.cuda import plan_driver
 from gpuprov.driver_run import installs
 from gpuprov.facts import FileFact, HostFacts
 from gpuprov.runtime_hook import deploy
@@ -90,7 +91,7 @@ class InstallRuntime(Change):
 def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the CDI specifications' writing, if they do not say what is there now."""
     # Before the driver and its nodes are there, nothing can be said about them.
-    if installs(facts, spec) or missing_nodes(facts.driver):
+    if installs(facts, spec) or plan_driver(facts, spec) or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
     others = tuple(
         (path, content)

@@ -1,5 +1,5 @@
 """Fixtures for all tests."""
 
-from tests.lab.fixtures import site
+from tests.lab.fixtures import rpm_site, site
 
-__all__ = ["site"]
+__all__ = ["rpm_site", "site"]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov import software
+from gpuprov import boot, cuda, software
 from gpuprov.bundle.sources import DEBIAN_ARCHITECTURES, default_sources
-from gpuprov.distros import Distribution, find_distribution, supported_names
+from gpuprov.distros import Distribution, docker_repository, find_distribution, kernel_headers, supported_names
 from gpuprov.download import masked
 from gpuprov.driver_run import default_url
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.repos import AptRepository, repositories
+from gpuprov.repos import AptRepository, repositories, with_docker
 from gpuprov.spec import HostSpec
 
 
@@ -70,7 +70,7 @@ def make_recipe(wishes: Wishes, specs: Sequence[HostSpec]) -> Recipe:
         known = ", ".join(DEBIAN_ARCHITECTURES)
         raise _usage(f"the architecture {wishes.architecture} is not supported", "", f"supported are: {known}")
     version, url, sha256 = _driver(wishes, specs)
-    found = [repository for spec in specs for repository in repositories(spec, wishes.architecture)]
+    found = [repository for spec in specs for repository in _repositories(row, wishes.architecture, spec)]
     return Recipe(
         distribution=row.id,
         version=row.version,
@@ -95,11 +95,31 @@ def _distribution(distro: str) -> Distribution:
 
 
 def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
-    docker = row.docker_packages if any(spec.docker != "preinstalled" for spec in specs) else ()
-    headers = tuple(name.format(kernel=kernel) for kernel in wishes.kernels for name in row.kernel_headers)
-    build = row.build_packages if wishes.kernels else ()
-    more = (name for spec in specs for name in (*software.toolkit_packages(spec), *spec.packages))
+    docker = (name for spec in specs for name in _engine(row, spec))
+    headers = (name for kernel in wishes.kernels for name in kernel_headers(row, kernel))
+    build = (*row.build_packages, *boot.service_packages(row.id, row.version)) if wishes.kernels else ()
+    more = (
+        name
+        for spec in specs
+        for name in (*cuda.toolkit_packages(spec), *software.toolkit_packages(spec), *spec.packages)
+    )
     return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
+
+
+def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
+
+
+def _repositories(row: Distribution, architecture: str, spec: HostSpec) -> tuple[AptRepository, ...]:
+    """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
+    if spec.driver == "packages":
+        raise _usage(
+            "a bundle holds the driver as a .run file, not as packages",
+            "gpuprov_driver: packages",
+            "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
+        )
+    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
+    return repositories(with_docker(cuda.with_repository_of(row, architecture, spec), docker), architecture)
 
 
 def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, str, str]:

@@ -110,7 +110,7 @@ def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], instal
         )
     return (
         *(_driver_problems(manifest, spec) if installs_driver else ()),
-        *_package_problems(manifest, packages),
+        *_package_problems(manifest, packages, facts.kernel.release),
         *_room_problems(facts, manifest, _folders(facts, packages, installs_driver)),
     )
 
@@ -137,13 +137,12 @@ def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
     return ()
 
 
-def _package_problems(manifest: Manifest, packages: tuple[str, ...]) -> tuple[Problem, ...]:
+def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
     held = {text for one in manifest.packages for text in (one.name, f"{one.name}={one.version}")}
     lacking = [name for name in packages if name not in held]
     if not lacking:
         return ()
-    prefix = "linux-headers-"
-    words = [f"--kernel {name[len(prefix) :]}" if name.startswith(prefix) else f"--package {name}" for name in lacking]
+    words = [f"--kernel {kernel}" if name == f"linux-headers-{kernel}" else f"--package {name}" for name in lacking]
     return (
         Problem(
             "the bundle lacks packages that this host needs",
@@ -168,8 +167,13 @@ def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...
     )
 
 
-def apt_options() -> tuple[str, ...]:
-    """Return the words that make the unpacked bundle apt's only source, and keep its lists apart from the host's."""
+def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
+    """Return the words that make the unpacked bundle apt's only source, and keep its lists apart from the host's.
+
+    Without a bundle there are none.
+    """
+    if bundle is None:
+        return ()
     settings = {
         "Dir::Etc::sourcelist": f"{FOLDER}/sources.list",
         "Dir::Etc::sourceparts": f"{FOLDER}/none",

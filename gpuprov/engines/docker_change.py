@@ -163,7 +163,14 @@ class ReconfigureDocker(Change):
         if not _is_active(system):
             return
         # docker forgets a runtime only at a restart; where that would stop containers, it may know it until the next.
-        _systemctl(system, "reload" if _restart_stops_containers(system) else "restart")
+        # Several runs undone one after the other would else end at the unit's limit of starts (StartLimitBurst).
+        _systemctl(system, "reset-failed")
+        trouble = _systemctl(system, "reload" if _restart_stops_containers(system) else "restart")
+        if trouble:
+            raise GpuprovError(
+                f"docker does not come up with its old {DAEMON_JSON}, which is back", _last_words(system) or trouble,
+                "journalctl -u docker -n 50; mend what docker names, then run the same command again",
+            )  # fmt: skip
         if not before["was_active"]:
             _systemctl(system, "stop")
 

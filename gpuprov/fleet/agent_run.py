@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
-from gpuprov.fleet.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
 from gpuprov.fleet.target import HostTarget
+from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.push import STORE, agent_command, said, unfinished_problem
 from gpuprov.request import Request, request_to_line
 from gpuprov.system import Completed
 
@@ -21,18 +22,10 @@ if TYPE_CHECKING:
 
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
+_LONGEST_STRAY = 400
 # sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
-
-# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
-# may be csh or fish. Old agents go, except those that a run may still be using.
-_STORE = (
-    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
-    'cat > "$t" || { rm -f "$t"; exit 1; }; '
-    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
-    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
-)
 
 
 @dataclass(frozen=True)
@@ -51,37 +44,44 @@ def run_agent(
     sink: Sink,
     *,
     bootstrap_python: bool = False,
+    host_timeout: float | None = None,
 ) -> Finished:
-    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one."""
+    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one.
+
+    `host_timeout`: how many seconds the agent may say nothing.
+    """
     probe = _probe(connection, target, agent)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
         _bootstrap(connection, target, probe)
         probe = _probe(connection, target, agent)
     problem = python_problem(probe, target.python)
-    if problem is not None or probe.python is None:
-        raise _error(problem or Problem("there is no Python on the host"))
+    if problem is not None:
+        raise _error(problem)
     if probe.agent_digest != agent.digest:
         _upload(connection, agent)
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(connection, target, probe, request, sink))
-    command = (probe.python.path, "-I", f"{probe.cache}/agent-{agent.digest}.pyz")
+    command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
     strays: list[str] = []
 
     def on_line(line: str) -> None:
         event = from_line(line)
         if event is None:
-            strays[:] = [*strays[-20:], line]
+            strays[:] = [*strays[-20:], line[:_LONGEST_STRAY]]
         elif isinstance(event, Finished):
             finished.append(event)
         else:
             sink(event)
 
-    done = _as_root(connection, target, probe, command, _line(request_to_line(request)), on_line)
+    line = _line(request_to_line(request))
+    done = _as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
-    sink(finished[-1])
+    # One that says that the host reboots is not the last word.
+    if not finished[-1].left_boot:
+        sink(finished[-1])
     return finished[-1]
 
 
@@ -91,6 +91,11 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
         connection, f"sh -s {agent.digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
     )  # fmt: skip
     probe = parse_probe(done.stdout)
+    if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
+        raise GpuprovError(
+            "the host lets us in and does not answer then", _said(done), "look what hangs there: on its console, "
+            "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
+        )  # fmt: skip
     if probe is None:
         raise _error(
             Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
@@ -104,7 +109,7 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
 
 def _upload(connection: Connection, agent: Agent) -> None:
     done = remote.run(
-        connection, f"sh -c {shlex.quote(_STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
+        connection, f"sh -c {shlex.quote(STORE)} sh {agent.digest}", agent.content, timeout=_PATIENCE
     )  # fmt: skip
     if not done.ok:
         raise _error(
@@ -182,27 +187,31 @@ class _SudoAnswer:
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     """Return why a run ended without saying how it ended."""
-    if done.returncode == remote.CONNECTION_LOST:
+    if done.returncode == remote.SILENT:
         return Problem(
-            "the connection to the host dropped during the run",
-            done.stderr.strip().rpartition("\n")[2],
-            "the agent on the host goes on; run the same command again to take up its result",
-        )
-    if "ModuleNotFoundError" in done.stderr:
-        return Problem(
-            "the host's Python lacks a part of its standard library", _said(done),
-            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
+            "the host fell silent during the run", done.stderr.strip().rpartition("\n")[2],
+            "look what hangs there (ps f); the agent may still be at work, the same command again takes up its result; "
+            "--host-timeout waits longer",
         )  # fmt: skip
-    return Problem(
-        "the agent ended without a result", _said(done, strays),
-        "run the same command again; it takes up what was begun",
-    )  # fmt: skip
+    if done.returncode == remote.TOO_MUCH:
+        return Problem(
+            "the host sends no events but a flood", done.stderr.strip().rpartition("\n")[2],
+            "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass",
+        )  # fmt: skip
+    return unfinished_problem(done, strays, lost=done.returncode == remote.CONNECTION_LOST)
 
 
 def _said(done: Completed, output: list[str] | None = None) -> str:
-    """Return the exit code and the last lines, without the command: it is ours and long."""
-    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
-    return "\n".join([f"exit code {done.returncode}", *lines])
+    """Return how it ended and the last lines, without the command: it is ours and long."""
+    return said(done, output, ended=_ENDS.get(done.returncode, ""))
+
+
+_ENDS = {
+    remote.CONNECTION_LOST: "the connection broke",
+    remote.TOO_MUCH: "too much output",
+    remote.SILENT: "no answer",
+    remote.KILLED: "killed by a signal",
+}
 
 
 def _error(problem: Problem) -> GpuprovError:

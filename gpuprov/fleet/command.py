@@ -6,14 +6,17 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.history import Run, moment, new_identifier, save
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-from gpuprov.fleet.result import HostResult, overall_exit_code
+from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.fleet.text import one_line
 from gpuprov.request import Request
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
     from gpuprov.fleet.progress import Progress
 
-_NEEDS_ROOT = ("install", "verify", "rollback")
+_NEEDS_ROOT = ("install", "verify", "rollback", "uninstall")
 _PIPE_WIDTH = 160
 
 
@@ -42,11 +45,16 @@ class Options:
     json: bool = False
     verbose: bool = False
     forks: int = 20
+    serial: str = ""
+    max_fail: str = ""
+    canary: str = ""
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     accept_new_host_keys: bool = False
     connect_timeout: float = 10.0
+    host_timeout: float = 4500.0
     bootstrap_python: bool = False
+    report: str = ""
     overrides: tuple[tuple[str, str], ...] = ()
     bundle: str = ""
     bundle_key: str = ""
@@ -54,13 +62,42 @@ class Options:
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    rollout = parse_rollout(options.serial, options.max_fail, options.canary)
+    if options.report:
+        require_writable(options.report)
     bundle, digest = _checked_bundle(options)
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
-    results = _run(options, inventory.hosts, request)
-    return overall_exit_code(results)
+    now, begun = time.time(), time.monotonic()
+    results = _run(options, inventory.hosts, request, rollout)
+    run = Run(
+        new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
+        options.check, options.hosts, options.limit,
+    )  # fmt: skip
+    _keep(run, options, inventory.hosts)
+    _report(options, run)
+    return run.exit_code
+
+
+def require_writable(path: str) -> None:
+    """Raise GpuprovError (exit code 2) if no report can be written there: better before the run than after it."""
+    try:
+        Path(path).expanduser().open("ab").close()
+    except OSError as error:
+        raise GpuprovError(
+            f"the report {path} cannot be written", str(error), "name another file", exit_code=ExitCode.USAGE
+        ) from None
+
+
+def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
+    """Put the run into the history; where that cannot be, the run itself was none the worse."""
+    passwords = [secret for target in targets for secret in (target.password, target.become_password)]
+    try:
+        save(run, (*passwords, options.password, options.become_password))
+    except OSError as error:
+        print(f"warning: the run is not kept for `gpuprov report`: {error}", file=sys.stderr)  # noqa: T201
 
 
 def _checked_bundle(options: Options) -> tuple[str, str]:
@@ -103,36 +140,37 @@ def _require_local_call_to_make_sense(options: Options) -> None:
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:
     """Add what the command line says; as with Ansible, passwords from the inventory win over typed ones."""
-    spec = parse_spec({**spec_to_json(target.spec), **dict(options.overrides)}, "the command line")
+    wanted = {**spec_to_json(target.spec), **dict(options.overrides)}
     return replace(
         target,
-        spec=spec,
+        spec=parse_spec(wanted, "the command line") if options.overrides else target.spec,
         password=target.password or options.password,
         become_password=target.become_password or options.become_password,
     )
 
 
-def _run(options: Options, targets: Sequence[HostTarget], request: Request) -> tuple[HostResult, ...]:
+def _run(options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout) -> tuple[HostResult, ...]:
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.run import Fleet, RunSettings
     from gpuprov.fleet.ssh import SshSettings
 
-    console = _console()
+    console = make_console()
     settings = RunSettings(
         build_agent,
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         SshSettings(options.accept_new_host_keys, options.connect_timeout),
         options.bootstrap_python,
         options.forks,
+        rollout,
+        options.host_timeout,
     )
     progress = _progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
-        results = Fleet(settings).run(targets, request, progress)
-    _report(options, console, results)
-    return results
+        return Fleet(settings).run(targets, request, progress)
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Return where people read."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -150,22 +188,22 @@ def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progr
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 
-def _report(options: Options, console: Console, results: tuple[HostResult, ...]) -> None:
-    from gpuprov.fleet.report import print_report, summary_json
+def _report(options: Options, run: Run) -> None:
+    from gpuprov.fleet.report import print_report
+    from gpuprov.fleet.report_command import summary, write_page
 
+    console = make_console()
     if options.json:
         import json
 
-        console.file.write(json.dumps(summary_json(options.command, results), separators=(",", ":")) + "\n")
-        return
-    print_report(
-        console,
-        options.command,
-        results,
-        check=options.check,
-        next_command=_next_command(options),
-        verbose=options.verbose,
-    )
+        console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
+    else:
+        print_report(
+            console, run.command, run.results, check=run.check, next_command=_next_command(options),
+            verbose=options.verbose,
+        )  # fmt: skip
+    if options.report:
+        write_page(run, options.report)
 
 
 def _next_command(options: Options) -> str:

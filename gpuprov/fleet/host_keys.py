@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import fnmatch
+import functools
 import hashlib
 import hmac
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,57 @@ def known_hosts_name(host: str, port: int) -> str:
     return host.lower() if port == 22 else f"[{host.lower()}]:{port}"
 
 
+@dataclass(frozen=True)
+class _Line:
+    """One line of a known_hosts file, its key not yet decoded."""
+
+    number: int
+    patterns: str
+    key_type: str
+    key: str
+    revoked: bool
+
+
+@dataclass(frozen=True)
+class _File:
+    """A known_hosts file, so arranged that a thousand hosts need not go through a thousand lines each."""
+
+    by_name: Mapping[str, tuple[_Line, ...]]
+    # Lines with patterns or hashed names: each has to be tried.
+    others: tuple[_Line, ...]
+
+
 def matching_keys(text: str, name: str, path: str = "") -> tuple[KnownKey, ...]:
     """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
+    return _keys_for(_arranged(text), name, path)
+
+
+def _keys_for(file: _File, name: str, path: str) -> tuple[KnownKey, ...]:
+    lines = (*file.by_name.get(name.lower(), ()), *(line for line in file.others if _names(line.patterns, name)))
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
+    for line in sorted(lines, key=lambda line: line.number):
+        try:
+            key = base64.b64decode(line.key, validate=True)
+        except ValueError:
+            continue
+        found.append(KnownKey(line.key_type, key, f"{path}:{line.number}", line.revoked))
+    return tuple(found)
+
+
+def _arranged(text: str) -> _File:
+    by_name: dict[str, tuple[_Line, ...]] = {}
+    others: list[_Line] = []
+    for number, words in enumerate(map(str.split, text.splitlines()), 1):
         marker = words.pop(0) if words and words[0].startswith("@") else ""
         if len(words) < 3 or words[0].startswith("#") or marker not in ("", "@revoked"):
             continue
-        try:
-            key = base64.b64decode(words[2], validate=True)
-        except ValueError:
+        line = _Line(number, words[0], words[1], words[2], bool(marker))
+        if words[0].startswith("|") or set(words[0]) & set("*?!"):
+            others.append(line)
             continue
-        if _names(words[0], name):
-            found.append(KnownKey(words[1], key, f"{path}:{number}", bool(marker)))
-    return tuple(found)
+        for name in set(words[0].lower().split(",")):
+            by_name[name] = (*by_name.get(name, ()), line)
+    return _File(by_name, tuple(others))
 
 
 def _names(patterns: str, name: str) -> bool:
@@ -70,7 +107,7 @@ def _names(patterns: str, name: str) -> bool:
     if patterns.startswith("|1|"):
         salt, _, digest = patterns[3:].partition("|")
         try:
-            made = hmac.new(base64.b64decode(salt), name.encode(), hashlib.sha1).digest()
+            made = hmac.digest(base64.b64decode(salt), name.encode(), "sha1")
             return hmac.compare_digest(made, base64.b64decode(digest))
         except ValueError:
             return False
@@ -114,10 +151,18 @@ class KnownHosts:
 
 
 def _keys_in(path: str, name: str) -> Iterable[KnownKey]:
+    place = Path(path).expanduser()
     try:
-        return matching_keys(Path(path).expanduser().read_text("utf-8", "replace"), name, path)
+        found = place.stat()
+        return _keys_for(_read(place, found.st_mtime_ns, found.st_size), name, path)
     except OSError:
         return ()
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, _changed: int, _size: int) -> _File:
+    """Return a file as it was at that moment, with that size; both only tell one state from the next."""
+    return _arranged(path.read_text("utf-8", "replace"))
 
 
 class KeyCheck:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -74,7 +75,7 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def __call__(self, host: str, event: Event) -> None:
-        line = json.dumps({"host": host, **json.loads(to_line(event))}, separators=(",", ":"))
+        line = f'{{"host":{json.dumps(host)},{to_line(event)[1:]}'
         with self._lock:
             self._console.file.write(line + "\n")
             self._console.file.flush()
@@ -140,10 +141,20 @@ class _Row:
     style: str = "dim"
     # Within a change that takes long: done and total, in bytes for instance.
     part: tuple[int, int] = field(default=(0, 0))
+    failed: bool = False
+
+    @property
+    def state(self) -> str:
+        if not self.ended:
+            return "at work" if self.begun else "waiting"
+        return "failed" if self.failed else "done"
 
 
 class LiveTable(AbstractContextManager["LiveTable"]):
-    """A table with one row for each host, redrawn as events come; plans and warnings scroll by above it."""
+    """A table with one row for each host, redrawn as events come; plans and warnings scroll by above it.
+
+    Where not all hosts fit on the screen, it shows those at work and those that failed, and counts the others.
+    """
 
     def __init__(self, console: Console, hosts: Sequence[str], *, verbose: bool = False, diff: bool = False) -> None:
         self._console = console
@@ -169,10 +180,18 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             row = self._rows.setdefault(host, _Row())
             row.begun = row.begun or time.monotonic()
             _update(row, event)
-            if isinstance(event, Planned) and event.changes:
-                self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
-            if isinstance(event, Note) and event.level == "warning":
-                self._console.print(Text(f"{plain(host)}: {one_line(event.message)}", "yellow"), soft_wrap=True)
+            above = self._above(host, event)
+        # Not under our lock: rich draws under its own and asks `_table` then, which takes ours.
+        if above is not None:
+            self._console.print(above, soft_wrap=True)
+
+    def _above(self, host: str, event: Event) -> Text | None:
+        """Return what scrolls by above the table."""
+        if isinstance(event, Planned) and event.changes:
+            return self._plans.text(host, event.changes)
+        if isinstance(event, Note) and event.level == "warning":
+            return Text(f"{plain(host)}: {one_line(event.message)}", "yellow")
+        return None
 
     def _table(self) -> RenderableType:
         table = Table(box=None, pad_edge=False, show_header=len(self._rows) > 1, header_style="dim")
@@ -187,15 +206,24 @@ class LiveTable(AbstractContextManager["LiveTable"]):
                     Text(plain(host)), Text(count), Text(f"{seconds:.0f}" if row.begun else ""),
                     Text(one_line(row.step), row.style), Text(one_line(message), "dim"),
                 )  # fmt: skip
-        return table
+            return Group(table, self._counts()) if len(self._rows) > 1 else table
+
+    def _counts(self) -> Text:
+        states = collections.Counter(row.state for row in self._rows.values())
+        styles = {"done": "green", "failed": "red", "at work": "", "waiting": "dim"}
+        parts = [Text(f"{states[state]} {state}", style) for state, style in styles.items() if states[state]]
+        return Text(" · ", no_wrap=True).join(parts)
 
     def _visible(self) -> Sequence[tuple[str, _Row]]:
-        """Return the rows that fit on the screen; where not all do, hosts at work come first."""
+        """Return the rows that fit on the screen; where not all do, a third at most to the latest failed."""
         rows = list(self._rows.items())
-        room = max(self._console.height - 2, 1)
+        room = max(self._console.height - 3, 1)
         if len(rows) <= room:
             return rows
-        return sorted(rows, key=lambda item: (item[1].ended > 0, item[1].begun == 0))[:room]
+        working = [item for item in rows if item[1].state == "at work"]
+        failed = sorted((item for item in rows if item[1].state == "failed"), key=lambda item: -item[1].ended)
+        for_failed = min(len(failed), max(room // 3, room - len(working)))
+        return [*working[: room - for_failed], *failed[:for_failed]]
 
 
 def _percent(part: tuple[int, int]) -> str:
@@ -222,4 +250,5 @@ def _update(row: _Row, event: Event) -> None:
     elif isinstance(event, Finished):
         row.ended, row.message = time.monotonic(), ""
         row.step = _ending(event)
-        row.style = "green" if event.exit_code == ExitCode.DONE else "red"
+        row.failed = event.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
+        row.style = "red" if row.failed else "green"

@@ -13,18 +13,28 @@ if TYPE_CHECKING:
     from fabric import Connection
 
 _CHUNK = 1 << 15
-# A line of JSON with a plan full of diffs is long; a host that never ends its line must not fill our memory.
-_LONGEST_LINE = 16 << 20
-_MOST_OUTPUT = 1 << 20
+# A plan full of diffs makes a long line, and a run tells much; but a host that never ends must not fill our memory.
+_LONGEST_LINE = 4 << 20
+_MOST_OUTPUT = 64 << 20
+_MOST_OF_A_SHORT_COMMAND = 1 << 20
 _KEPT_LINES = 40
+_LONGEST_KEPT = 500
+# How long a host may take to accept a command, and to say how it ended after its last word.
+ACCEPTANCE_SECONDS = 60
 CONNECTION_LOST = 255
+TOO_MUCH = 254
+SILENT = 253
 KILLED = 128  # by a signal; paramiko does not say which
 
 
+class TooMuchError(Exception):
+    """The host says more than we are willing to hear."""
+
+
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
-    """Run a command to its end. `returncode` is 255 if the connection breaks or `timeout` seconds pass in silence."""
+    """Run a command to its end. `returncode` is one of the constants above if it does not come to it."""
     output: list[str] = []
-    done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout)
+    done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout, most=_MOST_OF_A_SHORT_COMMAND)
     return Completed((command,), done.returncode, "".join(f"{line}\n" for line in output), done.stderr)
 
 
@@ -36,32 +46,62 @@ def stream(
     stdin: Iterable[bytes] = (),
     answer: Callable[[str], Iterable[bytes] | None] | None = None,
     timeout: float | None = None,
+    most: int = _MOST_OUTPUT,
 ) -> Completed:
     """Run a command and hand each line of its stdout to `on_line` as it comes; `stderr` in the result is its end.
 
     `stdin` comes in pieces, so that it may be longer than memory. `answer` sees each line of stderr and returns what to
-    write to stdin then; returning None gives up.
+    write to stdin then; returning None gives up. `returncode` is 255 if the connection breaks, 253 after `timeout`
+    seconds of silence, 254 if there are more than `most` bytes.
     """
-    channel = connection.create_session()
-    channel.settimeout(timeout)
+    from paramiko.ssh_exception import SSHException
+
     errors: deque[str] = deque(maxlen=_KEPT_LINES)
+    channel: Any = None
     try:
-        channel.exec_command(command)
+        channel = connection.create_session()
+        channel.settimeout(timeout)
+        _begin(channel, command)
         reader = threading.Thread(target=_read_errors, args=(channel, errors, answer), daemon=True)
         reader.start()
         _write(channel, stdin, last=answer is None)
-        for line in _lines(channel.recv):
+        for line in _lines(channel.recv, most):
             on_line(line)
         reader.join(5)
-        code = channel.recv_exit_status()
-        if code < 0:
-            code = KILLED if _is_alive(connection) else CONNECTION_LOST
-    except (OSError, EOFError) as error:
+        code = _exit_code(connection, channel)
+    except TimeoutError:
+        errors.append(f"not a word for {timeout:g} s")
+        code = SILENT
+    except TooMuchError as error:
+        errors.append(str(error))
+        code = TOO_MUCH
+    except (OSError, EOFError, SSHException) as error:
         errors.append(str(error) or type(error).__name__)
         code = CONNECTION_LOST
     finally:
-        channel.close()
+        if channel is not None:
+            channel.close()
     return Completed((command,), code, "", "\n".join(errors))
+
+
+def _begin(channel: Any, command: str) -> None:
+    """Start the command; paramiko itself would wait for ever for the host to accept it."""
+    too_late = threading.Timer(ACCEPTANCE_SECONDS, channel.close)
+    too_late.daemon = True
+    too_late.start()
+    try:
+        channel.exec_command(command)
+    finally:
+        too_late.cancel()
+
+
+def _exit_code(connection: Connection, channel: Any) -> int:
+    if not channel.status_event.wait(ACCEPTANCE_SECONDS):
+        return CONNECTION_LOST
+    code = int(channel.recv_exit_status())
+    if code < 0:
+        return KILLED if _is_alive(connection) else CONNECTION_LOST
+    return code
 
 
 def _is_alive(connection: Connection) -> bool:
@@ -82,8 +122,8 @@ def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:
 
 def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Iterable[bytes] | None] | None) -> None:
     try:
-        for line in _lines(channel.recv_stderr):
-            errors.append(line)
+        for line in _lines(channel.recv_stderr, _MOST_OUTPUT):
+            errors.append(line[:_LONGEST_KEPT])
             reply = () if answer is None else answer(line)
             if reply is None:
                 channel.close()
@@ -92,17 +132,28 @@ def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Itera
                 _write(channel, reply, last=True)
     except OSError:
         pass  # the same break shows on stdout
+    except TooMuchError as error:
+        errors.append(str(error))
+        channel.close()
 
 
-def _lines(receive: Callable[[int], bytes]) -> Iterator[str]:
-    """Yield lines without their ends."""
-    pending = bytearray()
+def _lines(receive: Callable[[int], bytes], most: int) -> Iterator[str]:
+    """Yield lines without their ends. Raises TooMuchError for a line, or an output, that never ends."""
+    pending: list[bytes] = []
+    waiting = total = 0
     while data := receive(_CHUNK):
-        *lines, rest = (pending + data).split(b"\n")
+        total += len(data)
+        if total > most:
+            raise TooMuchError(f"more than {most >> 20} MiB of output")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join((*pending, lines[0]))
+            pending, waiting = [], 0
         for line in lines:
             yield line.decode("utf-8", "replace").rstrip("\r")
-        pending = bytearray(rest)
-        if len(pending) > _LONGEST_LINE:
-            raise OSError("the host sent a line without an end")
-    if pending:
-        yield pending.decode("utf-8", "replace")
+        pending.append(rest)
+        waiting += len(rest)
+        if waiting > _LONGEST_LINE:
+            raise TooMuchError(f"more than {_LONGEST_LINE >> 20} MiB without a line end")
+    if waiting:
+        yield b"".join(pending).decode("utf-8", "replace")

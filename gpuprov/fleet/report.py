@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,19 +13,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.errors import ExitCode, Problem
+from gpuprov.errors import ExitCode
 from gpuprov.events import CheckDone
+from gpuprov.fleet.causes import causes
 from gpuprov.fleet.result import HostResult, overall_exit_code
-from gpuprov.fleet.text import counted, listed, one_line, plain
+from gpuprov.fleet.text import counted, listed, one_line, plain, shortened
+from gpuprov.fleet.versions import Spread, fact, spreads
 
-_WORDS = {
-    ExitCode.DONE: ("done", "green"),
-    ExitCode.FAILED: ("failed", "red"),
-    ExitCode.USAGE: ("refused", "red"),
-    ExitCode.REBOOT_NEEDED: ("reboot needed", "yellow"),
-    ExitCode.UNREACHABLE: ("unreachable", "red"),
-}
+_STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
+           "not run": "yellow"}  # fmt: skip
 _MOST_DETAILED = 3  # hosts side by side with what was measured; more do not fit on a terminal
+_MOST_SIDE_BY_SIDE = 8
+_MOST_ROWS = 50  # of one host each; beyond that only -v shows them all
+_MOST_NAMED = 5
 _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -36,14 +37,18 @@ def print_report(
     if command == "facts":
         parts += list(_facts(results, verbose=verbose))
     if any(result.checks for result in results):
-        parts.append(_checks_table(results))
+        table = _checks_table if verbose or len(results) <= _MOST_SIDE_BY_SIDE else _checks_count_table
+        parts.append(table(results))
     if len(results) > 1 and (command != "facts" or overall_exit_code(tuple(results)) != ExitCode.DONE):
-        parts.append(_summary_table(results, foreseen=check))
+        short = len(results) > _MOST_ROWS and not verbose
+        parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
+    parts += _versions_table(spreads(results))
     for part in parts:
         console.print(part)
         console.print()
     console.print(problems_text(results), soft_wrap=True, end="")
-    style = _WORDS[overall_exit_code(tuple(results))][1]
+    worst = overall_exit_code(tuple(results))
+    style = "green" if worst == ExitCode.DONE else "yellow" if worst == ExitCode.REBOOT_NEEDED else "red"
     console.print(Text(last_line(command, results, check=check, next_command=next_command), style), soft_wrap=True)
 
 
@@ -53,7 +58,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         {
             "host": result.host,
             "exit_code": int(result.exit_code),
-            "result": _WORDS[result.exit_code][0],
+            "result": result.word,
             "changed": result.changed,
             "seconds": result.seconds,
             "summary": result.summary,
@@ -62,7 +67,13 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         }
         for result in results
     ]
-    return {"event": "Summary", "command": command, "exit_code": int(overall_exit_code(tuple(results))), "hosts": hosts}
+    return {
+        "event": "Summary",
+        "command": command,
+        "exit_code": int(overall_exit_code(tuple(results))),
+        "hosts": hosts,
+        "causes": [asdict(cause) for cause in causes(results)],
+    }
 
 
 def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
@@ -70,13 +81,59 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
     for name in ("host", "result", "would change" if foreseen else "changes", "seconds", "reason"):
         table.add_column(name, justify="right" if name in ("changes", "would change", "seconds") else "left")
     for result in results:
-        word, style = _WORDS[result.exit_code]
-        failed = next((check for check in result.checks if check.status == "failed"), None)
-        reason = result.problems[0].what if result.problems else _told(failed) if failed else result.summary
         table.add_row(
-            Text(plain(result.host)), Text(word, style), str(result.changed), f"{result.seconds:.1f}",
-            Text(one_line(reason)),
+            Text(plain(result.host)), Text(result.word, _STYLES[result.word]), str(result.changed),
+            f"{result.seconds:.1f}", Text(shortened(one_line(result.reason))),
         )  # fmt: skip
+    return table
+
+
+def _count_table(results: Sequence[HostResult]) -> Table:
+    """Return how many hosts ended in which way, and how long they took: what is left to read of a thousand hosts."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("result", "hosts", "changes", "seconds", "slowest"):
+        table.add_column(name, justify="left" if name in ("result", "slowest") else "right")
+    for word, style in _STYLES.items():
+        members = [result for result in results if result.word == word]
+        if members:
+            slowest = max(members, key=lambda result: result.seconds)
+            middle = statistics.median(result.seconds for result in members)
+            table.add_row(
+                Text(word, style), str(len(members)), str(sum(result.changed for result in members)), f"{middle:.1f}",
+                Text(f"{plain(slowest.host)} {slowest.seconds:.1f}"),
+            )  # fmt: skip
+    return table
+
+
+def _versions_table(found: Sequence[Spread]) -> list[Table]:
+    """Return what the hosts run; who runs something else is named."""
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "on most hosts", "hosts", "the odd ones out"):
+        table.add_column(name, justify="right" if name == "hosts" else "left")
+    for spread in found:
+        others = "; ".join(f"{shortened(one_line(version), columns=80)}: {listed(map(plain, hosts))}"
+                           for version, hosts in spread.others[:_MOST_NAMED])  # fmt: skip
+        more = f"; {len(spread.others) - _MOST_NAMED} more versions" if len(spread.others) > _MOST_NAMED else ""
+        usual = shortened(one_line(spread.usual), columns=80)
+        table.add_row(Text(plain(spread.name)), Text(usual), str(spread.count), Text(others + more, "yellow"))
+    return [table]
+
+
+def _checks_count_table(results: Sequence[HostResult]) -> Table:
+    """Return for each check on how many hosts it went well; where it failed, on which."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("check", "ok", "failed", "skipped", "failed on"):
+        table.add_column(name, justify="left" if name in ("check", "failed on") else "right")
+    for name in dict.fromkeys(check.name for result in results for check in result.checks):
+        hosts = {
+            status: [r.host for r in results for check in r.checks if (check.name, check.status) == (name, status)]
+            for status in _CHECK_STYLES
+        }
+        counts = (Text(str(len(hosts[status])), style if hosts[status] else "dim")
+                  for status, style in _CHECK_STYLES.items())  # fmt: skip
+        table.add_row(Text(one_line(name)), *counts, Text(listed(map(plain, hosts["failed"]))))
     return table
 
 
@@ -90,10 +147,6 @@ def _checks_table(results: Sequence[HostResult]) -> Table:
     for name in dict.fromkeys(check.name for result in results for check in result.checks):
         table.add_row(Text(one_line(name)), *(_check_cell(result, name, detailed=detailed) for result in results))
     return table
-
-
-def _told(check: CheckDone) -> str:
-    return f"{check.name}: {check.reason}" if check.reason else check.name
 
 
 def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
@@ -110,25 +163,24 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
 
 def problems_text(results: Iterable[HostResult]) -> Text:
     """Return the problems and failed checks of all hosts; those with the same cause and cure stand together."""
-    groups: dict[tuple[str, str], list[tuple[str, Problem]]] = {}
-    for result in results:
-        failed = (Problem(_told(check)) for check in result.checks if check.status == "failed")
-        for problem in (*failed, *result.problems):
-            groups.setdefault((problem.what, problem.next_step), []).append((result.host, problem))
     text = Text()
-    for (what, next_step), members in groups.items():
-        hosts = dict.fromkeys(plain(host) for host, _ in members)
-        text.append(f"{listed(hosts)}: {one_line(what)}\n", "bold red")
-        for evidence in list(dict.fromkeys(problem.evidence for _, problem in members if problem.evidence))[:3]:
+    for cause in causes(results):
+        names = listed(map(plain, cause.hosts))
+        few = len(cause.hosts) <= _MOST_NAMED
+        who = names if few else counted(len(cause.hosts), "host")
+        text.append(f"{who}: {shortened(one_line(cause.what))}\n", "bold red")
+        if not few:
+            text.append(_indented("on", names))
+        for evidence in cause.evidence:
             text.append(_indented("seen", evidence))
-        if next_step:
-            text.append(_indented("next", next_step))
+        if cause.next_step:
+            text.append(_indented("next", cause.next_step))
         text.append("\n")
     return text
 
 
 def _indented(label: str, body: str) -> Text:
-    lines = plain(body).rstrip("\n").splitlines()
+    lines = shortened(plain(body)).splitlines()
     return Text("".join(f"  {label + ':' if number == 0 else '':5} {line}\n" for number, line in enumerate(lines)))
 
 
@@ -139,7 +191,7 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
     for name in ("host", *_FACTS):
         table.add_column(name)
     for host, facts in gathered:
-        table.add_row(Text(plain(host)), *(Text(one_line(_fact(facts, path)) or "–") for path in _FACTS.values()))
+        table.add_row(Text(plain(host)), *(Text(one_line(fact(facts, path)) or "–") for path in _FACTS.values()))
     if gathered:
         yield table
     if verbose or len(gathered) == 1:
@@ -156,13 +208,6 @@ _FACTS = {
 }
 
 
-def _fact(facts: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    value: Any = facts
-    for key in path:
-        value = value.get(key, "") if isinstance(value, Mapping) else ""
-    return str(len(value)) if isinstance(value, (list, tuple)) else str(value)
-
-
 # -- the last line ---------------------------------------------------------------------------------------------------
 
 
@@ -172,12 +217,12 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     if failed:
         by_word: dict[str, list[str]] = {}
         for result in failed:
-            by_word.setdefault(_WORDS[result.exit_code][0], []).append(plain(result.host))
+            by_word.setdefault(result.word, []).append(plain(result.host))
         reasons = "; ".join(f"{word}: {listed(hosts)}" for word, hosts in by_word.items())
         done = len(results) - len(failed)
         return f"{done} of {counted(len(results), 'host')} {_PARTICIPLES.get(command, 'done')}; {reasons}"
     hosts = counted(len(results), "host")
-    changes = " + ".join(str(result.changed) for result in results)
+    changes = _summed([result.changed for result in results])
     noun = "change" if changes == "1" else "changes"
     if command == "verify":
         return f"{hosts} ready: {_seen_by_containers(results)}"
@@ -189,15 +234,23 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     return f"{hosts} {_PARTICIPLES[command]}: {changes} {noun}{follow_up}"
 
 
+def _summed(numbers: Sequence[int]) -> str:
+    """Return `2 + 4`, of many hosts the sum."""
+    return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
+
+
 _ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
-_PARTICIPLES = {"install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back"}
+_PARTICIPLES = {
+    "install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back",
+    "uninstall": "uninstalled",
+}  # fmt: skip
 
 
 def _seen_by_containers(results: Sequence[HostResult]) -> str:
     """Return how many GPUs containers were seen to have; where no check counted them, how many checks went well."""
-    counts = [_gpu_count(result.checks) for result in results]
-    if counts and None not in counts:
-        return f"containers see {' + '.join(map(str, counts))} GPU{'' if counts == [1] else 's'}"
+    counts = [count for result in results if (count := _gpu_count(result.checks)) is not None]
+    if counts and len(counts) == len(results):
+        return f"containers see {_summed(counts)} GPU{'' if counts == [1] else 's'}"
     checks = [check for result in results for check in result.checks]
     good = sum(check.status == "ok" for check in checks)
     skipped = sum(check.status == "skipped" for check in checks)

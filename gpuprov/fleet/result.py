@@ -1,4 +1,4 @@
-"""HostResult: what came of one host, as a value."""
+"""HostResult: what came of one host, as a value; and the words for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,21 @@ from gpuprov.events import CheckDone, PlannedChange
 
 
 @dataclass(frozen=True)
+class MadeChange:
+    """A change as it went; `seconds` is None where it did not come to its end."""
+
+    key: str
+    step: str
+    summary: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class HostResult:
-    """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time."""
+    """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time.
+
+    `begun` is False where the run was stopped before this host's turn.
+    """
 
     host: str
     exit_code: ExitCode
@@ -23,11 +36,41 @@ class HostResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[CheckDone, ...] = ()
     plan: tuple[PlannedChange, ...] = ()
+    made: tuple[MadeChange, ...] = ()
     facts: Mapping[str, Any] | None = None
+    begun: bool = True
+
+    @property
+    def has_failed(self) -> bool:
+        return self.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
+
+    @property
+    def word(self) -> str:
+        return _WORDS[self.exit_code] if self.begun else "not run"
+
+    @property
+    def reason(self) -> str:
+        """The sentence that says most about the outcome."""
+        if self.problems:
+            return self.problems[0].what
+        failed = next((check for check in self.checks if check.status == "failed"), None)
+        return told(failed) if failed else self.summary
 
 
+_WORDS = {
+    ExitCode.DONE: "done",
+    ExitCode.FAILED: "failed",
+    ExitCode.USAGE: "refused",
+    ExitCode.REBOOT_NEEDED: "reboot needed",
+    ExitCode.UNREACHABLE: "unreachable",
+}
 # The worst that happened decides, and something to mend on a host weighs more than a host that is away.
 _PRECEDENCE = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNREACHABLE, ExitCode.REBOOT_NEEDED)
+
+
+def told(check: CheckDone) -> str:
+    """Return a check with its reason, as one tells of it."""
+    return f"{check.name}: {check.reason}" if check.reason else check.name
 
 
 def overall_exit_code(results: tuple[HostResult, ...]) -> ExitCode:

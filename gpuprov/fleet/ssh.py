@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.fleet import remote
 from gpuprov.fleet.host_keys import (
     SYSTEM_FILES,
     USER_FILES,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_SECONDS = 15
 _SILENCE_MILLISECONDS = 60_000
+# Once a server has spoken: a thousand handshakes at a time keep this machine busy for longer than a connect timeout.
+_HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 
 
@@ -40,12 +43,15 @@ class SshSettings:
 
 
 @contextlib.contextmanager
-def connected(target: HostTarget, settings: SshSettings) -> Iterator[Connection]:
-    """Give an open connection and close it after use.
+def connected(
+    target: HostTarget, settings: SshSettings, made: Callable[[Connection], None] = lambda _: None
+) -> Iterator[Connection]:
+    """Give an open connection and close it after use. `made` gets it before it is open, to close it from elsewhere.
 
     Raises GpuprovError, with exit code 4, if the host is not reached, its key is refused or we are.
     """
     connection = make_connection(target, settings)
+    made(connection)
     try:
         with _explained(target, connection, settings):
             connection.open()
@@ -122,6 +128,12 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         made = Transport(sock, **settings)
         security = made.get_security_options()
         security.key_types = preferred_key_types(known.keys(name), security.key_types)
+        # paramiko compares the code of every other cipher's packets byte by byte in Python: half of what a
+        # connection costs, measured with a thousand of them.
+        security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
+        made.channel_timeout = remote.ACCEPTANCE_SECONDS
+        negotiate = made.start_client
+        made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
         return made
 
     keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if Path(path).expanduser().is_file()]
@@ -130,7 +142,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         "key_filename": [str(Path(path).expanduser()) for path in keys],
         "transport_factory": transport,
         "banner_timeout": connection.connect_timeout,
-        "auth_timeout": max(connection.connect_timeout, 30),
+        "auth_timeout": max(connection.connect_timeout, 60),
     }
     if options.get("identitiesonly") == "yes" or "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
@@ -167,22 +179,42 @@ def _explained(target: HostTarget, connection: Connection, settings: SshSettings
         if "No authentication methods" in str(error) or "private key" in str(error).lower():
             problem = _authentication_problem(target, connection, error)
         else:
-            what = f"{place} speaks no SSH that we understand"
-            problem = Problem(what, str(error), f"try: ssh -v {_ssh_words(connection)}")
+            problem = _handshake_problem(place, connection, settings, error)
     except socket.gaierror as error:
         problem = Problem(
             f"the name {connection.host} is not known", f"{error.strerror}", "set ansible_host to the host's address"
         )
     except TimeoutError:
-        problem = Problem(
-            f"{place} does not answer", f"no answer within {settings.connect_timeout:g} s",
-            "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
-        )  # fmt: skip
+        problem = _silence(place, "no answer", settings)
     except (OSError, EOFError, ProxyCommandFailure) as error:
         problem = Problem(f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(connection)}")
     else:
         return
     raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
+
+
+def _handshake_problem(place: str, connection: Connection, settings: SshSettings, error: Exception) -> Problem:
+    """Tell a server that says nothing from one that hangs up and from one that is no SSH server.
+
+    paramiko has one sentence for all three; why it gave up stands in the exception's context.
+    """
+    if isinstance(error.__context__, TimeoutError):
+        return _silence(place, "the port is open, but nothing there says a word", settings)
+    spoke = connection.transport is not None and connection.transport.remote_version
+    if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
+        return Problem(
+            f"{place} hangs up before it says that it is an SSH server", str(error),
+            "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
+            f"try: ssh -v {_ssh_words(connection)}",
+        )  # fmt: skip
+    return Problem(f"{place} speaks no SSH that we understand", str(error), f"try: ssh -v {_ssh_words(connection)}")
+
+
+def _silence(place: str, what: str, settings: SshSettings) -> Problem:
+    return Problem(
+        f"{place} does not answer", f"{what} within {settings.connect_timeout:g} s",
+        "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
+    )  # fmt: skip
 
 
 def _reasons(error: Exception) -> str:
@@ -207,7 +239,7 @@ def _authentication_problem(target: HostTarget, connection: Connection, error: E
         tried.append("the password")
     evidence.append(f"tried {', '.join(tried)}")
     return Problem(
-        f"{refusing.host} refuses to log in {refusing.user}",
+        f"{refusing.host} port {refusing.port} refuses to log in {refusing.user}",
         "\n".join(evidence),
         "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k; "
         f"try: ssh -v {_ssh_words(refusing)}",

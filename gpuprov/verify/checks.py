@@ -5,8 +5,11 @@ from __future__ import annotations
 from gpuprov import toolkit
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import difference
+from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.engines import docker
 from gpuprov.events import Sink
+from gpuprov.facts import gather_kernel, gather_os, gather_software
+from gpuprov.next_kernel import fault, gather_kernels, newest
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from gpuprov.verify import containers
@@ -38,6 +41,7 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
     driver_ok = checks.check("driver", lambda: _host_smi(system, host_report))
     checks.check("device nodes", lambda: _device_nodes(system))
     checks.check("CDI specification", lambda: _cdi(system))
+    checks.check("next kernel", lambda: _next_kernel(system))
     docker_ok = checks.check("docker", lambda: _docker(system))
     runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, spec))
     if not docker_ok:
@@ -109,6 +113,23 @@ def _cdi(system: System) -> Shown:
         reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")
     return path, ""
+
+
+def _next_kernel(system: System) -> Shown:
+    if gather_kernel(system).container:
+        return "the outer machine's", ""
+    running = system.kernel_release()
+    kernel = newest(gather_kernels(system), running)
+    if kernel is None:
+        return f"none but {running} is installed", ""
+    os = gather_os(system)
+    installed, row = gather_software(system, os).installed, distribution_of(os)
+    missing = next_kernel_headers(row, running, installed) if row is not None else ()
+    headers = kernel_headers(row, kernel.release) if row is not None else ()
+    dkms = bool(system.list_directory("/var/lib/dkms/nvidia"))
+    if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms):
+        raise Failed(reason)
+    return f"{kernel.release}, with the driver's module", ""
 
 
 def _docker(system: System) -> Shown:

@@ -11,13 +11,15 @@ from pathlib import Path
 from tests.lab.shell import run
 from tests.lab.sources import source_lines
 
-RELEASES = ("bullseye", "bookworm", "trixie", "sid")
+# `rpm` is a Debian with the package managers of rpm's distributions; which of those it claims to be, a host says.
+RELEASES = ("bullseye", "bookworm", "trixie", "sid", "rpm")
+_DEBIAN = {"rpm": "bookworm"}
 _PACKAGES = (
     "systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "iproute2", "ca-certificates", "sudo", "procps",
     "kmod", "iptables", "gpgv", "netbase", "docker.io",
 )  # fmt: skip
 # From trixie on docker.io no longer brings the client.
-_MORE = {"trixie": ("docker-cli",), "sid": ("docker-cli",)}
+_MORE = {"trixie": ("docker-cli",), "sid": ("docker-cli",), "rpm": ("dnf", "zypper", "rpm")}
 # Every host makes its own; apt's lists are fetched by the host when it needs them.
 _CLEANUP = (
     'rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id "$1"/var/lib/dbus/machine-id && : > "$1"/etc/machine-id',
@@ -30,6 +32,11 @@ def base_path(cache: Path, release: str) -> Path:
     """Return where the root file system of a release lies, or will lie, in the cache."""
     recipe = repr((release, _packages(release), _CLEANUP))
     return cache / f"{release}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+
+
+def debian_release(release: str) -> str:
+    """Return the Debian release that a release of the lab is made of."""
+    return _DEBIAN.get(release, release)
 
 
 def _packages(release: str) -> tuple[str, ...]:
@@ -52,7 +59,8 @@ def build_base(cache: Path, release: str, tell: Callable[[str], None]) -> Path:
         hooks = [f"--customize-hook={command}" for command in _CLEANUP]
         keyring = "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"
         include = f"--include={','.join(_packages(release))}"
-        command = ("mmdebstrap", "--quiet", "--variant=minbase", keyring, include, *hooks, release, str(half), "-")
-        run(command, stdin="".join(f"{line}\n" for line in source_lines(release)), timeout=_BUILD_SECONDS)
+        debian = debian_release(release)
+        command = ("mmdebstrap", "--quiet", "--variant=minbase", keyring, include, *hooks, debian, str(half), "-")
+        run(command, stdin="".join(f"{line}\n" for line in source_lines(debian)), timeout=_BUILD_SECONDS)
         half.rename(place)
     return place

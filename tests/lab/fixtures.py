@@ -16,6 +16,7 @@ import yaml
 from tests import simgpu
 from tests.lab.host import Host, HostRequest
 from tests.lab.lab import REPOSITORY, Lab
+from tests.lab.rpm_repository import build_rpm_repository
 
 GPUPROV = Path(sys.executable).with_name("gpuprov")
 DRIVER = simgpu.DRIVER_VERSION
@@ -27,6 +28,13 @@ _HOSTS = {
     "bare": HostRequest("bare", gpus=0, python=False),
     "bullseye": HostRequest("bullseye", release="bullseye", gpus=1),
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
+    "twin": HostRequest("twin", gpus=2),
+}
+_RPM_NUMBER = 5
+_RPM_HOSTS = {
+    "rocky": HostRequest("rocky", release="rpm", gpus=2, os_release="rocky-9.5"),
+    "fedora": HostRequest("fedora", release="rpm", gpus=1, os_release="fedora-38"),
+    "opensuse": HostRequest("opensuse", release="rpm", gpus=1, os_release="opensuse-tumbleweed"),
 }
 
 
@@ -63,12 +71,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     # Two sessions on one machine, from whatever clone, take turns: bridge and addresses are the machine's.
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        yield from _running(lab, tmp_path_factory.mktemp("inventories"))
+        yield from _running(lab, tmp_path_factory.mktemp("inventories"), _HOSTS, "apt")
 
 
-def _running(lab: Lab, directory: Path) -> Iterator[Site]:
+@pytest.fixture(scope="session")
+def rpm_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A lab of hosts with dnf and zypper, the test driver and a signed rpm repository served."""
+    lab = Lab(_RPM_NUMBER)
+    with Path(f"/run/lock/gpuprov-lab{_RPM_NUMBER}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        build_rpm_repository(lab.www / "rpm", lab.directory / "gnupg")
+        yield from _running(lab, tmp_path_factory.mktemp("inventories"), _RPM_HOSTS, "rpm")
+
+
+def _running(lab: Lab, directory: Path, requests: dict[str, HostRequest], repository: str) -> Iterator[Site]:
     try:
-        hosts = lab.up(list(_HOSTS.values()))
+        hosts = lab.up(list(requests.values()))
         run_file = simgpu.build_run(lab.www)
         variables = {
             "ansible_user": "root",
@@ -79,9 +97,9 @@ def _running(lab: Lab, directory: Path) -> Iterator[Site]:
             "gpuprov_repositories": [
                 {
                     "name": "site",
-                    "uri": f"{lab.url}/apt",
-                    "key_url": f"{lab.url}/apt/key.asc",
-                    "key_fingerprint": (lab.www / "apt/fingerprint").read_text(),
+                    "uri": f"{lab.url}/{repository}",
+                    "key_url": f"{lab.url}/{repository}/key.asc",
+                    "key_fingerprint": (lab.www / repository / "fingerprint").read_text(),
                 }
             ],
             "gpuprov_packages": ["site-gpu-tools"],

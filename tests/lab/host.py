@@ -32,7 +32,11 @@ Snapshot = dict[str, tuple[int, int, int, bytes]]
 
 @dataclass(frozen=True)
 class HostRequest:
-    """What a host shall be. `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password."""
+    """What a host shall be.
+
+    `gpus`: how many simulated GPUs; `user`: a login besides root, with sudo and a password; `os_release`: the file in
+    tests/data/os-release that says what the host takes itself for, if not for the Debian that it is.
+    """
 
     name: str
     release: str = "bookworm"
@@ -43,6 +47,7 @@ class HostRequest:
     user: str = ""
     password: str = ""
     bind: tuple[str, ...] = ()
+    os_release: str = ""
 
 
 class Host:
@@ -142,14 +147,20 @@ class Host:
 
     def reboot(self) -> None:
         """Reboot from inside, and wait for the new boot."""
+        # An answer that failed to come on a busy machine must not be taken for another boot.
+        wait_for(f"an answer of {self.name}", lambda: self.boot_id() != "", _BOOT_SECONDS)
         before = self.boot_id()
         self.ssh("systemctl reboot", check=False)
         wait_for(f"the reboot of {self.name}", lambda: self.boot_id() not in ("", before), _BOOT_SECONDS)
         self.wait_until_settled()
 
     def boot_id(self) -> str:
-        """Return the boot's id, nothing while the host does not answer."""
-        return self.ssh("cat /proc/sys/kernel/random/boot_id", check=False, timeout=10).stdout.strip()
+        """Return the boot's id, nothing while the host does not answer or goes down.
+
+        systemd-nspawn gives a host an id of its own by a mount, which the host's shutdown undoes: the machine's shows.
+        """
+        line = '[ "$(systemctl is-system-running)" = stopping ] || cat /proc/sys/kernel/random/boot_id'
+        return self.ssh(line, check=False, timeout=10).stdout.strip()
 
     # -- use -----------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests import simgpu
+from tests.lab.base import debian_release
+from tests.lab.rpm_repository import BASE, RPM_MACROS, build_package
 from tests.lab.shell import run
 from tests.lab.sources import copy_network_configuration
 
@@ -25,6 +28,7 @@ Type=oneshot
 RemainAfterExit=yes
 ExecStart=/bin/sh /usr/lib/simgpu/attach
 """
+_OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"
 _TREE = "/usr/lib/simgpu"
 
 
@@ -32,7 +36,9 @@ def prepare(host: Host) -> None:
     """Make the mounted root file system this host's own."""
     root, request = host.root, host.request
     _identity(host)
-    copy_network_configuration(root, request.release)
+    copy_network_configuration(root, debian_release(request.release))
+    if request.os_release:
+        _rpm_distribution(root, request.os_release)
     if request.user:
         _login_user(host)
     if not request.docker:
@@ -56,6 +62,24 @@ def _identity(host: Host) -> None:
     shutil.copyfile(keys / "id_ed25519.pub", authorized)
     for path in (keys / "host-keys" / host.name).iterdir():
         shutil.copy2(path, root / "etc/ssh" / path.name)
+
+
+def _rpm_distribution(root: Path, os_release: str) -> None:
+    """Make the host one of rpm's: it says so, its rpm keeps its database where theirs does, and apt is gone."""
+    place = root / "etc/os-release"
+    place.unlink()
+    shutil.copyfile(_OS_RELEASES / os_release, place)
+    (root / "etc/rpm").mkdir(exist_ok=True)
+    (root / "etc/rpm/macros.lab").write_text(RPM_MACROS)
+    for folder in ("var/lib/rpm", "etc/yum.repos.d", "etc/zypp/repos.d"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for program in ("apt-get", "dpkg", "dpkg-query"):
+        (root / "usr/bin" / program).unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        package = build_package(BASE, Path(folder))
+        shutil.copyfile(package, root / "tmp" / package.name)
+    run(("chroot", str(root), "rpm", "-i", "--nosignature", f"/tmp/{package.name}"))
+    (root / "tmp" / package.name).unlink()
 
 
 def _login_user(host: Host) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.lab.shell import run
 
 PACKAGE = "site-gpu-tools"
-_CONTROL = f"""Package: {PACKAGE}
+_CONTROL = """Package: {package}
 Version: 1.0
 Architecture: all
 Maintainer: The lab <lab@example.org>
@@ -17,22 +18,30 @@ Description: a site's own tools for its GPU hosts
 """
 
 
-def build_repository(folder: Path, gnupg: Path) -> str:
+def build_repository(folder: Path, gnupg: Path, package: str = PACKAGE) -> str:
     """Build the repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint."""
     folder.mkdir(parents=True, exist_ok=True)
-    fingerprint = _key(gnupg)
+    fingerprint = make_key(gnupg)
     gpg = ("gpg", "--homedir", str(gnupg), "--batch", "--yes")
     (folder / "key.asc").write_text(run((*gpg, "--armor", "--export", fingerprint)))
     (folder / "fingerprint").write_text(fingerprint)
-    _package(folder)
-    packages = run(("sh", "-c", 'cd "$1" && dpkg-scanpackages --multiversion . 2>/dev/null', "sh", str(folder)))
-    (folder / "Packages").write_text(packages)
-    (folder / "Release").write_text(run(("sh", "-c", 'cd "$1" && apt-ftparchive release .', "sh", str(folder))))
-    run((*gpg, "--clearsign", "--output", str(folder / "InRelease"), str(folder / "Release")))
+    script = "#!/bin/sh\necho hello from the site\n"
+    build_package(folder, _CONTROL.format(package=package), {f"usr/bin/{package}": script})
+    sign(folder, gnupg)
     return fingerprint
 
 
-def _key(gnupg: Path) -> str:
+def sign(folder: Path, gnupg: Path) -> None:
+    """Write the index of all packages in the folder, and sign it."""
+    packages = run(("sh", "-c", 'cd "$1" && dpkg-scanpackages --multiversion . 2>/dev/null', "sh", str(folder)))
+    (folder / "Packages").write_text(packages)
+    (folder / "Release").write_text(run(("sh", "-c", 'cd "$1" && apt-ftparchive release .', "sh", str(folder))))
+    gpg = ("gpg", "--homedir", str(gnupg), "--batch", "--yes")
+    run((*gpg, "--clearsign", "--output", str(folder / "InRelease"), str(folder / "Release")))
+
+
+def make_key(gnupg: Path) -> str:
+    """Return the fingerprint of the key in `gnupg`, made if it is missing."""
     gpg = ("gpg", "--homedir", str(gnupg), "--batch")
     gnupg.mkdir(mode=0o700, parents=True, exist_ok=True)
     # The folder alone says nothing: its making may have been killed before the key was there.
@@ -41,13 +50,16 @@ def _key(gnupg: Path) -> str:
     return found[1]
 
 
-def _package(folder: Path) -> None:
+def build_package(folder: Path, control: str, files: Mapping[str, str]) -> Path:
+    """Build a package into the folder: its control file, and path → text; scripts and lists are in DEBIAN/."""
     tree = folder / "tree"
-    script = tree / "usr/bin" / PACKAGE
-    script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text("#!/bin/sh\necho hello from the site\n")
-    script.chmod(0o755)
-    (tree / "DEBIAN").mkdir(exist_ok=True)
-    (tree / "DEBIAN/control").write_text(_CONTROL)
-    run(("dpkg-deb", "--build", "--root-owner-group", str(tree), str(folder / f"{PACKAGE}_1.0_all.deb")))
+    for name, text in {**files, "DEBIAN/control": control}.items():
+        place = tree / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        place.chmod(0o755 if text.startswith("#!") else 0o644)
+    fields = dict(line.split(": ", 1) for line in control.splitlines() if ": " in line)
+    made = folder / f"{fields['Package']}_{fields['Version']}_{fields['Architecture']}.deb"
+    run(("dpkg-deb", "--build", "--root-owner-group", str(tree), str(made)))
     run(("rm", "-r", str(tree)))
+    return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from .cache import built, digest_of
@@ -36,12 +37,13 @@ def mirror() -> str:
     return FALLBACK_MIRROR
 
 
-def _fetch(folder: Path) -> None:
+def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES) -> None:
+    """Download packages of a Debian suite and unpack them below folder/unpacked."""
     state, cache = folder / "apt-state", folder / "apt-cache"
     for directory in (state / "lists" / "partial", cache / "archives" / "partial"):
         directory.mkdir(parents=True)
     sources = folder / "debian.list"
-    sources.write_text(f"deb [signed-by={KEYRING}] {mirror()} {SUITE} {COMPONENT}\n")
+    sources.write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} {component}\n")
     options = (
         f"Dir::State={state}",
         f"Dir::Cache={cache}",
@@ -54,7 +56,7 @@ def _fetch(folder: Path) -> None:
     (folder / "none").mkdir()
     apt = ("apt-get", "-qq", *(word for option in options for word in ("-o", option)))
     output_of(*apt, "update", hint=_HINT)
-    output_of(*apt, "download", *PACKAGES, hint=_HINT, cwd=folder)
+    output_of(*apt, "download", *packages, hint=_HINT, cwd=folder)
     for package in folder.glob("*.deb"):
         output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
         package.unlink()
@@ -64,7 +66,7 @@ def _fetch(folder: Path) -> None:
 
 
 def _unpacked(name: str) -> Path:
-    folder = built("debian", digest_of((SUITE, *PACKAGES)), _fetch)
+    folder = built("debian", digest_of((SUITE, *PACKAGES)), fetch)
     found = sorted(path for path in folder.rglob(name) if path.is_file())
     if not found:
         raise BuildError(f"Debian's packages {', '.join(PACKAGES)} hold no {name}; remove {folder} and try again")

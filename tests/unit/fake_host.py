@@ -18,20 +18,29 @@ from tests import simgpu
 RELEASE = "6.1.0-13-amd64"
 _OS_RELEASE = 'ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+BUILD_PACKAGES = ("gcc", "make", "libc6-dev", "dkms", "kmod")
 Tree = dict[str, tuple[int, int, int, int, bytes]]
 
 
 class FakeHost(System):
-    """Debian 12 in a system container, with GPUs, docker and no driver libraries."""
+    """Debian 12 in a system container, with GPUs, docker and no driver libraries.
 
-    def __init__(self, root: Path, gpus: int = 2) -> None:
+    With `metal` it is a bare machine instead: a kernel of its own with an initramfs, and nouveau on the GPUs.
+    """
+
+    def __init__(self, root: Path, gpus: int = 2, *, metal: bool = False) -> None:
         super().__init__(str(root))
         self.installed = {"dpkg": "1.21.22", "docker.io": "20.10.24+dfsg1-1+deb12u1+b2"}
         self.available = {"site-gpu-tools": "1.0"}
+        self.held: set[str] = set()
         self.docker_active = True
         self.docker_loaded: dict[str, str] = {"runc": "runc"}
+        self.docker_default = "runc"
         self.docker_starts = 0
         self.commands: list[tuple[str, ...]] = []
+        self.failing_unit = "no unit"
+        self.initramfs_error = ""
+        self.initramfs_forgets = False
         self._driver_files: list[Path] = []
         for folder in (
             "etc/apt/sources.list.d",
@@ -46,10 +55,24 @@ class FakeHost(System):
             (root / folder).mkdir(parents=True)
         (root / "etc/os-release").write_text(_OS_RELEASE)
         (root / "run/systemd/container").write_text("systemd-nspawn\n")
-        simgpu.write_kernel_tree(root, gpus)
-        for program in ("apt-get", "dpkg-query", "docker", "dockerd", "systemctl"):
+        simgpu.write_kernel_tree(root, gpus, driver="nouveau" if metal else "nvidia")
+        programs = ["apt-get", "dpkg-query", "docker", "dockerd", "systemctl"]
+        if metal:
+            programs += ["update-initramfs", "lsinitramfs"]
+            self._make_metal()
+        for program in programs:
             (root / "usr/bin" / program).write_text("#!/bin/sh\n")
             (root / "usr/bin" / program).chmod(0o755)
+
+    def _make_metal(self) -> None:
+        (self.root / "run/systemd/container").unlink()
+        (self.root / f"lib/modules/{RELEASE}").mkdir(parents=True)
+        (self.root / "sys/module/nouveau").mkdir(parents=True)
+        (self.root / "boot").mkdir()
+        self.available.update(
+            {f"linux-headers-{RELEASE}": "6.1.55-1", "libtirpc3": "1.3", **dict.fromkeys(BUILD_PACKAGES, "1")}
+        )
+        self._update_initramfs(("-u", "-k", RELEASE))
 
     def user_id(self) -> int:
         return 0
@@ -78,9 +101,12 @@ class FakeHost(System):
         argv = tuple(argv)
         self.commands.append(argv)
         programs = {
-            "apt-get": self._apt_get, "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
-            "docker": self._docker, "systemctl": self._systemctl, "journalctl": lambda words: (0, ""),
-            "sh": self._runfile, "nvidia-uninstall": self._uninstall,
+            "apt-get": self._apt_get, "apt-mark": self._apt_mark,
+            "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
+            "docker": self._docker, "systemctl": self._systemctl,
+            "journalctl": lambda words: (0, "the unit's last words"),
+            "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
+            "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
         }  # fmt: skip
         program = programs.get(argv[0].rpartition("/")[2])
         if program is None:
@@ -89,15 +115,26 @@ class FakeHost(System):
         return Completed(argv, code, output if code == 0 else "", "" if code == 0 else output)
 
     def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
-        return 0, "".join(f"installed {name} {version}\n" for name, version in sorted(self.installed.items()))
+        if "${Conffiles}" in words[1]:
+            return 0, ""
+        rows = sorted(self.installed.items())
+        wants = {name: "hold" if name in self.held else "install" for name in self.installed}
+        return 0, "".join(f"installed {name} {version} amd64 {wants[name]} ok \n" for name, version in rows)
+
+    def _apt_mark(self, words: tuple[str, ...]) -> tuple[int, str]:
+        self.held = self.held | {*words[1:]} if words[0] == "hold" else self.held - {*words[1:]}
+        return 0, ""
 
     def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "update" in words:
             return 0, "Reading package lists...\n"
-        names = words[words.index("--") + 1 :]
+        names = [name.partition("=")[0] for name in words[words.index("--") + 1 :]]
+        if "--simulate" in words:
+            return 0, "".join(f"{'Purg' if 'purge' in words else 'Inst'} {name}\n" for name in names)
         if "purge" in words:
             for name in names:
                 del self.installed[name]
+                self.held.discard(name)
             return 0, ""
         unknown = [name for name in names if name not in self.available]
         if unknown:
@@ -111,22 +148,25 @@ class FakeHost(System):
                 1,
                 "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
             )
-        if words[0] == "ps":
+        if words[0] in ("ps", "images"):
             return 0, ""
         if words[-1] == "{{json .}}":
             runtimes = {name: {"path": path} for name, path in self.docker_loaded.items()}
-            info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": "runc"}
+            info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": self.docker_default}
             return 0, json.dumps({**info, "LiveRestoreEnabled": False, "ContainersRunning": 0, "CgroupVersion": "2"})
-        return 0, f"{self.docker_loaded.get('nvidia', '')} runc\n"
+        return 0, f"{self.docker_loaded.get('nvidia', '')} {self.docker_default}\n"
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words[0] == "is-active":
             return (0 if self.docker_active else 3), ""
-        if words[0] in ("restart", "reload"):
+        if self.failing_unit in words:
+            return 1, f"Job for {self.failing_unit} failed."
+        if words[0] in ("restart", "reload") and "docker" in words[-1]:
             self.docker_starts += words[0] == "restart"
             self.docker_active = True
             text = self.read_text("/etc/docker/daemon.json") or "{}"
             runtimes = json.loads(text).get("runtimes", {})
+            self.docker_default = json.loads(text).get("default-runtime", "runc")
             self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
         return 0, ""
 
@@ -138,6 +178,19 @@ class FakeHost(System):
         self._driver_files = sorted(set(self.root.rglob("*")) - before, reverse=True)
         return 0, ""
 
+    def _update_initramfs(self, words: tuple[str, ...]) -> tuple[int, str]:
+        """Write an image that is its own listing: nouveau, as in Debian's larger images, and /etc/modprobe.d."""
+        if self.initramfs_error:
+            return 1, self.initramfs_error
+        files = [f"etc/modprobe.d/{name}" for name in self.list_directory("/etc/modprobe.d")]
+        module = f"usr/lib/modules/{words[2]}/kernel/drivers/gpu/drm/nouveau/nouveau.ko"
+        names = [module, *([] if self.initramfs_forgets else files)]
+        (self.root / f"boot/initrd.img-{words[2]}").write_text("".join(f"{name}\n" for name in names))
+        return 0, ""
+
+    def _modprobe(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return 1, "modprobe: FATAL: Module nouveau is in use."
+
     def _uninstall(self, words: tuple[str, ...]) -> tuple[int, str]:
         for path in self._driver_files:
             if path.is_symlink() or not path.is_dir():
@@ -147,12 +200,15 @@ class FakeHost(System):
         return 0, ""
 
     def tree(self) -> Tree:
-        """Return all that lies below the root: mode, owner, device numbers, content; the journal left out."""
+        """Return all that lies below the root, the journal left out."""
+        left_out = ("/var/lib/gpuprov", "/run/gpuprov.lock", "/var/cache")
+        return {path: value for path, value in self.everything().items() if not path.startswith(left_out)}
+
+    def everything(self) -> Tree:
+        """Return all that lies below the root: mode, owner, device numbers, content."""
         found: Tree = {}
         for path in self.root.rglob("*"):
             name = "/" + str(path.relative_to(self.root))
-            if name.startswith(("/var/lib/gpuprov", "/run/gpuprov.lock", "/var/cache")):
-                continue
             status = path.lstat()
             content = str(path.readlink()).encode() if path.is_symlink() else b""
             if stat.S_ISREG(status.st_mode):

@@ -18,7 +18,9 @@ from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
 from gpuprov.spec import option_names
 
-COMMANDS = ("install", "verify", "facts", "rollback", "options", "agent", "bundle", "completion")
+COMMANDS = (
+    "install", "verify", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle", "completion",
+)  # fmt: skip
 
 
 def gpuprov(
@@ -75,13 +77,14 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     options = called_with(
         monkeypatch, "install", "--hosts", "a", "--hosts", "b", "--limit", "x", "-e", "k=1", "-e", "@f", "--check",
         "--diff", "--json", "--forks", "3", "-k", "-K", "--accept-new-host-keys", "--connect-timeout", "2.5",
-        "--bootstrap-python", "-v", "--vault-password-file", "p", "--bundle", "b.tar", "--bundle-key", "AB CD",
+        "--bootstrap-python", "-v", "--vault-password-file", "p", "--serial", "1,50%", "--max-fail", "5%",
+        "--canary", "x", "--host-timeout", "9", "--report", "r.html", "--bundle", "b.tar", "--bundle-key", "AB CD",
     )  # fmt: skip
     assert options == Options(
         command="install", hosts=("a", "b"), limit="x", extra_vars=("k=1", "@f"), vault_password_file="p", check=True,
         diff=True, json=True, verbose=True, forks=3, password="secret", become_password="hunter2",
-        accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True,
-        bundle="b.tar", bundle_key="AB CD",
+        accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True, serial="1,50%", max_fail="5%",
+        canary="x", host_timeout=9, report="r.html", bundle="b.tar", bundle_key="AB CD",
     )  # fmt: skip
     assert "secret" not in repr(options)
     assert "hunter2" not in repr(options)
@@ -102,6 +105,9 @@ USAGE = [
     ("unreadable variable", ("facts", "-e", "[1,2"), "extra variables"),
     ("missing variable file", ("facts", "-e", "@/nowhere.yml"), "/nowhere.yml"),
     ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
+    ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
+    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
+    ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
 

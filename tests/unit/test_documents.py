@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.runtime_hook.settings import _KEYS
+from tests.distributions_page import PAGE, with_lists
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,6 +17,11 @@ def test_configuration_reference_is_the_schemas_own() -> None:
     command = (Path(sys.executable).with_name("gpuprov"), "options", "--markdown")
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert table.strip() in (ROOT / "docs/configuration.md").read_text(), "next: make docs"
+
+
+def test_the_page_on_distributions_is_the_tables_own() -> None:
+    text = PAGE.read_text()
+    assert "| Debian 11, 12 |" in text and with_lists(text) == text, "next: make docs"
 
 
 def test_example_inventory_is_valid() -> None:

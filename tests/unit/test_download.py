@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.download import fetch, fetch_small, masked, published_sha256
+from gpuprov.download import fetch, fetch_small, masked, published_sha256, unreachable
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System
 
@@ -32,6 +33,9 @@ class Site:
     cuts: list[int] = field(default_factory=list)
     ranges: bool = True
     status: int = 0
+    # Answers before the real one: HTTP errors, or 0 for a connection that is reset.
+    troubles: list[int] = field(default_factory=list)
+    retry_after: str = ""
     asked: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
 
@@ -45,6 +49,9 @@ class Handler(BaseHTTPRequestHandler):
         site.asked.append((self.path, wanted))
         assert self.headers.get("Accept-Encoding") == "identity"
         content = site.files.get(self.path)
+        if site.troubles:
+            self.be_in_trouble(site.troubles.pop(0))
+            return
         if site.status or content is None:
             self.send_error(site.status or 404)
             return
@@ -57,6 +64,22 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         end = start + site.cuts.pop(0) if site.cuts else len(content)
         self.wfile.write(content[start:end])
+
+    def do_HEAD(self) -> None:
+        self.site.asked.append((self.path, "HEAD"))
+        self.send_response(self.site.status or (200 if self.path in self.site.files else 404))
+        self.end_headers()
+
+    def be_in_trouble(self, status: int) -> None:
+        if status == 0:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.send_response(status)
+        self.send_header("Retry-After", self.site.retry_after)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
         pass
@@ -76,14 +99,18 @@ def site() -> Iterator[Site]:
 
 
 class Impatient(System):
-    """A machine that does not wait between attempts."""
+    """A machine that does not wait between attempts, and notes how long it would have."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.pauses: list[float] = []
 
     def sleep(self, seconds: float) -> None:
-        assert seconds >= 1
+        self.pauses.append(seconds)
 
 
 @pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Impatient:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     return Impatient(str(tmp_path))
@@ -201,7 +228,7 @@ def test_an_answer_without_the_file_is_told(
         download(system, f"{site.url}/run")
     (problem,) = caught.value.problems
     assert evidence in problem.evidence and next_step in problem.next_step
-    assert len(site.asked) == 1
+    assert len(site.asked) == (4 if status == 503 else 1)
     assert names(system) == ()
 
 
@@ -288,9 +315,10 @@ def test_small_files_have_a_limit(system: System, site: Site) -> None:
 
 def test_a_small_file_that_breaks_off_is_an_error(system: System, site: Site) -> None:
     site.files["/key"] = b"x" * 1000
-    site.cuts = [10]
+    site.cuts = [10] * 4
     with pytest.raises(GpuprovError, match="can't be reached"):
         fetch_small(system, f"{site.url}/key")
+    assert fetch_small(system, f"{site.url}/key") == b"x" * 1000
 
 
 @pytest.mark.parametrize(
@@ -314,3 +342,80 @@ def test_a_refused_digest_is_no_missing_one(system: System, site: Site) -> None:
     site.status = 403
     with pytest.raises(GpuprovError, match="can't be had"):
         published_sha256(system, f"{site.url}/404.run")
+
+
+def test_what_cannot_be_had_is_known_before_anything_is_fetched(system: System, site: Site) -> None:
+    site.files["/there"] = CONTENT
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
+        urls = [f"{site.url}/there", f"{site.url}/gone", nobody, "file:///anything", f"{site.url}/there"]
+        found = unreachable(system, urls)
+    assert {one.what for one in found} == {
+        f"{site.url}/gone can't be had", f"{nobody} can't be reached: the connection is refused",
+    }  # fmt: skip
+    assert all(one.next_step for one in found)
+    assert sorted(site.asked) == [("/gone", "HEAD"), ("/there", "HEAD")]
+
+
+@pytest.mark.parametrize("status", [403, 405, 501, 503])
+def test_a_server_that_does_not_like_the_question_is_not_held_for_gone(system: System, site: Site, status: int) -> None:
+    site.status = status
+    assert unreachable(system, [f"{site.url}/x"]) == ()
+
+
+def test_without_urls_nobody_is_asked(system: System) -> None:
+    assert unreachable(system, ["file:///x"]) == ()
+
+
+@pytest.mark.parametrize("troubles", [[503], [502, 500], [429, 504, 408], [0], [0, 503, 0]])
+def test_a_server_in_trouble_is_asked_again(system: Impatient, site: Site, troubles: list[int]) -> None:
+    site.files["/f"] = CONTENT
+    site.troubles = list(troubles)
+    told = download(system, f"{site.url}/f")
+    assert system.sha256("/file") == DIGEST
+    assert system.pauses == [2.0**number for number in range(len(troubles))]
+    assert len([line for line in told if "trying again" in line]) == len(troubles)
+
+
+def test_trouble_in_the_middle_is_gone_on_from_where_it_came(system: Impatient, site: Site) -> None:
+    site.files["/f"] = CONTENT
+    site.cuts = [PIECE * 3]
+
+    class Between(list[int]):
+        """Trouble after the first request alone."""
+
+        def __bool__(self) -> bool:
+            return len(site.asked) == 2 and len(self) > 0
+
+    site.troubles = Between([503])
+    download(system, f"{site.url}/f")
+    assert [ranges for _, ranges in site.asked] == ["", f"bytes={PIECE * 3}-", f"bytes={PIECE * 3}-"]
+    assert system.sha256("/file") == DIGEST
+
+
+def test_a_server_may_say_how_long_to_wait_within_reason(system: Impatient, site: Site) -> None:
+    site.files["/f"] = CONTENT
+    for asked, pause in (("17", 17.0), ("99999", 60.0), ("Wed, 21 Oct 2026 07:28:00 GMT", 1.0)):
+        site.troubles, site.retry_after, system.pauses = [503], asked, []
+        system.remove("/file")
+        download(system, f"{site.url}/f")
+        assert system.pauses == [pause]
+
+
+def test_trouble_that_does_not_pass_is_told(system: Impatient, site: Site) -> None:
+    site.files["/f"] = CONTENT
+    site.troubles = [503] * 9
+    with pytest.raises(GpuprovError, match="can't be had") as caught:
+        download(system, f"{site.url}/f")
+    assert "HTTP 503" in str(caught.value) and len(site.asked) == 4
+    site.troubles = [0] * 9
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        download(system, f"{site.url}/f")
+
+
+def test_keys_and_digests_are_asked_for_again_too(system: Impatient, site: Site) -> None:
+    site.files["/key"] = b"key"
+    site.troubles = [0, 503]
+    assert fetch_small(system, f"{site.url}/key") == b"key"
+    assert system.pauses == [1.0, 2.0]

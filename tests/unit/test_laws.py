@@ -27,8 +27,10 @@ from tests.lab.repository import build_repository
 from tests.unit.fake_host import FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
-# Only a bundle gives the step "images" something to do: test_bundle_use.py holds the laws over that one.
-STEP_NAMES = tuple(step.name for step in STEPS if step.name != "images")
+# The first two have nothing to do in a system container; test_nouveau.py holds the laws for them. Only a bundle gives
+# "images" something to do: bundle/test_use.py holds the laws over that one.
+_ELSEWHERE = ("nouveau", "reboot", "images")
+STEP_NAMES = tuple(step.name for step in STEPS if step.name not in _ELSEWHERE)
 # What others keep where the steps work; none of it is gpuprov's.
 FOREIGN = {
     "etc/apt/sources.list.d/other.sources": "Types: deb\nURIs: http://other.example/debian\nSuites: ./\n",
@@ -58,7 +60,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
                 "driver_url": f"{url}/driver.run",
                 "driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
                 "repositories": [{**repository, "key_fingerprint": fingerprint}],
-                "packages": ["site-gpu-tools"],
+                "packages": ["site-gpu-tools=1.0"],
             }
         )
         server.shutdown()
@@ -214,3 +216,69 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
     assert undone
     assert finished(events).exit_code == ExitCode.FAILED
     assert "did not settle" in finished(events).problems[0].what
+
+
+# As the playbooks' roles divide the plan: not in its own order.
+PARTS = (
+    ("repositories", "packages"), ("nouveau", "reboot"), ("download", "driver", "boot", "device nodes"),
+    ("toolkit", "cdi"), ("docker",),
+)  # fmt: skip
+
+
+def install_parts(host: FakeHost, spec: HostSpec, run_id: str = "", *, check: bool = False) -> list[str]:
+    """Install part by part; return the keys of what was planned."""
+    keys: list[str] = []
+    for steps in PARTS:
+        events: list[Event] = []
+        request = Request("install", spec_to_json(spec), check=check, steps=steps, run_id=run_id)
+        run_request(request, events.append, host)
+        assert finished(events).exit_code == ExitCode.DONE, finished(events).problems
+        planned = [change for event in events if isinstance(event, Planned) for change in event.changes]
+        assert {change.step for change in planned} <= set(steps)
+        keys += [change.key for change in planned]
+    return keys
+
+
+def test_part_by_part_is_the_whole(host: FakeHost, spec: HostSpec, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = FakeHost(tmp_path_factory.mktemp("other") / "root")
+    for path, text in FOREIGN.items():
+        (other.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (other.root / path).write_text(text)
+    other.run(("systemctl", "reload", "docker.service"))
+    forecast = [item.change.key for item in make_plan(gather(host), spec).changes]
+    assert sorted(install_parts(host, spec, check=True)) == sorted(forecast)
+    install_parts(host, spec)
+    assert install_parts(host, spec) == []
+    install(other, spec)
+    (one, *rest), (two, *other_rest) = host.state(), other.state()
+    assert one.keys() == two.keys()
+    # Python's bytecode holds the time of its source.
+    assert [path for path in one if one[path] != two[path] and not path.endswith(".pyc")] == []
+    assert rest == other_rest
+
+
+def test_parts_of_one_run_are_rolled_back_together(host: FakeHost, spec: HostSpec) -> None:
+    tree, installed, loaded, _ = host.state()
+    install_parts(host, spec, "one play")
+    assert len(read_runs(host)) == 1
+    run_request(Request("rollback"), ignore, host)
+    after, installed_after, loaded_after, _ = host.state()
+    log = {"/var/log/nvidia-installer.log"}
+    assert {path for path in {*tree, *after} - log if after.get(path) != tree.get(path)} == set()
+    assert (installed_after, loaded_after) == (installed, loaded)
+    install_parts(host, spec, "one play")
+    assert len(read_runs(host)) == 2
+
+
+def test_parts_of_different_runs_are_rolled_back_one_by_one(host: FakeHost, spec: HostSpec) -> None:
+    install_parts(host, spec)
+    # In a system container nothing has to be kept off the GPUs, so that part has no run.
+    assert len(read_runs(host)) == len(PARTS) - 1
+
+
+def test_a_step_of_no_such_name_is_refused_before_anything_is_done(host: FakeHost, spec: HostSpec) -> None:
+    events: list[Event] = []
+    run_request(Request("install", spec_to_json(spec), steps=("dokcer",)), events.append, host)
+    assert finished(events).exit_code == ExitCode.USAGE
+    assert "there is no step 'dokcer'" in finished(events).problems[0].what
+    assert read_runs(host) == ()

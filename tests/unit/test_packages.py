@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
+from gpuprov.apt_failures import listed_under
+from gpuprov.apt_undo import parse_conffiles
 from gpuprov.errors import GpuprovError
 from gpuprov.packages import (
+    HoldPackages,
     InstallPackages,
     PackageFacts,
     RefreshPackageIndex,
@@ -22,6 +24,7 @@ from gpuprov.packages import (
     lock_holder,
     missing,
     parse_dpkg,
+    plan_holds,
 )
 from gpuprov.system import Completed, System
 
@@ -96,8 +99,12 @@ class RecordedApt(System):
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
         argv = tuple(argv)
+        if argv[0] == "dpkg-query" and "${Conffiles}" in argv[2]:
+            return Completed(argv, 0, "")
         if argv[0] == "dpkg-query":
             return Completed(argv, 0, "".join(f"installed {name} 1.0\n" for name in self.packages))
+        if "--simulate" in argv:
+            return Completed(argv, 0, "")
         if argv[:2] == ("dpkg", "--audit"):
             return Completed(argv, 0, self.audit)
         self.asked.append(argv)
@@ -156,12 +163,12 @@ EARLY = (
             "E: The repository 'http://example.org/apt ./ Release' is not signed.",
             "a repository is not signed with a key that this host trusts", "http://example.org/apt",
         ),
-        (BAD_SIGNATURE, "a repository's signature is wrong, or its key has expired", "BADSIG A148C242264A90DC"),
+        (BAD_SIGNATURE, "a repository's signature is wrong", "BADSIG A148C242264A90DC"),
         (
             BAD_SIGNATURE.replace("BADSIG", "EXPKEYSIG"),
-            "a repository's signature is wrong, or its key has expired", "EXPKEYSIG A148C242264A90DC",
+            "a repository's key has expired", "EXPKEYSIG A148C242264A90DC",
         ),
-        (LOG_IN, "a repository's signature is wrong, or its key has expired", "does the network require"),
+        (LOG_IN, "a repository gave something else than its index", "does the network require"),
         (HASH, "a repository delivered a damaged file", "http://example.org/apt/./Packages"),
         (EXPIRED, "this host's clock and a repository's disagree", "1785d"),
         (EARLY, "this host's clock and a repository's disagree", "26703d"),
@@ -191,11 +198,11 @@ EARLY = (
 def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str, line: str) -> None:
     host = RecordedApt(tmp_path, answer=(100, "Reading package lists...", said))
     with pytest.raises(GpuprovError) as caught:
-        InstallPackages(("gcc", "make")).apply(host, lambda *_: None)
+        InstallPackages(("gcc", "make"), lock_timeout=0).apply(host, lambda *_: None)
     (problem,) = caught.value.problems
     assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
     assert "apt-get exited 100: " in problem.evidence and line in problem.evidence
-    assert "\n" not in problem.evidence
+    assert len(problem.evidence.splitlines()) == 1 + ("unmet" in said)
     assert problem.next_step
 
 
@@ -214,7 +221,7 @@ def test_only_what_was_added_is_purged(tmp_path: Path) -> None:
     change = InstallPackages(("gcc", "make"))
     before = change.capture(host)
     outcome = change.apply(host, lambda *_: None)
-    assert outcome == {"added": ["cpp", "gcc"]}
+    assert outcome == {"added": ["cpp", "gcc"], "changed": {}}
     host.packages += ["vim"]
     InstallPackages.undo(host, before, outcome)
     assert host.asked[-1][-4:] == ("purge", "--", "cpp", "gcc")
@@ -228,15 +235,17 @@ def test_undoing_twice_purges_once(tmp_path: Path) -> None:
 
 def test_nothing_on_a_command_line_is_taken_for_an_option(tmp_path: Path) -> None:
     host = RecordedApt(tmp_path)
-    InstallPackages(("gcc=4:12.2.0-3",)).apply(host, lambda *_: None)
+    host.installs = ("gcc",)
+    InstallPackages(("gcc=1.0",)).apply(host, lambda *_: None)
     (asked,) = host.asked
-    assert asked[asked.index("install") :] == ("install", "--", "gcc=4:12.2.0-3")
-    assert "--yes" in asked and "DPkg::Lock::Timeout=300" in asked
+    assert asked[asked.index("install") :] == ("install", "--no-remove", "--allow-downgrades", "--", "gcc=1.0")
+    assert {"--yes", "APT::Get::AllowUnauthenticated=false", "Acquire::AllowInsecureRepositories=false"} <= {*asked}
 
 
 @pytest.mark.parametrize("trace", ["audit", "updates"])
 def test_a_killed_dpkg_is_finished_first(tmp_path: Path, trace: str) -> None:
     host = RecordedApt(tmp_path)
+    host.installs = ("gcc",)
     if trace == "audit":
         host.audit = "The following packages are only half configured: docker.io\n"
     else:
@@ -259,65 +268,175 @@ def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
     assert told == ["Get:1 http://example.org gcc", "Unpacking gcc (12) ...", "Setting up gcc (12) ..."]
 
 
-class WithLocks(System):
-    """A machine below a folder with this machine's /proc."""
+class WithLocks(RecordedApt):
+    """A machine below a folder with this machine's /proc, whose time goes fast."""
+
+    waited = 0.0
 
     def read_text(self, path: str) -> str | None:
         return super().read_text(path) if not path.startswith("/proc/") else System().read_text(path)
+
+    def sleep(self, seconds: float) -> None:
+        self.waited += seconds
+
+    def now(self) -> float:
+        return self.waited
 
 
 # $1: a file to lock as dpkg does, by fcntl(2), until the input ends.
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
 )
+LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock", "/var/cache/apt/archives/lock")
 
 
-def test_the_holder_of_dpkgs_lock_is_named(tmp_path: Path) -> None:
-    host = WithLocks(str(tmp_path))
-    assert lock_holder(host) == ""
-    lock = tmp_path / "var/lib/dpkg/lock-frontend"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    assert lock_holder(host) == ""
+@contextmanager
+def held_by_another(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process holds the lock for the time of the block."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
     argv = (sys.executable, "-c", HOLD, str(lock))
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as holder:
         assert holder.stdout is not None and holder.stdin is not None
         holder.stdout.readline()
-        name = Path(f"/proc/{holder.pid}/comm").read_text().strip()
-        assert lock_holder(host) == f"{name} (pid {holder.pid})"
+        yield holder
         holder.stdin.close()
         holder.wait(10)
+
+
+@pytest.mark.parametrize("path", LOCKS)
+def test_the_holder_of_a_lock_is_named(tmp_path: Path, path: str) -> None:
+    host = WithLocks(tmp_path)
+    assert lock_holder(host) == ""
+    with held_by_another(tmp_path / path.lstrip("/")) as holder:
+        name = Path(f"/proc/{holder.pid}/comm").read_text().strip()
+        assert lock_holder(host).startswith(f"{name} (pid {holder.pid}: {sys.executable} -c import fcntl")
+    assert (tmp_path / path.lstrip("/")).exists()
     assert lock_holder(host) == ""
 
 
 def test_one_who_waits_for_the_lock_is_not_its_holder(tmp_path: Path) -> None:
     lock = tmp_path / "var/lib/dpkg/lock"
-    lock.parent.mkdir(parents=True)
-    with lock.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+    with held_by_another(lock) as holder:
         argv = (sys.executable, "-c", HOLD, str(lock))
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as waiter:
             while f"-> POSIX  ADVISORY  WRITE {waiter.pid}" not in Path("/proc/locks").read_text():
                 time.sleep(0.01)
-            assert lock_holder(WithLocks(str(tmp_path))).endswith(f"(pid {os.getpid()})")
-            fcntl.lockf(file, fcntl.LOCK_UN)
-            assert waiter.stdout is not None and waiter.stdin is not None
-            waiter.stdout.readline()
-            waiter.stdin.close()
-            waiter.wait(10)
+            assert f"(pid {holder.pid}: " in lock_holder(WithLocks(tmp_path))
+            waiter.kill()
 
 
-def test_waiting_for_the_lock_is_told(tmp_path: Path) -> None:
-    host = RecordedApt(tmp_path)
-    (tmp_path / "proc/77").mkdir(parents=True)
-    (tmp_path / "proc/77/comm").write_text("unattended-upgr\n")
-    lock = tmp_path / "var/lib/dpkg/lock-frontend"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    inode = lock.stat().st_ino
-    (tmp_path / "proc/locks").write_text(
-        f"1: FLOCK  ADVISORY  WRITE 12 00:1a:1 0 EOF\n2: POSIX  ADVISORY  WRITE 77 fe:00:{inode} 0 EOF\n"
-    )
+def test_waiting_for_the_lock_is_told_and_ends_when_it_is_free(tmp_path: Path) -> None:
     told: list[str] = []
-    RefreshPackageIndex().apply(host, lambda message, *_: told.append(message))
-    assert told == ["waiting up to 300 s for unattended-upgr (pid 77), which holds the package manager's lock"]
+    lock = tmp_path / LOCKS[2].lstrip("/")
+    lock.parent.mkdir(parents=True)
+    with subprocess.Popen((sys.executable, "-c", HOLD, str(lock)), stdin=-1, stdout=-1, stderr=-3) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+
+        class Freed(WithLocks):
+            def sleep(self, seconds: float) -> None:
+                super().sleep(seconds)
+                holder.kill()
+                holder.wait()
+
+        RefreshPackageIndex(lock_timeout=20).apply(Freed(tmp_path), lambda message, *_: told.append(message))
+    assert len(told) == 1
+    assert told[0].startswith("waiting up to 20 s for python") and f"(pid {holder.pid}: " in told[0]
+
+
+def test_a_lock_that_is_never_free_ends_in_its_holders_name(tmp_path: Path) -> None:
+    host = WithLocks(tmp_path)
+    with held_by_another(tmp_path / LOCKS[2].lstrip("/")) as holder, pytest.raises(GpuprovError) as caught:
+        RefreshPackageIndex(lock_timeout=7).apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.what == "another program holds the package manager's lock"
+    assert f"(pid {holder.pid}: " in problem.evidence and "waited 7 s" in problem.evidence
+    assert "gpuprov_lock_timeout" in problem.next_step
+    assert 7 < host.waited < 9 and host.asked == []
+
+
+def test_one_who_was_faster_is_waited_for(tmp_path: Path) -> None:
+    """The lock was free when we looked and taken when apt did: it is tried again."""
+
+    class Raced(WithLocks):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            done = super().run(argv, **more)
+            return Completed(done.argv, 100, "", LOCKED) if len(self.asked) < 3 else done
+
+    host = Raced(tmp_path)
+    RefreshPackageIndex(lock_timeout=20).apply(host, lambda *_: None)
+    assert len(host.asked) == 3
+
+
+QUERY = """installed dpkg 1.21.22 amd64 install ok
+installed mawk 1.3.4 amd64 install ok awk
+installed libc6 2.36 amd64 hold ok libc6-2.36
+installed libc6 2.36 i386 install ok libc6-2.36
+installed tzdata 2026b all install ok tzdata-bookworm, tz (= 1)
+triggers-pending man-db 2.11 amd64 install ok man, man-browser
+installed torn 1.0 amd64 install reinstreq
+half-installed half 1.0 amd64 install reinstreq gone
+"""
+
+
+class Queried(RecordedApt):
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), 0, QUERY)
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("mawk", True), ("mawk:amd64", True), ("mawk:native", True), ("mawk:i386", False), ("awk", True),
+        ("awk=1.3.4", False), ("libc6:i386", True), ("libc6:i386=2.36", True), ("libc6:i386=2.31", False),
+        ("tzdata:all", True), ("tzdata:amd64", True), ("tz", True), ("man-db", True), ("man-browser", True),
+        ("torn", False), ("half", False), ("gone", False), ("perl", False),
+    ],
+)  # fmt: skip
+def test_names_as_apt_takes_them_are_found(tmp_path: Path, name: str, there: bool) -> None:
+    """Else a second plan would ask for what is there: virtual packages, and those with an architecture."""
+    facts = gather_packages(Queried(tmp_path))
+    assert (missing(facts, (name,)) == ()) is there
+
+
+def test_holds_are_seen_and_ours_among_them(tmp_path: Path) -> None:
+    host = Queried(tmp_path)
+    host.make_directory("/var/lib/gpuprov")
+    host.write("/var/lib/gpuprov/held", b"libc6\nmawk\n")
+    facts = gather_packages(host)
+    assert (set(facts.held), set(facts.held_here)) == ({"libc6"}, {"libc6"})
+
+
+HOLDS = PackageFacts("apt", {"a": "1", "b": "1", "c": "1"}, held=frozenset({"a", "c"}), held_here=frozenset({"a"}))
+
+
+@pytest.mark.parametrize(
+    ("names", "changes"),
+    [
+        (("a",), ()),
+        (("a", "c"), ()),
+        (("b",), (HoldPackages(("b",), ("a",)),)),
+        ((), (HoldPackages((), ("a",)),)),
+    ],
+)
+def test_holds_of_others_are_left_alone(names: tuple[str, ...], changes: tuple[HoldPackages, ...]) -> None:
+    assert plan_holds(HOLDS, names) == changes
+
+
+@pytest.mark.parametrize(
+    ("said", "heading", "listed"),
+    [
+        ("x\nThe following packages will be REMOVED:\n  old-tool* other\n  third\n0 upgraded\n",
+         "The following packages will be REMOVED:", ("old-tool", "other", "third")),
+        ("The following packages have unmet dependencies:\n a : Depends: b (>= 2) but 1 is to be installed\nE: no\n",
+         "The following packages have unmet dependencies:", ("a : Depends: b (>= 2) but 1 is to be installed",)),
+        ("nothing of the kind\n", "The following packages will be REMOVED:", ()),
+    ],
+)  # fmt: skip
+def test_what_apt_lists_is_read(said: str, heading: str, listed: tuple[str, ...]) -> None:
+    assert listed_under(heading, said) == listed
+
+
+def test_conffiles_are_read_below_their_package() -> None:
+    text = "a\n /etc/a.conf 0123\n /etc/a.d/b 4567\nnone\n\nb\n /etc/b 89ab obsolete\n /etc/c cdef\n"
+    assert parse_conffiles(text) == {"a": (("/etc/a.conf", "0123"), ("/etc/a.d/b", "4567")), "b": (("/etc/c", "cdef"),)}

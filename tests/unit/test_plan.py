@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from gpuprov import releases
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver
+from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, InstallDriver
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.facts import FileFact, HostFacts, PciGpu, gather, gather_displays
 from gpuprov.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.system import System
 from gpuprov.toolkit import InstallRuntime
 from tests.unit.fake_host import RELEASE, FakeHost
 
@@ -117,7 +119,7 @@ def test_a_bare_machine_gets_headers_of_its_very_kernel_and_modules(metal: HostF
 
 
 def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> None:
-    names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod")
+    names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
     ready = replace(metal, packages=PackageFacts("apt", dict.fromkeys(names, "1")))
     assert planned(ready, spec(), InstallPackages) is None
 
@@ -189,3 +191,68 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
     else:
         place.write_bytes(b"\x7fELF" * (2 << 20))
     assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
+
+
+def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
+    wanted = spec(driver_version="580")
+    known = releases.known_sha256(wanted.driver_version, "x86_64")
+    assert planned(metal, wanted, FetchRunfile).sha256 == known != ""
+    # Another place may hold another file of that name: what lies beside it says which.
+    assert planned(metal, spec(driver_version="580", driver_url="https://a.example/x.run"), FetchRunfile).sha256 == ""
+
+
+def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal: HostFacts) -> None:
+    old = replace(metal, gpus=(PciGpu("0000:01:00.0", "1db4"),))
+    plan = make_plan(old, spec(driver_version="590"))
+    assert plan.changes == ()
+    assert "no longer serves this host's Volta GPU" in plan.problems[0].what
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "next_step"),
+    [
+        ({"clock": 86400}, "the clock is wrong", "timedatectl"),
+        ({"displays": ("display :0 is process 7's",)}, "an X server is running", "systemctl isolate"),
+        ({"free_bytes": {"/var/cache/gpuprov": 1 << 30}}, "not enough room on the file system of /var/cache", "df -h"),
+        ({"free_bytes": {"/usr": 1 << 30}}, "not enough room on the file system of /usr for the driver", "df -h /usr"),
+    ],
+)
+def test_what_would_stop_a_driver_in_the_middle_is_told_before(
+    metal: HostFacts, changes: dict[str, Any], says: str, next_step: str
+) -> None:
+    found = [one for one in preflight(replace(metal, **changes), spec()) if says in one.what]
+    assert next_step in found[0].next_step
+    assert preflight(metal, spec()) == ()
+
+
+def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:
+    locked = replace(metal, kernel=replace(metal.kernel, secure_boot="enabled"))
+    (problem,) = preflight(locked, spec())
+    assert "mokutil --import" in problem.next_step
+    signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
+    assert preflight(locked, signed) == ()
+    assert planned(locked, signed, InstallDriver).signing_certificate == "/root/mok.der"
+    # A driver that is there already needs no new modules.
+    there = replace(locked, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
+    assert preflight(there, spec()) == ()
+
+
+def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "proc/7").mkdir(parents=True)
+    for name, text in ((".X0-lock", "         7\n"), (".X1-lock", "8\n"), (".X2-lock", "x"), ("X3-lock", "7")):
+        (tmp_path / "tmp" / name).write_text(text)
+    assert gather_displays(System(str(tmp_path))) == ("display :0 is process 7's",)
+
+
+@pytest.mark.parametrize("steps", [("docker",), ("cdi", "toolkit"), ("packages", "docker")])
+def test_steps_keep_the_plan_to_a_part_in_the_plans_own_order(facts: HostFacts, steps: tuple[str, ...]) -> None:
+    bare = replace(facts, packages=PackageFacts("apt", {}))
+    whole = make_plan(bare, spec(packages=["jq"]))
+    part = make_plan(bare, spec(packages=["jq"]), steps)
+    assert part.changes == tuple(item for item in whole.changes if item.step in steps)
+    assert {item.step for item in part.changes} == set(steps)
+
+
+def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> None:
+    assert make_plan(replace(facts, gpus=()), spec(), ("docker",)).problems

@@ -122,38 +122,80 @@ DEBIAN = "deb http://deb.debian.org/debian bookworm main\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "line"),
+    ("path", "content"),
     [
-        (f"{OTHERS}.list", f"deb {URI} ./\n", 0),
-        (f"{OTHERS}.list", f"# the site's\n\ndeb [arch=amd64 signed-by=/a.gpg] {URI}/ ./\ndeb-src {URI} ./\n", 0),
-        (f"{OTHERS}.list", f"  deb\t[ trusted=yes ]\t{URI}\t./\n", 0),
-        (f"{OTHERS}.list", f"{DEBIAN}deb {URI} ./\n", 2),
-        ("/etc/apt/sources.list", f"{DEBIAN}\n\ndeb {URI} ./ # the site's\n", 4),
-        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\n", 0),
-        (f"{OTHERS}.sources", f"types: deb\nuris:{URI}/\nsuites: ./\n", 0),
-        (f"{OTHERS}.sources", f"Types: deb\nURIs: http://deb.debian.org/debian {URI}\nSuites: ./\n", 2),
-        (f"{OTHERS}.sources", f"Types: deb\nURIs: http://deb.debian.org/debian\n  {URI}\nSuites: ./\n", 3),
-        (
-            f"{OTHERS}.sources",
-            f"Types: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n\nTypes: deb\nURIs: {URI}\nSuites: ./\n",
-            6,
-        ),
+        (f"{OTHERS}.list", f"deb {URI} ./\n"),
+        (f"{OTHERS}.list", f"# the site's\n\ndeb [arch=amd64 signed-by=/a.gpg] {URI}/ ./\ndeb-src {URI} ./\n"),
+        (f"{OTHERS}.list", f"  deb\t[ trusted=yes ]\t{URI}\t./\n"),
+        (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: ./\n"),
+        (f"{OTHERS}.sources", f"types: deb\nuris:{URI}/\nsuites: ./\n"),
     ],
 )
-def test_a_second_source_for_the_same_repository(path: str, content: str, line: int) -> None:
-    """It goes where it stands alone; where it stands among others (`line`), only its owner may take it out."""
+def test_a_second_source_for_the_same_repository_goes(path: str, content: str) -> None:
     found = {path: fact(content)}
-    wanted = spec("A" * 40)
-    removed = [change for change in plan_repositories(found, wanted, "x86_64") if isinstance(change, RemoveFile)]
-    wrong = problems(found, wanted, "x86_64")
-    if line == 0:
-        assert [change.path for change in removed] == [path] and wrong == ()
-        assert removed[0].summary() == f"remove {path} (a second source for {URI})"
-    else:
-        assert removed == []
-        (problem,) = wrong
-        assert problem.evidence == f"{path}, line {line}"
-        assert URI in problem.what and "Signed-By" in problem.what
+    assert problems(found, spec("A" * 40), "x86_64") == ()
+    (removed,) = (c for c in plan_repositories(found, spec("A" * 40), "x86_64") if isinstance(c, RemoveFile))
+    assert removed.summary() == f"remove {path} (a second source for {URI})"
+
+
+STANZA = "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "cleaned"),
+    [
+        (f"{OTHERS}.list", f"{DEBIAN}deb {URI} ./\n", f"{DEBIAN}# deb {URI} ./\n"),
+        ("/etc/apt/sources.list", f"{DEBIAN}\n\ndeb {URI} ./ # the site's", f"{DEBIAN}\n\n# deb {URI} ./ # the site's"),
+        (f"{OTHERS}.sources", f"{STANZA}\nTypes: deb\nURIs: {URI}\nSuites: ./\n",
+         f"{STANZA}\n# Types: deb\n# URIs: {URI}\n# Suites: ./\n"),
+        (f"{OTHERS}.sources", f"# x\nTypes: deb\nURIs: {URI}\nSuites: ./\nSigned-By:\n -----BEGIN\n .\n\n{STANZA}",
+         f"# # x\n# Types: deb\n# URIs: {URI}\n# Suites: ./\n# Signed-By:\n#  -----BEGIN\n#  .\n\n{STANZA}"),
+    ],
+)  # fmt: skip
+def test_a_second_source_among_others_is_commented_out(path: str, content: str, cleaned: str) -> None:
+    found = {path: fact(content, 0o640)}
+    assert problems(found, spec("A" * 40), "x86_64") == ()
+    (change,) = (c for c in plan_repositories(found, spec("A" * 40), "x86_64") if getattr(c, "path", "") == path)
+    assert change == WriteFile(path, cleaned.encode(), 0o640)
+    again = plan_repositories({path: fact(cleaned)}, spec("A" * 40), "x86_64")
+    assert not any(getattr(change, "path", "") == path for change in again)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (f"Types: deb\nURIs: http://deb.debian.org/debian {URI}\nSuites: ./\n", 2),
+        (f"Types: deb\nURIs: http://deb.debian.org/debian\n  {URI}\nSuites: ./\n", 3),
+    ],
+)
+def test_a_stanza_with_other_repositories_is_its_owners(content: str, line: int) -> None:
+    path = f"{OTHERS}.sources"
+    found = {path: fact(content)}
+    (problem,) = problems(found, spec("A" * 40), "x86_64")
+    assert problem.evidence == f"{path}, line {line}"
+    assert URI in problem.what and "Signed-By" in problem.what
+    changes = plan_repositories(found, spec("A" * 40), "x86_64")
+    assert not any(getattr(change, "path", "") == path for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("uri", "retired"),
+    [
+        ("https://nvidia.github.io/nvidia-docker/ubuntu18.04/$(ARCH)", True),
+        ("https://nvidia.github.io/nvidia-container-runtime/stable/debian10/$(ARCH)", True),
+        ("https://nvidia.github.io/libnvidia-container/stable/ubuntu18.04/$(ARCH)", True),
+        ("https://nvidia.github.io/libnvidia-container/debian11/amd64", True),
+        ("https://nvidia.github.io/libnvidia-container/experimental/deb/$(ARCH)", False),
+        ("https://nvidia.github.io/libnvidia-container/stable/deb/arm64", False),
+        ("https://mirror.example.org/nvidia-docker/ubuntu18.04/amd64", False),
+    ],
+)
+def test_nvidias_retired_repositories_go_with_its_toolkit_alone(uri: str, retired: bool) -> None:
+    path = f"{OTHERS}.list"
+    found = {path: fact(f"deb {uri} /\n")}
+    changes = plan_repositories(found, HostSpec(toolkit="nvidia"), "x86_64")
+    assert (RemoveFile(path, "NVIDIA has retired this repository") in changes) is retired
+    assert plan_repositories(found, HostSpec(), "x86_64") == ()
 
 
 @pytest.mark.parametrize(

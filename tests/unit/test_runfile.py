@@ -154,3 +154,19 @@ def test_the_distributions_libgl_is_kept_and_a_headless_host_gets_one(has_libgl:
         log="/l",
     )
     assert option in found
+
+
+def test_modules_are_signed_with_the_sites_key() -> None:
+    pair = ("/root/mok.key", "/root/mok.der")
+    found = install_arguments(
+        "550.163.01", kernel_modules=True, module_type="auto", dkms=True, has_libgl=True, temporary="/t", log="/l",
+        signing=pair,
+    )  # fmt: skip
+    assert "--module-signing-secret-key=/root/mok.key" in found
+    assert "--module-signing-public-key=/root/mok.der" in found
+    for modules, signing in ((False, pair), (True, ("/root/mok.key", ""))):
+        found = install_arguments(
+            "550.163.01", kernel_modules=modules, module_type="auto", dkms=True, has_libgl=True, temporary="/t",
+            log="/l", signing=signing,
+        )  # fmt: skip
+        assert not [one for one in found if "signing" in one]

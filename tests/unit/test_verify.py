@@ -179,7 +179,7 @@ class RecordedHost(System):
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
 CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus"]
-NAMES = ["driver", "device nodes", "CDI specification", "docker", "runtime nvidia", "image", *CONTAINERS]
+NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_without_the_driver_no_container_is_tried(
     host.answers["smi"] = answer
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[1:5], "failed": ["driver"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": NAMES[1:6], "failed": ["driver"], "skipped": CONTAINERS}
     assert reason in done["driver"].reason and "\n" not in done["driver"].reason
     assert {done[name].reason for name in CONTAINERS} == {"not without the driver"}
     assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
@@ -254,7 +254,7 @@ def test_without_docker_neither_runtime_nor_containers_are_tried(host: RecordedH
     host.answers["info"] = (1, "", "Cannot connect to the Docker daemon")
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[:3], "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
+    assert states(done) == {"ok": NAMES[:4], "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
     assert "Cannot connect to the Docker daemon" in done["docker"].reason
     assert done["runtime nvidia"].reason == "not without docker"
 
@@ -285,7 +285,7 @@ def test_without_the_runtime_no_container_is_tried(
     host.answers["info"] = (0, json.dumps({**INFO, "Runtimes": runtimes}), "")
     good, done = checks(host)
     assert not good
-    assert states(done) == {"ok": NAMES[:4], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": NAMES[:5], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
     assert reason in done["runtime nvidia"].reason
     assert done["container, no GPU"].reason == "not without the runtime"
 
@@ -321,7 +321,7 @@ def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     host.run = _without_ldd(host)  # type: ignore[method-assign]
     good, done = checks(host, HostSpec())
     assert not good
-    assert states(done) == {"ok": NAMES[:5], "failed": ["image"], "skipped": CONTAINERS}
+    assert states(done) == {"ok": NAMES[:6], "failed": ["image"], "skipped": CONTAINERS}
     assert done["container, all GPUs"].reason == "not without an image"
 
 

@@ -16,7 +16,7 @@ from gpuprov.spec import HostSpec, SiteRepository
 WISHES = Wishes("debian-12", "x86_64")
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
 KERNEL = "6.1.0-37-amd64"
-HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod")
+HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
 TOOLKIT = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_what_it_is_made_from_holds_no_password() -> None:
 OTHER_SITE = dataclasses.replace(SITE, uri="https://elsewhere.example")
 REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
     ({"distro": "fedora-40"}, (HostSpec(),), "--distro fedora-40 is none that bundles are made for"),
-    ({"distro": "debian"}, (HostSpec(),), "supported are: debian 11"),
+    ({"distro": "debian"}, (HostSpec(),), "supported are: Debian 11"),
     ({"architecture": "riscv64"}, (HostSpec(),), "riscv64 is not supported"),
     (
         {}, (HostSpec(driver_version="550.163.01"), HostSpec(driver_version="535.261.03")),

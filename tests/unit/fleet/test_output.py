@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,16 +137,53 @@ def test_live_table_shows_host_step_count_and_message() -> None:
         assert words in shown
 
 
-def test_more_hosts_than_lines_show_those_at_work() -> None:
+def test_more_hosts_than_lines_show_those_at_work_the_failed_and_counts() -> None:
     to = console(terminal=True)
-    hosts = [f"lab-{number}" for number in range(100)]
-    table = LiveTable(to, hosts)
-    table("lab-3", Finished(0))
+    table = LiveTable(to, [f"lab-{number}" for number in range(1000)])
+    for number in range(400):
+        table(f"lab-{number}", Finished(0))
+    for number in range(400, 450):
+        table(f"lab-{number}", Finished(1, problems=(Problem("full"),)))
+    for number in range(450, 490):
+        table(f"lab-{number}", Started("1", "install", 1))
+    visible = [host for host, _ in table._visible()]
+    assert len(visible) == to.height - 3
+    assert visible[0] == "lab-450"
+    assert visible[-1] == "lab-443"  # the failed: seven of 22 lines, the latest first
+    to.print(table._table())
+    for words in ("400 done", "50 failed", "40 at work", "510 waiting"):
+        assert words in output(to)
+
+
+def test_screen_without_many_at_work_has_room_for_the_failed() -> None:
+    to = console(terminal=True)
+    table = LiveTable(to, [f"lab-{number}" for number in range(100)])
+    for number in range(60):
+        table(f"lab-{number}", Finished(1))
     table("lab-99", Started("1", "install", 1))
     visible = [host for host, _ in table._visible()]
     assert visible[0] == "lab-99"
-    assert "lab-3" not in visible
-    assert len(visible) == to.height - 2
+    assert len(visible) == to.height - 3
+
+
+@pytest.mark.timeout(60)
+def test_live_table_is_drawn_while_many_hosts_print() -> None:
+    to = console(terminal=True)
+    with LiveTable(to, [f"lab-{number}" for number in range(20)]) as table:
+        drawing = threading.Event()
+
+        def draw() -> None:
+            while not drawing.is_set():
+                table._live.refresh()
+
+        drawer = threading.Thread(target=draw, daemon=True)
+        drawer.start()
+        with ThreadPoolExecutor(20) as pool:
+            for number in range(80):
+                pool.submit(table, f"lab-{number % 20}", Note("slow", "warning"))
+        drawing.set()
+        drawer.join()
+    assert output(to).count("slow") >= 80
 
 
 def test_live_table_keeps_hosts_from_writing_to_the_terminal() -> None:
@@ -194,6 +233,7 @@ LAST_LINES = [
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
+    ("uninstall", (DONE,), False, "1 host uninstalled: 9 changes"),
     ("facts", (DONE, SAME), False, "facts of 2 hosts"),
 ]  # fmt: skip
 

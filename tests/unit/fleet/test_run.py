@@ -12,8 +12,11 @@ import pytest
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
+from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
-from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.run import Fleet, RunSettings, request_for
+from gpuprov.fleet.ssh import SshSettings
 from gpuprov.fleet.target import HostTarget
 from gpuprov.request import Request
 from gpuprov.spec import HostSpec
@@ -142,3 +145,114 @@ PRECEDENCE = [
 @pytest.mark.parametrize(("codes", "overall"), PRECEDENCE, ids=str)
 def test_overall_exit_code(codes: tuple[int, ...], overall: int) -> None:
     assert overall_exit_code(tuple(HostResult("h", ExitCode(code)) for code in codes)) == overall
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def in_order(rollout: Rollout, failing: str = "", forks: int = 20) -> tuple[list[str], tuple[HostResult, ...]]:
+    """Return the hosts in the order in which they began, and the results; hosts named by a letter fail."""
+    begun: list[str] = []
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        begun.append(target.name[-1])
+        sink(Finished(1 if target.name[-1] in failing else 0))
+
+    fleet = Scripted(script, forks)
+    fleet.settings = RunSettings(fleet.settings.build, forks=forks, rollout=rollout)
+    return begun, run(fleet)
+
+
+def test_batch_begins_when_the_one_before_is_through() -> None:
+    running: set[str] = set()
+    together: set[frozenset[str]] = set()
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        running.add(target.name[-1])
+        time.sleep(0.05)
+        together.add(frozenset(running))
+        running.discard(target.name[-1])
+        sink(Finished(0))
+
+    fleet = Scripted(script)
+    fleet.settings = RunSettings(fleet.settings.build, rollout=parse_rollout("2"))
+    run(fleet)
+    assert all(seen <= pair for seen in together for pair in map(set, ("ab", "cd", "ef")) if seen & pair)
+
+
+def test_batch_with_too_many_failures_is_the_last() -> None:
+    begun, results = in_order(parse_rollout("3", "1"), failing="bc")
+    assert sorted(begun) == ["a", "b", "c"]
+    assert [result.begun for result in results] == [True] * 3 + [False] * 3
+    assert results[5].problems[0].what == "not run: too many hosts failed before it (batch 1 of 2)"
+    assert "2 of 3 hosts failed, at most 1 may" in results[5].problems[0].evidence
+
+
+def test_batch_with_as_many_failures_as_may_be_is_followed_by_the_next() -> None:
+    assert len(in_order(parse_rollout("3", "1"), failing="a")[0]) == 6
+
+
+def test_failures_of_one_batch_do_not_count_in_the_next() -> None:
+    assert len(in_order(parse_rollout("3", "1"), failing="ad")[0]) == 6
+
+
+def test_batch_that_fails_as_a_whole_is_the_last() -> None:
+    assert in_order(parse_rollout("1"), failing="b")[0] == ["a", "b"]
+
+
+def test_without_batches_too_many_failures_still_keep_hosts_from_beginning() -> None:
+    begun, results = in_order(parse_rollout(max_fail="1"), failing="abcdef", forks=1)
+    assert begun == ["a", "b"]
+    assert overall_exit_code(results) == ExitCode.FAILED
+
+
+def test_without_any_limit_all_hosts_run_whatever_fails() -> None:
+    assert len(in_order(Rollout(), failing="abcdef")[0]) == 6
+
+
+def test_canary_runs_first_and_results_keep_the_inventory_s_order() -> None:
+    begun, results = in_order(parse_rollout(canary="lab-d"))
+    assert begun[0] == "d"
+    assert [result.host for result in results] == [host.name for host in HOSTS]
+
+
+def test_canary_that_fails_is_the_only_host() -> None:
+    begun, results = in_order(parse_rollout(canary="2"), failing="b")
+    assert sorted(begun) == ["a", "b"]
+    assert {result.problems[0].what for result in results[2:]} == {
+        "not run: too many hosts failed before it (canary)"
+    }  # fmt: skip
+
+
+def test_host_that_needs_a_reboot_has_not_failed() -> None:
+    fleet = Scripted(lambda target, sink: sink(Finished(3)))
+    fleet.settings = RunSettings(fleet.settings.build, rollout=parse_rollout("1", "0"))
+    assert all(result.begun for result in run(fleet))
+
+
+REBOOTS = {
+    ("local", True): "if-needed",
+    ("local", False): "never",
+    ("ssh", True): "if-needed",
+    ("ssh", False): "if-needed",
+}
+
+
+@pytest.mark.parametrize(("connection", "alone"), REBOOTS)
+def test_this_machine_never_reboots_under_a_run_over_others(connection: str, *, alone: bool) -> None:
+    target = HostTarget("lab-a", HostSpec(reboot="if-needed"), connection=connection)
+    asked = request_for(target, Request("install"), alone=alone)
+    assert asked.spec["reboot"] == REBOOTS[connection, alone]
+    assert asked.caller_returns is (connection == "ssh")
+
+
+def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("")
+    # Port 1 (tcpmux) is nobody's.
+    target = HostTarget(
+        "gone", HostSpec(), address="127.0.0.1", port=1, connection="ssh", ssh_config_file=str(tmp_path / "config")
+    )
+    with pytest.raises(GpuprovError, match="did not come back from its reboot") as raised:
+        wait_for_boot(target, SshSettings(connect_timeout=1), "boot-1", lambda: False, patience=0.5)
+    assert raised.value.exit_code == ExitCode.UNREACHABLE
+    assert "refused" in str(raised.value)

@@ -9,7 +9,7 @@ from gpuprov.errors import Problem
 
 OLDEST_PYTHON = (3, 9)
 PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)), "/usr/libexec/platform-python")
-_BOOTSTRAP_OPTION = "--bootstrap-python"
+BOOTSTRAP_OPTION = "--bootstrap-python"
 
 # Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
 # the interpreters to try; what reaches this command line passed an allow-list.
@@ -131,13 +131,13 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
     return None
 
 
-def python_problem(probe: Probe, named_python: str) -> Problem | None:
-    """Return what is wrong with the host's Python, or None."""
+def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTION) -> Problem | None:
+    """Return what is wrong with the host's Python, or None. `option`: what makes us install it."""
     if probe.python is not None:
         return None
     seen = ", ".join(f"{python.path} is {'.'.join(map(str, python.version))}" for python in probe.pythons)
     looked = f"looked for {named_python or ', '.join(PYTHONS)}"
-    get = f"run again with {_BOOTSTRAP_OPTION} to install it with the host's package manager, or by hand: " \
+    get = f"run again with {option} to install it with the host's package manager, or by hand: " \
           "apt-get install python3 | dnf install python3.12 | zypper install python311"  # fmt: skip
     if named_python:
         get = f"set ansible_python_interpreter to a Python ≥ 3.9, or leave it out; else {get}"

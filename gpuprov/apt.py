@@ -1,0 +1,188 @@
+"""How apt-get and dpkg are run: with gpuprov's own options, when nobody holds their locks, and mended when killed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gpuprov.apt_failures import finish
+from gpuprov.changes import Tell
+from gpuprov.errors import GpuprovError
+from gpuprov.system import Completed, System
+
+# Longer than unattended-upgrades usually takes.
+LOCK_SECONDS = 300
+INSTALL_SECONDS = 3600
+# In the order in which apt and dpkg take them.
+_LOCKS = (
+    "/var/lib/dpkg/lock-frontend",
+    "/var/lib/dpkg/lock",
+    "/var/lib/apt/lists/lock",
+    "/var/cache/apt/archives/lock",
+)
+_LOCKED = re.compile(r"Could not get lock|Unable to acquire the dpkg frontend lock|is locked by another process")
+# A host's own apt.conf may say otherwise; what gpuprov installs is signed, always.
+_TRUST = (
+    "-o", "APT::Get::AllowUnauthenticated=false",
+    "-o", "Acquire::AllowInsecureRepositories=false",
+    "-o", "Acquire::AllowWeakRepositories=false",
+    "-o", "Acquire::AllowDowngradeToInsecureRepositories=false",
+)  # fmt: skip
+_APT = (
+    "apt-get", "-q", "--yes", "--no-install-recommends", *_TRUST,
+    "-o", "Dpkg::Options::=--force-confold",
+    "-o", "Dpkg::Use-Pty=0",
+    "-o", "Acquire::Retries=3",
+)  # fmt: skip
+_QUERY = (
+    "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
+    "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
+)  # fmt: skip
+# Those with triggers work; dpkg has yet to call a trigger of another package.
+_WHOLE = ("installed", "triggers-pending", "triggers-awaited")
+_GONE = ("not-installed", "config-files")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package as dpkg knows it. `name` has `:ARCHITECTURE` behind it if that is not the machine's own."""
+
+    name: str
+    version: str
+    status: str
+    want: str = "install"
+    error: str = "ok"
+    provides: tuple[str, ...] = ()
+
+    @property
+    def present(self) -> bool:
+        """Whether anything of it but its configuration is there."""
+        return self.status not in _GONE
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is installed, all of it."""
+        return self.status in _WHOLE and self.error == "ok"
+
+
+def query(system: System) -> tuple[Package, ...]:
+    """Return all packages that dpkg knows of, by one query."""
+    return parse_query(query_text(system))
+
+
+def query_text(system: System) -> str:
+    """Return what dpkg-query says, for parse_query."""
+    return system.run(_QUERY).stdout
+
+
+def parse_query(text: str) -> tuple[Package, ...]:
+    """Return the packages in lines of `STATUS NAME VERSION ARCHITECTURE WANT ERROR PROVIDES`."""
+    rows = [row for row in (line.split(" ", 6) for line in text.splitlines()) if len(row) >= 3]
+    native = own_architecture(text)
+    return tuple(_package(row + [""] * (7 - len(row)), native) for row in rows)
+
+
+def own_architecture(text: str) -> str:
+    """Return the machine's architecture, which is dpkg's own."""
+    found = re.search(r"^installed dpkg \S+ (\S+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _package(row: list[str], native: str) -> Package:
+    status, name, version, architecture, want, error, provides = row
+    foreign = native and architecture not in ("", "all", native)
+    names = tuple(part.split()[0].partition(":")[0] for part in provides.split(",") if part.strip())
+    return Package(
+        f"{name}:{architecture}" if foreign else name, version, status, want or "install", error or "ok", names
+    )
+
+
+def run_apt(
+    system: System, words: tuple[str, ...], tell: Tell, *, seconds: float = INSTALL_SECONDS,
+    lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (),
+) -> Completed:  # fmt: skip
+    """Run apt-get once nobody else holds a lock; `options` are further words for it, such as name other sources.
+
+    Raises GpuprovError, naming the holder, if the lock takes too long.
+    """
+    return _run_unlocked(system, (*_APT, *options, *words), tell, seconds, lock_timeout)
+
+
+def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS) -> Completed:
+    """Run dpkg, or apt-mark, likewise."""
+    return _run_unlocked(system, words, tell, INSTALL_SECONDS, lock_timeout)
+
+
+def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+    deadline = system.now() + lock_timeout
+    while True:
+        wait_for_locks(system, tell, deadline, lock_timeout)
+        done = system.run(command, timeout=seconds, on_line=lambda line: _tell_progress(line, tell))
+        # Somebody may have been faster, after we looked and before apt did.
+        if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
+            return done
+        system.sleep(1)
+
+
+def wait_for_locks(system: System, tell: Tell, deadline: float, lock_timeout: int) -> None:
+    """Wait until the package manager's locks are free.
+
+    apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
+    """
+    told = ""
+    while holder := lock_holder(system):
+        if system.now() > deadline:
+            raise GpuprovError(
+                "another program holds the package manager's lock",
+                f"{holder}; waited {lock_timeout} s for its end",
+                "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again",
+            )
+        if holder != told:
+            tell(f"waiting up to {lock_timeout} s for {holder}, which holds the package manager's lock", 0, 0)
+            told = holder
+        system.sleep(0.5)
+
+
+def lock_holder(system: System, locks: Iterable[str] = _LOCKS) -> str:
+    """Return `NAME (pid N: COMMAND LINE)` of the process that holds a lock of the package manager, or nothing."""
+    for path in locks:
+        pid = system.lock_holder(path)
+        if pid:
+            name = (system.read_text(f"/proc/{pid}/comm") or "a process").strip()
+            line = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
+            return f"{name} (pid {pid}{': ' + line if line else ''})"
+        if pid == 0:
+            return "a process that can't be seen from here"
+    return ""
+
+
+def _tell_progress(line: str, tell: Tell) -> None:
+    if line.startswith(("Get:", "Unpacking ", "Setting up ", "Removing ")):
+        tell(line.strip(), 0, 0)
+
+
+def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = ()) -> None:
+    """Finish what an interrupted dpkg left half done: what is unpacked is configured, half of a package unpacked anew.
+
+    apt-get itself may answer 0 over such packages. Raises GpuprovError if they can't be finished.
+    """
+    if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
+        tell("finishing what an interrupted dpkg left half done", 0, 0)
+        done = run_dpkg(system, ("dpkg", "--force-confold", "--configure", "-a"), tell, lock_timeout)
+        halves = half_installed(system)
+        if halves:
+            words = ("install", "--reinstall", "--no-remove", "--", *halves)
+            done = run_apt(system, words, tell, lock_timeout=lock_timeout, options=options)
+        finish(done, "an interrupted package installation could not be finished")
+
+
+def half_installed(system: System) -> tuple[str, ...]:
+    """Return the packages of which only a part lies on the disk, such that dpkg wants them unpacked again."""
+    packages = query(system)
+    return tuple(one.name for one in packages if one.present and (one.error != "ok" or one.status == "half-installed"))
+
+
+def unfinished(system: System) -> Mapping[str, str]:
+    """Return name → status of the packages that are neither wholly there nor gone."""
+    return {one.name: one.status for one in query(system) if one.present and not one.whole}

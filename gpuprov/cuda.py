@@ -1,0 +1,250 @@
+"""NVIDIA's CUDA repository: the driver from packages, and the CUDA toolkit. Pure but for the changes' own work.
+
+Sources: NVIDIA's Driver Installation Guide and CUDA Installation Guide for Linux: repositories, keys, package names,
+module streams, pinning packages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from gpuprov import generations
+from gpuprov.bundle import use
+from gpuprov.cdi.discover import discover
+from gpuprov.changes import Change, Json, Tell, WriteFile
+from gpuprov.distros import NVIDIA_ARCHITECTURES, Distribution, distribution_of
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.facts import HostFacts
+from gpuprov.kernel import builds_modules
+from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.system import System
+
+PROFILE = "/etc/profile.d/gpuprov-cuda.sh"
+_PROFILE_TEXT = (
+    b'# Written by gpuprov: programs of the CUDA toolkit.\nexport PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
+)
+# Whose key signs which folders: file, fingerprint. Debian 13 wants better than the SHA-1 signature of the older key.
+_KEYS = (
+    (r"debian13", "8793F200.pub", "02182E60104FCDC26EAE1B8597A5D4CB8793F200"),
+    (r"(debian|ubuntu)\d+", "3bf863cc.pub", "EB693B3035CD5710E231E123A4B469963BF863CC"),
+    (r".*", "D42D0685.pub", "610C7B14E068A878070DA4E99CD0A493D42D0685"),
+)
+# dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
+_WITH_STREAMS = r"rhel[89]|amzn2023"
+STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
+_INSTALL_SECONDS = 600
+
+
+def _wants_repository(spec: HostSpec) -> bool:
+    return spec.driver == "packages" or bool(spec.cuda)
+
+
+def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
+    """Return the spec with NVIDIA's CUDA repository among its repositories, if something is to come from there."""
+    row = distribution_of(facts.os)
+    return spec if row is None else with_repository_of(row, facts.architecture, spec)
+
+
+def with_repository_of(row: Distribution, architecture: str, spec: HostSpec) -> HostSpec:
+    """Return the same for a row of the table and an architecture."""
+    folder = NVIDIA_ARCHITECTURES.get(architecture)
+    if not _wants_repository(spec) or not row.nvidia_repository or not folder:
+        return spec
+    base = f"{spec.cuda_repository.rstrip('/')}/{row.nvidia_repository}/{folder}"
+    file, fingerprint = next(
+        (file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository)
+    )
+    one = SiteRepository("cuda", f"{base}/", f"{base}/{file}", spec.cuda_key_fingerprint or fingerprint, "/")
+    return replace(spec, repositories=(*spec.repositories, one))
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what keeps this host from having packages of NVIDIA's."""
+    row = distribution_of(facts.os)
+    if not _wants_repository(spec) or row is None:
+        return ()
+    if not row.nvidia_repository or facts.architecture not in NVIDIA_ARCHITECTURES:
+        return (
+            Problem(
+                f"NVIDIA has no CUDA repository for {row.name} {row.version} on {facts.architecture}",
+                "developer.download.nvidia.com/compute/cuda/repos",
+                "set gpuprov_driver: runfile, and leave gpuprov_cuda out",
+            ),
+        )
+    return _driver_problems(facts, spec, row) if spec.driver == "packages" else ()
+
+
+def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tuple[Problem, ...]:
+    if not builds_modules(facts, spec):
+        return (
+            Problem(
+                "the driver's packages bring kernel modules, and this host's kernel is not its own",
+                f"inside {facts.kernel.container or 'a host with gpuprov_kernel_modules: none'}",
+                "set gpuprov_driver: runfile (libraries only), or preinstalled",
+            ),
+        )
+    if facts.driver_installed_version and not facts.driver_packaged:
+        return (
+            Problem(
+                f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
+                "its libraries belong to no package",
+                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+            ),
+        )
+    if spec.driver_version and not _can_pin(row):
+        return (
+            Problem(
+                f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
+                "this repository has neither pinning packages nor streams",
+                "leave gpuprov_driver_version out (and lock it: dnf versionlock), or set gpuprov_driver: runfile",
+            ),
+        )
+    ids = tuple(gpu.device_id for gpu in facts.gpus)
+    return generations.problems(ids, _comparable(spec.driver_version), spec.kernel_module_type)
+
+
+def _comparable(version: str) -> str:
+    """Return a version of the branch that is asked for: what is newest in it is the repository's to say."""
+    return f"{version}.999" if version.isdigit() else version
+
+
+def _can_pin(row: Distribution) -> bool:
+    return row.package_manager == "apt" or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
+
+
+def _module_type(facts: HostFacts, spec: HostSpec) -> str:
+    """Return open or proprietary; open where both would do, as NVIDIA recommends from 560 on."""
+    ids = tuple(gpu.device_id for gpu in facts.gpus)
+    kind = generations.module_type(ids, _comparable(spec.driver_version) or "580.999", spec.kernel_module_type)
+    return "open" if kind == "auto" else kind
+
+
+def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages that are wanted from NVIDIA's repository."""
+    driver: tuple[str, ...] = ()
+    if spec.driver == "packages":
+        driver = ("nvidia-open" if _module_type(facts, spec) == "open" else "cuda-drivers",)
+    return (*driver, *toolkit_packages(spec))
+
+
+def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the CUDA toolkit as a package, if it is asked for."""
+    return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda else ()
+
+
+def pin_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the package that makes apt keep to the branch or version that is asked for, if one is."""
+    wanted = spec.driver == "packages" and spec.driver_version
+    return (f"nvidia-driver-pinning-{spec.driver_version}",) if wanted else ()
+
+
+def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what holds the driver to the branch or version that is asked for, before it is installed."""
+    row = distribution_of(facts.os)
+    if row is None or spec.driver != "packages":
+        return ()
+    if row.package_manager == "apt":
+        names = missing(facts.packages, pin_packages(spec))
+        options = use.apt_options(facts.bundle)
+        return (RefreshPackageIndex(options=options), InstallPackages(names, options=options)) if names else ()
+    if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
+        return ()
+    stream = _stream(spec.driver_version, _module_type(facts, spec))
+    found = facts.files.get(STREAM_FILE)
+    current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
+    return () if current and current[1] == stream else (EnableStream(stream, current[1] if current else ""),)
+
+
+def _stream(version: str, kind: str) -> str:
+    branch = version.partition(".")[0]
+    if kind == "open":
+        return f"{branch}-open" if branch else "open-dkms"
+    return f"{branch}-dkms" if branch else "latest-dkms"
+
+
+def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the file that puts the CUDA toolkit's programs on people's paths."""
+    found = facts.files.get(PROFILE)
+    if not spec.cuda or (found is not None and (found.content, found.mode) == (_PROFILE_TEXT, 0o644)):
+        return ()
+    return (WriteFile(PROFILE, _PROFILE_TEXT),)
+
+
+def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the loading of a driver whose packages have just come, or are there and not loaded."""
+    if spec.driver != "packages" or not builds_modules(facts, spec):
+        return ()
+    there, loaded = facts.driver_installed_version, facts.driver_loaded_version
+    return () if there and loaded else (LoadDriver(),)
+
+
+@dataclass(frozen=True)
+class EnableStream(Change):
+    """This stream of the module nvidia-driver shall be enabled (dnf(8), "Module Command")."""
+
+    stream: str
+    before: str = ""
+
+    def summary(self) -> str:
+        instead = f" instead of {self.before}" if self.before else ""
+        return f"enable stream nvidia-driver:{self.stream}{instead}"
+
+    def capture(self, system: System) -> Json:
+        return {"before": self.before}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        if self.before:
+            self._dnf(system, "reset", "nvidia-driver")
+        self._dnf(system, "enable", f"nvidia-driver:{self.stream}")
+        return {}
+
+    def _dnf(self, system: System, verb: str, name: str) -> None:
+        system.require(
+            ("dnf", "-y", "module", verb, name), f"dnf can't {verb} {name}",
+            "dnf module list nvidia-driver shows which streams there are", timeout=_INSTALL_SECONDS,
+        )  # fmt: skip
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        system.run(("dnf", "-y", "module", "reset", "nvidia-driver"), timeout=_INSTALL_SECONDS)
+        if before["before"]:
+            name = f"nvidia-driver:{before['before']}"
+            system.run(("dnf", "-y", "module", "enable", name), timeout=_INSTALL_SECONDS)
+
+
+@dataclass(frozen=True)
+class LoadDriver(Change):
+    """The installed driver's kernel modules shall be loaded, and of the libraries' version."""
+
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return "load the driver's kernel modules (modprobe nvidia, nvidia-uvm)"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for module in ("nvidia", "nvidia-uvm"):
+            done = system.run(("modprobe", module), timeout=120)
+            if not done.ok:
+                raise GpuprovError(
+                    f"the kernel module {module} can't be loaded",
+                    f"{done.evidence(3)}\n{_kernel_says(system)}".strip(),
+                    "dkms status shows whether it was built for this kernel; nouveau or another driver on the GPU: "
+                    "lspci -k -d 10de:",
+                )
+        found = discover(system)
+        if found.kernel_version != found.library_version:
+            raise GpuprovError(
+                f"the loaded driver is {found.kernel_version or 'none'}, its libraries are {found.library_version}",
+                "/proc/driver/nvidia/version",
+                "reboot, so that the new modules are loaded; then run the same command again",
+            )
+        return {}
+
+
+def _kernel_says(system: System) -> str:
+    """Return what the kernel's log has of NVIDIA's modules, the last lines."""
+    lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
+    return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])

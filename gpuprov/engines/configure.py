@@ -1,0 +1,102 @@
+"""`gpuprov runtime configure` behind its flags: an engine's files as they are and shall be, and their writing."""
+
+from __future__ import annotations
+
+from gpuprov.changes import parent_of
+from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
+from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
+from gpuprov.engines.wish import Configuration, FileEdit, Request
+from gpuprov.errors import GpuprovError
+from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
+from gpuprov.system import System
+from gpuprov.toolkit import NVIDIA_RUNTIME
+
+
+def configuration(system: System, request: Request) -> Configuration:
+    """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
+    parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
+    return parts.get(request.engine, containerd_files.configuration)(system, request)
+
+
+def usual_runtime(system: System) -> str:
+    """Return the runtime's program: NVIDIA's if it is installed, else the bundled one, else where NVIDIA's will be."""
+    there = (path for path in (NVIDIA_RUNTIME, deploy.LAUNCHER_PATH) if system.exists(path))
+    return next(there, NVIDIA_RUNTIME)
+
+
+def usual_hook(system: System) -> str:
+    """Return the hook's program, chosen in the same way."""
+    there = (path for path in (deploy.NVIDIA_HOOK_PATH, HOOK_PATH) if system.exists(path))
+    return next(there, deploy.NVIDIA_HOOK_PATH)
+
+
+def hook(system: System, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
+    """Return what `--config-mode hook` would do."""
+    return hooks_d.configuration(system, engine, path, program, unset=unset)
+
+
+def write(system: System, edits: tuple[FileEdit, ...]) -> None:
+    """Write what changes: each file whole or not at all, owner and mode of existing ones kept."""
+    for edit in edits:
+        if not edit.changes:
+            continue
+        try:
+            _write(system, edit)
+        except OSError as error:
+            hint = "put sudo before it" if isinstance(error, PermissionError) else ""
+            raise GpuprovError(f"{edit.path} can't be written", str(error), hint) from None
+
+
+def _write(system: System, edit: FileEdit) -> None:
+    if edit.after is None:
+        system.remove(edit.path)
+        return
+    system.make_directory(parent_of(edit.path))
+    status = system.status(system.real_path(edit.path))
+    system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
+
+
+def _crio(system: System, request: Request) -> Configuration:
+    main = request.config or crio.MAIN
+    target = crio.DROP_IN if request.drop_in is None else request.drop_in or main
+    take_up = "systemctl restart crio"
+    if request.unset:
+        return Configuration(_taken_out(system, main, target), (), take_up)
+    folder = f"{parent_of(main)}/crio.conf.d"
+    others = [read(system, path) for path in matching(system, f"{folder}/*") if path != target]
+    found = toml_text.read_toml(toml_text.without_ours(read_text(system, target) or ""), target)
+    source = _crio_status(system, request) if request.from_command else merged((read(system, main), *others))
+    notes: tuple[str, ...] = (
+        ("CRI-O reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.wish.cdi else ()
+    )
+    if system.exists(crio.OTHERS_DROP_IN) and target != crio.OTHERS_DROP_IN:
+        notes += (f"{crio.OTHERS_DROP_IN} is there too; CRI-O reads it after {target}",)
+    return Configuration((edited(system, target, crio.wants(found, request.wish, source)),), notes, take_up)
+
+
+def _crio_status(system: System, request: Request) -> dict[str, object]:
+    """Return CRI-O's configuration as the running CRI-O tells it; older ones have a program of its own for that."""
+    command = (request.executable or "crio", "status", "config")
+    done = system.run(command, timeout=20)
+    if not done.ok:
+        done = system.run(("crio-status", "config"), timeout=20)
+    if not done.ok:
+        raise GpuprovError(
+            "CRI-O does not tell its configuration", done.evidence(4), "--config-source=file reads the files"
+        )
+    return toml_text.read_toml(done.stdout, " ".join(command))
+
+
+def _podman(system: System, request: Request) -> Configuration:
+    main = request.config or podman.MAIN
+    target = podman.DROP_IN if request.drop_in is None else request.drop_in or main
+    if request.unset:
+        return Configuration(_taken_out(system, main, target))
+    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.wish.cdi else ()
+    return Configuration((edited(system, target, podman.wants(request.wish)),), notes)
+
+
+def _taken_out(system: System, *paths: str) -> tuple[FileEdit, ...]:
+    found = (emptied(system, path) for path in dict.fromkeys(paths))
+    return tuple(edit for edit in found if edit is not None)

@@ -1,0 +1,101 @@
+"""daemon.json as `gpuprov runtime configure` leaves it: the runtime in it or out of it, not another byte touched.
+
+JSON has no comments, so nothing marks what is ours: a runtime of our name and program is, and what names it as default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
+from gpuprov.engines.json_text import with_member, without_member
+from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.system import System
+
+_RELOAD = "systemctl reload docker"
+# Devices by CDI are set up when docker starts.
+_RESTART = "systemctl restart docker (this stops containers, unless live-restore is on)"
+
+
+def configuration(system: System, request: Request) -> Configuration:
+    """Return what brings the runtime into daemon.json, or takes it out."""
+    if request.drop_in:
+        raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
+    path = request.config or DAEMON_JSON
+    content = system.read_bytes(path)
+    text = None if content is None else content.decode("utf-8", "surrogateescape")
+    found = _parsed(text, path)
+    if request.unset:
+        after, notes = _without(text, found, request.wish)
+    else:
+        if path == DAEMON_JSON:
+            _require_no_flags(system, request.wish)
+        after, notes = configured(text, request.wish), ()
+    take_up = _RESTART if request.wish.cdi else _RELOAD
+    edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
+    return Configuration((edit,), notes, take_up)
+
+
+def configured(text: str | None, wish: RuntimeWish) -> str:
+    """Return daemon.json with the runtime. `text` has been parsed without problems; None is no file."""
+    if text is None or not text.strip():
+        text = "{}\n"
+    runtimes = _parsed(text, DAEMON_JSON).get("runtimes") or {}
+    there = runtimes.get(wish.name)
+    if isinstance(there, Mapping):
+        text = with_member(text, ("runtimes", wish.name, "path"), wish.path)
+    else:
+        text = with_member(text, ("runtimes", wish.name), {"path": wish.path, "args": []})
+    if wish.set_default:
+        text = with_member(text, ("default-runtime",), wish.name)
+    return with_member(text, ("features", "cdi"), True) if wish.cdi else text
+
+
+def _without(text: str | None, found: Mapping[str, Any], wish: RuntimeWish) -> tuple[str | None, tuple[str, ...]]:
+    there = (found.get("runtimes") or {}).get(wish.name)
+    if text is None or not isinstance(there, Mapping):
+        return text, ()
+    if there.get("path") != wish.path:
+        note = (
+            f"runtime {wish.name} is {there.get('path')}, not {wish.path}: left alone (--nvidia-runtime-path names it)"
+        )
+        return text, (note,)
+    notes: tuple[str, ...] = ()
+    text = without_member(text, ("runtimes", wish.name))
+    if found.get("default-runtime") == wish.name:
+        text = without_member(text, ("default-runtime",))
+        notes = ("the default runtime was this one; now it is docker's own, runc",)
+    if wish.cdi:
+        text = without_member(text, ("features", "cdi"))
+    elif (found.get("features") or {}).get("cdi") is True:
+        notes += ("CDI stays enabled; --unset --cdi.enabled takes that out too",)
+    return (None if not _parsed(text, DAEMON_JSON) else text), notes
+
+
+def _parsed(text: str | None, path: str) -> Mapping[str, Any]:
+    found, wrong = parse_config(text)
+    if not wrong:
+        return found
+    raise GpuprovError.several(
+        tuple(
+            Problem(one.what.replace(DAEMON_JSON, path), one.evidence, one.next_step.replace(DAEMON_JSON, path))
+            for one in wrong
+        )
+    )
+
+
+def _require_no_flags(system: System, wish: RuntimeWish) -> None:
+    """dockerd does not start with the same directive as a flag and in its file."""
+    unit = system.run(("systemctl", "cat", "docker.service"), timeout=20)
+    words = ("--add-runtime", *(("--default-runtime",) if wish.set_default else ()))
+    started = [line for line in unit.stdout.splitlines() if re.match(r"\s*(ExecStart\s*=|[^#\s].*\\$|--)", line)]
+    clash = next((line.strip() for line in started for word in words if word in line), "") if unit.ok else ""
+    if clash:
+        raise GpuprovError(
+            f"docker's unit sets runtimes by a flag; with runtimes in {DAEMON_JSON} too it would not start",
+            f"systemctl cat docker: {clash}",
+            "move what the flag says into the file: systemctl edit --full docker",
+        )

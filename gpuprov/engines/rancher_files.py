@@ -1,0 +1,75 @@
+"""k3s and RKE2, which write containerd's configuration themselves from a template: drop-in or template. Writes nothing.
+
+https://docs.k3s.io/advanced#configuring-containerd. Their own base adds runtimes that it finds at its start, `nvidia`
+among them, so a template must not write the same table again: containerd could not read it and the node would go down.
+"""
+
+from __future__ import annotations
+
+from gpuprov.engines import containerd, toml_text
+from gpuprov.engines.containerd import Distribution
+from gpuprov.engines.toml_files import edited, read, read_text
+from gpuprov.engines.wish import Configuration, Request
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+
+_BASE = '{{ template "base" . }}'
+
+
+def configuration(system: System, request: Request, distribution: Distribution) -> Configuration:
+    """Return what brings the runtime into the files of a k3s or RKE2."""
+    rendered_text = read_text(system, distribution.rendered)
+    if rendered_text is None and not request.config:
+        raise GpuprovError(
+            f"{distribution.name} has not written its containerd configuration yet, so nobody knows its version",
+            f"there is no {distribution.rendered}",
+            f"start {distribution.name} once, or name the template: --config {distribution.templates[3]}",
+        )
+    rendered = toml_text.read_toml(rendered_text or "", distribution.rendered)
+    version = containerd.version_of(rendered, 3 if "v3" in request.config.rpartition("/")[2] else 2)
+    template = request.config or distribution.templates[version]
+    source = containerd.plugin_table(rendered, version)
+    drop_in = distribution.drop_in[version] if request.drop_in is None else request.drop_in
+    takes_in = containerd.is_imported(rendered, distribution.rendered, drop_in) if drop_in else False
+    if takes_in and version >= 3:
+        wanted = containerd.wants({}, version, request.wish, source)
+        edit = edited(system, drop_in, containerd.with_version(version, wanted))
+        return Configuration((edit,), (), distribution.take_up)
+    return _by_template(system, request, distribution, template, version)
+
+
+def _by_template(
+    system: System, request: Request, distribution: Distribution, template: str, version: int
+) -> Configuration:
+    rendered = read(system, distribution.rendered)
+    source = containerd.plugin_table(rendered, version)
+    text = read_text(system, template)
+    own = toml_text.read_toml(toml_text.without_ours(text or ""), template)
+    extends = text is None or 'template "base"' in text
+    wanted = containerd.wants(own, version, request.wish, source)
+    if not extends:
+        return Configuration((edited(system, template, wanted),), (), distribution.take_up)
+    there = source.get("containerd", {}).get("runtimes", {}).get(request.wish.name)
+    ours = containerd.plugin_table(toml_text.read_toml(text or "", template), version)
+    if there is not None and request.wish.name not in ours.get("containerd", {}).get("runtimes", {}):
+        path = there.get("options", {}).get("BinaryName")
+        if path == request.wish.path:
+            return Configuration((), (f"{distribution.name} has runtime {request.wish.name} by itself: {path}",))
+        raise GpuprovError(
+            f"{distribution.name} itself adds a runtime {request.wish.name}, of another program; a second would keep "
+            "containerd from starting",
+            f"{distribution.rendered}: {path}",
+            "give another name with --nvidia-runtime-name, or take that program away and restart",
+        )
+    if request.wish.set_default:
+        raise GpuprovError(
+            f"the default runtime is {distribution.name}'s own setting; its base template writes that table",
+            "", f"put `default-runtime: {request.wish.name}` into /etc/rancher/{distribution.name}/config.yaml",
+        )  # fmt: skip
+    notes: tuple[str, ...] = ()
+    if request.wish.cdi:
+        plugin = containerd.plugin_path(version)
+        wanted = tuple((path, keys) for path, keys in wanted if path != plugin)
+        if not source.get("enable_cdi", version >= 3):
+            notes = (f"CDI is not enabled: the base template of {distribution.name} writes that table",)
+    return Configuration((edited(system, template, wanted, first=_BASE),), notes, distribution.take_up)

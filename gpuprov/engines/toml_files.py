@@ -1,0 +1,73 @@
+"""An engine's TOML files: read, with everything that they import, and edited. Writes nothing."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuprov.changes import parent_of
+from gpuprov.engines import toml_text
+from gpuprov.engines.wants import Wants
+from gpuprov.engines.wish import FileEdit
+from gpuprov.errors import GpuprovError
+from gpuprov.system import System
+
+
+def read_text(system: System, path: str) -> str | None:
+    """Return a file's text, None if there is none. Raises GpuprovError if it is not UTF-8, which TOML must be."""
+    content = system.read_bytes(path)
+    if content is None:
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        raise GpuprovError(
+            f"{path} is not UTF-8; it was left alone",
+            f"line {line}, column {column}",
+            "correct it, then run this again",
+        ) from None
+
+
+def read(system: System, path: str) -> dict[str, Any]:
+    """Return what a file says; nothing if there is none."""
+    return toml_text.read_toml(read_text(system, path) or "", path)
+
+
+def matching(system: System, pattern: str) -> tuple[str, ...]:
+    """Return the files that a pattern names, in the order of their names."""
+    folder = parent_of(pattern)
+    return tuple(
+        f"{folder}/{name}"
+        for name in system.list_directory(folder)
+        if fnmatch.fnmatchcase(name, pattern.rpartition("/")[2])
+    )
+
+
+def merged(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return several configurations as one: tables key by key, later values over earlier ones."""
+    result: dict[str, Any] = {}
+    for one in found:
+        for key, value in one.items():
+            old = result.get(key)
+            both = isinstance(old, Mapping) and isinstance(value, Mapping)
+            result[key] = merged((old, value)) if both and isinstance(old, Mapping) else value
+    return result
+
+
+def edited(system: System, path: str, wants: Wants, *, first: str = "") -> FileEdit:
+    """Return a file with these wants in it."""
+    text = read_text(system, path)
+    after = toml_text.with_wants(text, wants, path, first=first)
+    return FileEdit(path, None if text is None else text.encode(), after.encode())
+
+
+def emptied(system: System, path: str, *, keep: Sequence[str] = ()) -> FileEdit | None:
+    """Return a file without what gpuprov put in, and no file where all of it was ours; None where nothing was."""
+    text = read_text(system, path)
+    if text is None:
+        return None
+    after = None if toml_text.is_only_ours(text) else toml_text.without_ours(text, keep=keep)
+    return None if after == text else FileEdit(path, text.encode(), None if after is None else after.encode())

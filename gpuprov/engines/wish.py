@@ -1,0 +1,55 @@
+"""What `gpuprov runtime configure` is asked for, and what it would change: plain data that all engines' parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RuntimeWish:
+    """A runtime that the engine shall know. `set_default` and `cdi` change nothing where they are False."""
+
+    name: str = "nvidia"
+    path: str = "/usr/bin/nvidia-container-runtime"
+    set_default: bool = False
+    cdi: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call of `gpuprov runtime configure`.
+
+    `engine` is docker, containerd, crio, podman, k3s, rke2 or microk8s. `config` is its main file, nothing for the
+    usual one. `drop_in` is None for the usual drop-in and nothing for none. `from_command` asks the engine for its
+    configuration instead of reading the files. `executable` is the engine's program, nothing for the one on the PATH.
+    """
+
+    engine: str
+    wish: RuntimeWish = RuntimeWish()
+    config: str = ""
+    drop_in: str | None = None
+    from_command: bool = False
+    executable: str = ""
+    unset: bool = False
+
+
+@dataclass(frozen=True)
+class FileEdit:
+    """A file's content before and after; None means that there is no file."""
+
+    path: str
+    before: bytes | None
+    after: bytes | None
+
+    @property
+    def changes(self) -> bool:
+        return self.before != self.after
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a call would do: files, what people should know, and the command that makes the engine read them."""
+
+    edits: tuple[FileEdit, ...]
+    notes: tuple[str, ...] = ()
+    take_up: str = ""

@@ -1,0 +1,158 @@
+"""The runs of this user, kept as JSON under ~/.local/state/gpuprov/runs; the oldest go, secrets never come in.
+
+Kept are outcomes: no passwords, no extra variables, no diffs, no raw facts. What hosts said is searched for the
+passwords of the run and for passwords in URLs all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuprov import __version__
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.events import CheckDone, PlannedChange
+from gpuprov.fleet.result import HostResult, MadeChange, overall_exit_code
+
+MOST_RUNS = 50
+_FORMAT = 1
+_IDENTIFIER = re.compile(r"\d{8}T\d{6}-\d+")
+_HIDDEN = "•••"
+_SHORTEST_SECRET = 4  # shorter ones would blot out half of every sentence
+_LONGEST_TEXT = 20_000
+_PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: `began` is local time with its offset, `seconds` its wall time, `inventory` what --hosts named."""
+
+    identifier: str
+    command: str
+    began: str
+    seconds: float
+    results: tuple[HostResult, ...]
+    check: bool = False
+    inventory: tuple[str, ...] = ()
+    limit: str = ""
+    version: str = __version__
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return overall_exit_code(self.results)
+
+
+def folder() -> Path:
+    """Return where runs are kept."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return (Path(state) / "gpuprov" / "runs").expanduser()
+
+
+def new_identifier(now: float) -> str:
+    """Return a name for the run that began at that time (seconds since the epoch); names sort by time."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.localtime(now))}-{os.getpid()}"
+
+
+def moment(now: float) -> str:
+    """Return a time as ISO 8601 has it, local, with its offset."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(now))
+
+
+def save(run: Run, secrets: Iterable[str] = ()) -> Path:
+    """Write the run, for its user alone, and drop the oldest beyond 50. Raises OSError if that cannot be."""
+    place = folder()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place.chmod(0o700)
+    path = place / f"{run.identifier}.json"
+    text = json.dumps(without_secrets(to_json(run), secrets), ensure_ascii=False, separators=(",", ":"))
+    handle, temporary = tempfile.mkstemp(prefix=".", dir=place)  # 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    for old in identifiers()[MOST_RUNS:]:
+        (place / f"{old}.json").unlink(missing_ok=True)
+    return path
+
+
+def identifiers() -> list[str]:
+    """Return the runs that are kept, the latest first."""
+    try:
+        names = [path.stem for path in folder().glob("*.json")]
+    except OSError:
+        return []
+    return sorted(filter(_IDENTIFIER.fullmatch, names), reverse=True)
+
+
+def load(identifier: str = "") -> Run:
+    """Return a run by its identifier or the beginning of it, the last one by default. Raises GpuprovError (code 2)."""
+    known = identifiers()
+    found = [name for name in known if name.startswith(identifier)]
+    if not known:
+        raise _usage(
+            "no run is kept here", f"{folder()} holds none", "gpuprov install, verify, facts and rollback keep one"
+        )
+    if not found or (identifier and identifier not in found and len(found) > 1):
+        what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
+        raise _usage(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
+    path = folder() / f"{found[0]}.json"
+    try:
+        return from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _usage(f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}") from None
+
+
+def to_json(run: Run) -> dict[str, Any]:
+    """Return the run as JSON has it."""
+    results = [
+        {**asdict(result), "facts": None, "plan": [{**asdict(change), "diff": ""} for change in result.plan]}
+        for result in run.results
+    ]
+    return {"format": _FORMAT, **asdict(run), "exit_code": int(run.exit_code), "results": results}
+
+
+def from_json(data: Mapping[str, Any]) -> Run:
+    """Return the run that JSON holds; raises ValueError, TypeError or KeyError for anything else."""
+    if data["format"] != _FORMAT:
+        raise ValueError(f"format {data['format']} is not known to gpuprov {__version__}")
+    values = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
+    results = tuple(_result(one) for one in data["results"])
+    return Run(**{**values, "inventory": tuple(data["inventory"]), "results": results})
+
+
+def _result(data: Mapping[str, Any]) -> HostResult:
+    parts: Mapping[str, type[Any]] = {
+        "problems": Problem, "checks": CheckDone, "plan": PlannedChange, "made": MadeChange,
+    }  # fmt: skip
+    built = {key: tuple(cls(**one) for one in data[key]) for key, cls in parts.items()}
+    return HostResult(**{**data, **built, "exit_code": ExitCode(data["exit_code"])})
+
+
+def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
+    """Return JSON with every secret, and every password in a URL, blotted out of its texts."""
+    hidden = sorted({secret for secret in secrets if len(secret) >= _SHORTEST_SECRET}, key=len, reverse=True)
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, str):
+            for secret in hidden:
+                part = part.replace(secret, _HIDDEN)
+            return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", part)[:_LONGEST_TEXT]
+        if isinstance(part, Mapping):
+            return {clean(key): clean(item) for key, item in part.items()}
+        return [clean(item) for item in part] if isinstance(part, (list, tuple)) else part
+
+    return clean(value)
+
+
+def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
+    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

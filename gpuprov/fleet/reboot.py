@@ -1,0 +1,62 @@
+"""Waits for a host that reboots: until it answers again, in another boot, and that boot has come to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet import remote
+from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.target import HostTarget
+
+if TYPE_CHECKING:
+    from fabric import Connection
+
+# Firmware that checks two terabytes of memory takes its time.
+BOOT_SECONDS = 1800.0
+_PAUSE_SECONDS = 2.0
+_COMMAND_SECONDS = 20.0
+# Engines that are still starting would be taken for stopped ones: the boot is waited for, but not for ever. A system
+# container that goes down may show the outer machine's boot id for a moment: `stopping` is no boot.
+_BOOT_STATE = "timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
+_BOOT_STATE_SECONDS = 330.0
+
+
+def wait_for_boot(
+    target: HostTarget,
+    settings: SshSettings,
+    left_boot: str,
+    given_up: Callable[[], bool],
+    *,
+    patience: float = BOOT_SECONDS,
+) -> None:
+    """Return once the host is up in another boot than `left_boot`, docker and all.
+
+    Raises GpuprovError, exit code 4, if it does not come back in `patience` seconds or nobody waits any more.
+    """
+    deadline = time.monotonic() + patience
+    seen = "it has not gone down"
+    while time.monotonic() < deadline and not given_up():
+        time.sleep(_PAUSE_SECONDS)
+        try:
+            with connected(target, settings) as connection:
+                command = "cat /proc/sys/kernel/random/boot_id"
+                boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.strip()
+                if boot_id not in ("", left_boot) and _is_up(connection):
+                    return
+                seen = "it answers, and is still in the boot before" if boot_id else seen
+        except GpuprovError as error:
+            seen = f"{error.problems[0].what}: {error.problems[0].evidence}"
+    raise GpuprovError(
+        "the host did not come back from its reboot" + (" before the run was stopped" if given_up() else ""),
+        f"waited {patience:g} s; last: {seen}",
+        "look at its console; once it is up, run the same command again: it goes on where it stopped",
+        exit_code=ExitCode.UNREACHABLE,
+    )
+
+
+def _is_up(connection: Connection) -> bool:
+    """Wait for the end of the boot and say whether the host is there."""
+    return remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip() not in ("", "stopping")

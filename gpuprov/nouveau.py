@@ -1,0 +1,123 @@
+"""Keeps nouveau, nova_core and nova_drm off the GPUs: a blacklist, in every initramfs too; never touches the driver.
+
+From Linux 7.0 on nova_core binds Turing and later, as nouveau does; distributions build both as modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov import initramfs
+from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, PciGpu
+from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
+from gpuprov.kernel import builds_modules
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+# In the order in which they can be unloaded: nova_drm stands on nova_core.
+MODULES = ("nova_drm", "nova_core", "nouveau")
+_BLACKLIST_TEXT = """\
+# By gpuprov: these drivers would take the GPUs before NVIDIA's can.
+blacklist nouveau
+options nouveau modeset=0
+blacklist nova_core
+blacklist nova_drm
+"""
+_DRACUT_TEXT = """\
+# By gpuprov: these drivers would take the GPUs before NVIDIA's can.
+omit_drivers+=" nouveau nova_core nova_drm "
+"""
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the blacklist's writing and the rebuilding of each initramfs that lacks it, or nothing."""
+    if spec.driver != "runfile" or not builds_modules(facts, spec):
+        return ()
+    files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
+    if facts.initramfs.dracut:
+        files += ((DRACUT_CONFIGURATION, _DRACUT_TEXT.encode()),)
+    found = {path: facts.files.get(path) for path, _ in files}
+    wrong = tuple(
+        (path, content) for path, content in files if (there := found[path]) is None or there.content != content
+    )
+    images = facts.initramfs.images
+    stale = images if wrong else tuple(one for one in images if one.modified < facts.initramfs.configured)
+    return (KeepNouveauOut(wrong, stale),) if wrong or stale else ()
+
+
+@dataclass(frozen=True)
+class KeepNouveauOut(Change):
+    """The blacklist shall be there (`files`: path, content) and in these initramfs images."""
+
+    files: tuple[tuple[str, bytes], ...]
+    images: tuple[Image, ...]
+
+    def summary(self) -> str:
+        kernels = ", ".join(image.kernel for image in self.images)
+        rebuilt = f"; rebuild the initramfs of {kernels}" if kernels else ""
+        return f"keep nouveau, nova_core and nova_drm off the GPUs ({BLACKLIST}){rebuilt}"
+
+    @property
+    def key(self) -> str:
+        return "keep nouveau off the GPUs"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(text_diff(path, system.read_bytes(path), content) for path, content in self.files)
+
+    def capture(self, system: System) -> Json:
+        return {
+            "files": [capture_path(system, path) for path, _ in self.files],
+            "images": [[image.kernel, image.path] for image in self.images],
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for path, content in self.files:
+            system.make_directory(parent_of(path))
+            system.write(path, content)
+        for number, image in enumerate(self.images):
+            tell(f"rebuilding {image.path}", number, len(self.images))
+            initramfs.rebuild(system, image)
+            _prove(system, image)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        for image in before["files"]:
+            restore_path(system, image)
+        for image in _images(before["images"]):
+            try:
+                initramfs.rebuild(system, image)
+            except GpuprovError:
+                # A change that failed here failed for the same reason, which is told already.
+                if outcome is not None:
+                    raise
+
+
+def _images(rows: Sequence[Any]) -> tuple[Image, ...]:
+    return tuple(Image(str(kernel), str(path)) for kernel, path in rows)
+
+
+def _prove(system: System, image: Image) -> None:
+    """Look into the image: the blacklist must be in it, or none of the drivers."""
+    listing = initramfs.list_content(system, image)
+    drivers = initramfs.modules_in(listing, MODULES)
+    if drivers and not initramfs.holds_file(listing, BLACKLIST):
+        raise GpuprovError(
+            f"{image.path} would still load {', '.join(drivers)} at boot",
+            f"it was rebuilt, holds {drivers[0]}.ko and not {BLACKLIST}",
+            "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? mend that, then run "
+            "the same command again",
+        )
+
+
+def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:
+    """Return `GPU 0000:17:00.0 is bound to nouveau` for each GPU that one of these drivers has."""
+    # The PCI driver of the module nova_core calls itself NovaCore.
+    drivers = {name.replace("_", "") for name in MODULES}
+    return tuple(
+        f"GPU {gpu.bus_id} is bound to {gpu.driver}" for gpu in gpus if gpu.driver.lower().replace("_", "") in drivers
+    )

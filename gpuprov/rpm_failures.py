@@ -1,0 +1,61 @@
+"""What dnf, yum, zypper and rpm say when they fail, what it means, what to do; never runs them."""
+
+from __future__ import annotations
+
+import re
+
+from gpuprov.errors import GpuprovError
+from gpuprov.system import Completed
+
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
+_FAILURES = (
+    (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
+     "another program holds the package manager's lock", "wait for its end, then run the same command again"),
+    (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
+     "this host has no package repositories",
+     "register it (subscription-manager register; SUSEConnect -r CODE), or give it a mirror"),
+    (r"immutable operating system|[Rr]ead-only file system", "this host's system files can't be written",
+     "an image-based system (ostree, bootc, transactional-update) is changed by its own tools, not by gpuprov"),
+    (r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found",
+     "no repository has such a package",
+     "dnf list --showduplicates NAME, or zypper search -s NAME, shows what there is; is a repository missing?"),
+    # Before the next rows: zypper says besides that the verification failed.
+    (r"signed with an unknown key|is unsigned|is not signed|GPG signature is not available|Signing key not found"
+     r"|wrong key\?|Public key for .* not installed|public key is not available|not correct for this package",
+     "a repository, or a package in it, is not signed with a key that this host trusts",
+     "the line names it: correct its key (gpgkey), or remove the repository"),
+    (r"Failed to retrieve GPG key|Couldn't open file .*gpg", "a repository's key is missing",
+     "the line names the repository: correct its gpgkey"),
+    (r"Bad (GPG|PGP) signature|Signature verification failed|digests? SIGNATURES NOT OK|BAD(,|$)",
+     "a repository's signature is wrong, or its key has expired",
+     "the line names the repository: get its current key; a mirror or proxy may also deliver damaged files"),
+    (r"checksum doesn't match|Inconsistent server data|exceeded the expected filesize|[Dd]igest verification failed"
+     r"|invalid checksum|[Cc]hecksum error",
+     "a repository delivered a damaged file",
+     "a mirror in the middle of its update, or a proxy: run the same command again in some minutes"),
+    (r"nothing provides|is needed by|[Rr]equires: |conflicts with file from package",
+     "the packages do not fit together", "the line names them; is a repository missing, or a module stream enabled?"),
+    (r"conflicting requests|Depsolve Error|^Problem: ",
+     "the packages do not fit together", "the line names them; is a repository missing, or a module stream enabled?"),
+    (r"[Cc]ould(n't| not) resolve host", "a repository's name is not known", "check DNS: getent hosts NAME"),
+    (r"Status code: 404|HTTP Error 404|Repository type can't be determined|not found on medium",
+     "there is no repository at that address, or the file is gone from it",
+     "the line names it: check its address, and whether the mirror is whole"),
+    (r"No space left on device|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
+     "the disk is full", "make room: df -h"),
+    (r"Curl error|Error trying to read from|Download \(curl\) error|Failed to connect|Connection failed|[Tt]imed out"
+     r"|Cannot download|Couldn't connect",
+     "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),
+)  # fmt: skip
+
+
+def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,)) -> None:
+    """Raise GpuprovError, with the decisive line, if the command failed."""
+    if done.returncode in good_codes:
+        return
+    said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
+    for pattern, meaning, next_step in _FAILURES:
+        line = next((line for line in said if re.search(pattern, line)), None)
+        if line is not None:
+            raise GpuprovError(f"{what}: {meaning}", f"{done.argv[0]} exited {done.returncode}: {line}", next_step)
+    raise GpuprovError(what, done.evidence(), "run that command on the host to see all of it")

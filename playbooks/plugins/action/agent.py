@@ -1,0 +1,276 @@
+"""Carries one request to gpuprov's agent on a host, over Ansible's own connection, and its answer back.
+
+The agent is the one that `gpuprov --hosts` pushes: the same file, at the same place, once per version, its digest
+checked. What to ask and how to read the answer is gpuprov/playbook_task.py's; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ansible import constants
+from ansible.errors import AnsibleError
+from ansible.module_utils.parsing.convert_bool import boolean
+from ansible.plugins.action import ActionBase
+
+_HERE = Path(__file__).resolve()
+# Inside an installed collection the agent lies beside roles and plugins; in a clone it is built from the clone.
+_CARRIED = _HERE.parents[2] / "files" / "gpuprov-agent.pyz"
+_CLONE = _HERE.parents[3]
+# The run, what follows a reboot, and a reboot that this asks for.
+_MOST_RUNS = 3
+# Firmware that checks two terabytes of memory takes its time.
+_BOOT_SECONDS = 1800.0
+_PAUSE_SECONDS = 3.0
+
+
+class ActionModule(ActionBase):  # type: ignore[misc]
+    """`gpuprov.host.agent`; its arguments are documented in plugins/modules/agent.py."""
+
+    _supports_check_mode = True
+    _supports_diff = True
+    _supports_async = False
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Run the task and return its result."""
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        _, arguments = self.validate_argument_spec(
+            {
+                "command": {"type": "str", "default": "install"},
+                "steps": {"type": "list", "elements": "str", "default": []},
+            }
+        )
+        agent, digest = _agent()
+        from gpuprov import playbook_task
+        from gpuprov.errors import GpuprovError
+
+        command, check = arguments["command"], bool(self._task.check_mode)
+        try:
+            variables = self._variables(task_vars or {})
+            request = playbook_task.task_request(
+                command,
+                variables,
+                steps=arguments["steps"],
+                check=check,
+                diff=bool(self._task.diff),
+                run_id=_run_id(),
+            )
+            skipped = playbook_task.skipped_in_check_mode(command) if check else None
+            if skipped is not None:
+                return {**result, **skipped}
+            bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
+            events: tuple[Any, ...] = ()
+            for _ in range(_MOST_RUNS):
+                output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
+                found, _strays = playbook_task.split_output(output)
+                left = playbook_task.left_boot(found)
+                if not left:
+                    events += found
+                    break
+                events += playbook_task.before_reboot(found)
+                self._wait_for_boot(left)
+        except GpuprovError as error:
+            return {**result, **playbook_task.failure(error)}
+        return {**result, **playbook_task.task_result(command, events, _local_facts(task_vars or {}))}
+
+    def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Return the gpuprov_ variables, their templates resolved."""
+        from gpuprov.errors import ExitCode, GpuprovError
+
+        found = {}
+        for name in sorted(task_vars):
+            if not name.startswith("gpuprov_"):
+                continue
+            try:
+                found[name] = self._templar.template(task_vars[name])
+            except AnsibleError as error:
+                what = f"the template in {name} does not resolve"
+                raise GpuprovError(what, str(error), exit_code=ExitCode.USAGE) from None
+        return found
+
+    def _ask(self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool) -> str:
+        """Send the request to the host's agent, put there first if it is missing; return what it prints."""
+        from gpuprov.errors import GpuprovError
+        from gpuprov.playbook_task import BOOTSTRAP_OPTION, split_output
+        from gpuprov.probe import BOOTSTRAP, python_problem
+        from gpuprov.push import STORE, agent_command, unfinished_problem
+        from gpuprov.request import request_to_line
+
+        variables = _connection_variables(task_vars, self._task.delegate_to)
+        named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
+        probe = self._probe(digest, named)
+        if probe.python is None and bootstrap:
+            next_step = "mend the host's package repositories, or install Python ≥ 3.9 by hand"
+            done = self._on_host(BOOTSTRAP, b"", become=True)
+            self._require(done, "Python cannot be installed on the host", next_step)
+            probe = self._probe(digest, named)
+        problem = python_problem(probe, named, BOOTSTRAP_OPTION)
+        if problem is not None:
+            raise GpuprovError.several((problem,))
+        if probe.agent_digest != digest:
+            stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
+            next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
+            self._require(stored, "the agent cannot be stored on the host", next_step)
+        line = f"{request_to_line(request)}\n".encode()
+        done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
+        events, strays = split_output(done.stdout)
+        if not any(type(event).__name__ == "Finished" for event in events):
+            raise GpuprovError.several((unfinished_problem(done, strays),))
+        return str(done.stdout)
+
+    def _wait_for_boot(self, left: str) -> None:
+        """Return once the host answers from another boot than the one it has left."""
+        from gpuprov.errors import ExitCode, GpuprovError
+
+        deadline = time.monotonic() + _BOOT_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+            try:
+                self._connection.reset()
+                done = self._low_level_execute_command("cat /proc/sys/kernel/random/boot_id", sudoable=False)
+            except AnsibleError:
+                continue  # it is down, or not up yet
+            if done["rc"] == 0 and done["stdout"].strip() not in ("", left):
+                self._low_level_execute_command("systemctl is-system-running --wait", sudoable=False)
+                return
+        raise GpuprovError(
+            "the host did not come back from its reboot", f"waited {_BOOT_SECONDS:g} s",
+            "look at its console; once it is up, run the same playbook again: it goes on where it stopped",
+            exit_code=ExitCode.UNREACHABLE,
+        )  # fmt: skip
+
+    def _probe(self, digest: str, named_python: str) -> Any:
+        from gpuprov.errors import GpuprovError
+        from gpuprov.probe import PROBE, PYTHONS, parse_probe
+        from gpuprov.push import said
+
+        pythons = (named_python,) if named_python else PYTHONS
+        done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
+        probe = parse_probe(done.stdout)
+        if probe is None:
+            next_step = "is this a machine with a POSIX shell, and may this user run commands?"
+            raise GpuprovError("the host's shell does not answer as a shell should", said(done), next_step)
+        if not probe.system.startswith("Linux "):
+            raise GpuprovError("this host does not run Linux", f"uname says {probe.system}")
+        return probe
+
+    def _require(self, done: Any, what: str, next_step: str) -> None:
+        from gpuprov.errors import GpuprovError
+        from gpuprov.push import said
+
+        if not done.ok:
+            raise GpuprovError(what, said(done), next_step)
+
+    def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
+        """Run a command with bytes on its standard input, as the task's become says or as the login user."""
+        from gpuprov.system import Completed
+
+        if self._connection.has_pipelining:
+            done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
+        else:
+            done = self._with_file(command, stdin, become=become)
+        return Completed((command,), done["rc"], done["stdout"], done["stderr"])
+
+    def _with_file(self, command: str, stdin: bytes, *, become: bool) -> dict[str, Any]:
+        """Do the same over a connection that takes no standard input (paramiko): through a file on the host."""
+        folder = self._make_tmp_path()
+        remote = self._connection._shell.join_path(folder, "stdin")
+        with tempfile.NamedTemporaryFile() as local:
+            local.write(stdin)
+            local.flush()
+            self._transfer_file(local.name, remote)
+        try:
+            done: dict[str, Any] = self._low_level_execute_command(
+                f"{command} < {shlex.quote(remote)}", sudoable=become
+            )
+        finally:
+            self._remove_tmp_path(folder)
+        return done
+
+
+def _connection_variables(task_vars: dict[str, Any], delegate: str | None) -> dict[str, Any]:
+    """Return the variables of the host that is connected to: with delegate_to not those of the task's own."""
+    return (task_vars.get("ansible_delegated_vars") or {}).get(delegate) or {} if delegate else task_vars
+
+
+def _named_python(value: object) -> str:
+    """Return the interpreter that ansible_python_interpreter names, nothing where it is to be found out."""
+    named = str(value or "")
+    return "" if named.startswith("auto") else named
+
+
+def _local_facts(task_vars: dict[str, Any]) -> dict[str, Any]:
+    """Return ansible_local as it is: a task that sets a part of it replaces it whole."""
+    return dict((task_vars.get("ansible_facts") or {}).get("ansible_local") or task_vars.get("ansible_local") or {})
+
+
+def _run_id() -> str:
+    """Return what all tasks of this ansible-playbook process have in common, and no other's: a roll-back undoes them.
+
+    Every task runs in a child of that process. Its start time is field 22 of proc(5)'s stat.
+    """
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        begun = ""
+    return f"ansible-playbook {platform.node()} {parent} {begun}"
+
+
+def _agent() -> tuple[bytes, str]:
+    """Return the agent and its SHA-256, and make `import gpuprov` find the code that is in it.
+
+    It lies unpacked in the folder that ansible-playbook has for the time of its run: Python imports nothing from a zip
+    file inside a collection (Ansible's own import hook), and slowly from any other.
+    """
+    folder = Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov"
+    if not folder.exists():
+        _unpack(_found(), folder)
+    content = (folder / "agent.pyz").read_bytes()
+    sys.path.insert(0, str(folder / "modules"))
+    return content, hashlib.sha256(content).hexdigest()
+
+
+def _unpack(content: bytes, folder: Path) -> None:
+    made = Path(tempfile.mkdtemp(dir=constants.DEFAULT_LOCAL_TMP))
+    (made / "agent.pyz").write_bytes(content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        archive.extractall(made / "modules")
+    try:
+        made.rename(folder)
+    except OSError:
+        shutil.rmtree(made)  # another host's task was faster
+
+
+def _found() -> bytes:
+    """Return the agent: the collection's, or one built from the clone by its own environment, this one or its .venv."""
+    if _CARRIED.exists():
+        return _CARRIED.read_bytes()
+    program = _CLONE / ".venv/bin/python"
+    python = sys.executable if importlib.util.find_spec("gpuprov") else str(program)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "agent.pyz"
+        command = (python, "-m", "gpuprov", "agent", "build", "-o", str(path))
+        try:
+            done = subprocess.run(command, cwd=_CLONE, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise AnsibleError(
+                f"gpuprov's agent cannot be built\n  seen: neither {sys.executable} nor {program} has gpuprov\n"
+                f"  next: make -C {_CLONE} setup, or install the collection gpuprov.host"
+            ) from None
+        if done.returncode != 0:
+            raise AnsibleError(f"gpuprov's agent cannot be built\n  seen: {done.stderr.strip()}")
+        return path.read_bytes()

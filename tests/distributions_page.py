@@ -1,0 +1,75 @@
+"""The lists in docs/distributions.md, written from the table of distributions: `make docs`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpuprov.distros import ROWS, Distribution, KernelPackages
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/distributions.md"
+_LISTS = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
+
+
+def with_lists(page: str) -> str:
+    """Return the page with the lists that the table gives; what people wrote around them stays."""
+    return _LISTS.sub(lambda _: _lists(), page)
+
+
+def _lists() -> str:
+    columns = (
+        "distribution",
+        "packages by",
+        "docker",
+        "Docker's repository",
+        "NVIDIA's name",
+        "to build with",
+        "initramfs",
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for cells, names in _grouped({row: _cells(row) for row in ROWS}):
+        lines.append(f"| {names} | {' | '.join(cells)} |")
+    lines += ["", "## Kernel headers", ""]
+    for rules, names in _grouped({row: (_rules(row.kernel_headers), _next(row), row.source) for row in ROWS}):
+        running, following, source = rules
+        lines += [f"- **{names}**: {running}.{following} ({source})"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cells(row: Distribution) -> tuple[str, ...]:
+    name = row.nvidia_name.format(major="N", digits="NNNN")
+    dkms = f" (dkms: {row.dkms_from})" if row.dkms_from else ""
+    return (
+        row.package_manager, " ".join(row.docker_packages) or "–", row.docker_repository or "–", name or "–",
+        f"{' '.join(row.build_packages)}{dkms}", f"`{' '.join(row.initramfs)}`",
+    )  # fmt: skip
+
+
+def _grouped(cells: Mapping[Distribution, tuple[str, ...]]) -> list[tuple[tuple[str, ...], str]]:
+    """Return the rows that say the same once, with the names of all of them."""
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for row, said in cells.items():
+        version = "" if row.version == "*" else row.version
+        only = "" if len(row.architectures) > 1 else f" ({row.architectures[0]})"
+        groups.setdefault(said, {}).setdefault(row.name, []).append(f"{version}{only}")
+    return [
+        (said, "; ".join(f"{name} {', '.join(versions)}".strip() for name, versions in names.items()))
+        for said, names in groups.items()
+    ]
+
+
+def _rules(rules: tuple[KernelPackages, ...]) -> str:
+    return "; ".join(
+        ("" if rule.pattern == ".+" else f"for `{rule.pattern}` ") + " ".join(f"`{name}`" for name in rule.names)
+        for rule in rules
+    )
+
+
+def _next(row: Distribution) -> str:
+    names = " ".join(f"`{name}`" for rule in row.next_kernel_headers for name in rule.names)
+    return f" For kernels to come: {names}." if names else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_lists(PAGE.read_text()))

@@ -1,0 +1,110 @@
+"""A release's own apt and dpkg on a root file system of its own: an overlay over the lab's base, entered by chroot."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Callable
+
+from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.system import Completed, System
+from tests.lab.base import build_base
+from tests.lab.lab import CACHE
+from tests.lab.repository import build_package, build_repository, sign
+from tests.lab.shell import run
+
+RELEASES = ("bullseye", "bookworm", "trixie")  # apt 2.2, 2.6 and 3.0
+_PLACES = ("proc", "dev/pts")
+
+
+class ChrootHost(System):
+    """A machine whose programs run in its own root; a package's scripts find no running systemd there."""
+
+    def which(self, program: str) -> str | None:
+        return super().which(program)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        words = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
+        done = super().run(("chroot", str(self.root), *words), timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        return Completed(tuple(argv), done.returncode, done.stdout, done.stderr, done.seconds)
+
+
+@contextmanager
+def chroot_host(release: str, folder: Path) -> Iterator[ChrootHost]:
+    """A pristine host of a release, without any package source; its files lie in `folder` until the end."""
+    base = build_base(CACHE / "bases", release, print)
+    root = folder / "root"
+    # Overlay on overlay does not work: the layers lie where the base does.
+    layers = CACHE / f"chroot-{os.getpid()}-{release}"
+    for path in (root, layers / "upper", layers / "work"):
+        path.mkdir(parents=True)
+    options = f"lowerdir={base},upperdir={layers / 'upper'},workdir={layers / 'work'}"
+    run(("mount", "-t", "overlay", "gpuprov-test", "-o", options, str(root)))
+    try:
+        run(("mount", "-t", "proc", "proc", str(root / "proc")))
+        # Daemons are none of these tests' business.
+        (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")
+        (root / "usr/sbin/policy-rc.d").chmod(0o755)
+        for path in ((root / "etc/apt/sources.list"), *(root / "etc/apt/sources.list.d").iterdir()):
+            path.unlink(missing_ok=True)
+        (root / "etc/apt/keyrings").mkdir(exist_ok=True)
+        yield ChrootHost(str(root))
+    finally:
+        run(("umount", "-R", str(root)))
+        shutil.rmtree(layers)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
+        pass
+
+
+class SiteServer:
+    """A signed repository on loopback, to which packages are added."""
+
+    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
+        self.folder, self.gnupg, self.url = folder, gnupg, url
+        self.fingerprint = build_repository(folder, gnupg)
+
+    @property
+    def spec(self) -> HostSpec:
+        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+
+    def add(self, name: str, version: str = "1.0", files: Mapping[str, str] | None = None, **fields: str) -> None:
+        """Build a package and sign the index anew. Fields of its control file have `_` for `-`."""
+        given = {"Package": name, "Version": version, "Architecture": "all", "Maintainer": "The lab <lab@example.org>"}
+        more = {key.replace("_", "-"): value for key, value in fields.items()}
+        control = "".join(f"{key}: {value}\n" for key, value in {**given, **more}.items())
+        build_package(self.folder, f"{control}Description: a package of the tests\n", files or {})
+        sign(self.folder, self.gnupg)
+
+
+@contextmanager
+def site_server(folder: Path) -> Iterator[SiteServer]:
+    """Serve a repository in `folder`/www."""
+    handler = functools.partial(QuietHandler, directory=str(folder / "www"))
+    (folder / "www").mkdir(parents=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield SiteServer(folder / "www", folder / "gnupg", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+            thread.join()
+            subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=False)

@@ -1,0 +1,251 @@
+"""The playbooks on real hosts: what `gpuprov install --hosts` does, to the byte; check mode, changed, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.agent_build import build_agent
+from tests.integration.test_install import docker_start, etc, packages
+from tests.lab import Host
+from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.lab import REPOSITORY
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_ANSIBLE_PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
+_PARTS = ("repos", "driver", "toolkit", "engine")
+
+
+def play(name: str, inventory: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a playbook of the clone as a user types it."""
+    return run_ansible("-i", inventory, f"playbooks/{name}.yml", *words, **environment)
+
+
+def run_ansible(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ansible-playbook in the clone."""
+    argv = (str(_ANSIBLE_PLAYBOOK), *(str(word) for word in words))
+    return subprocess.run(
+        argv, cwd=REPOSITORY, env={**os.environ, "ANSIBLE_NOCOLOR": "1", **environment}, timeout=300, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def recap(done: subprocess.CompletedProcess[str], host: str) -> dict[str, int]:
+    """Return the counts of a host's line in the recap."""
+    line = next((line for line in done.stdout.splitlines() if re.match(rf"{host} +: ok=", line)), "")
+    return {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", line)}
+
+
+def task_states(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """Return role → ok, changed, skipping or fatal."""
+    pairs = re.findall(r"TASK \[gpuprov\.host\.(\w+) : .*\n(?:.*\n)*?(ok|changed|skipping|fatal): ", done.stdout)
+    return dict(pairs)
+
+
+@pytest.fixture(scope="module")
+def twin(site: Site) -> Host:
+    """A host that site.yml has installed, from bare."""
+    host = site.hosts["twin"]
+    host.reset()
+    done = play("site", site.inventory("twin"))
+    assert done.returncode == 0, done.stdout
+    assert task_states(done) == {"preflight": "ok", **dict.fromkeys(_PARTS, "changed"), "verify": "ok"}
+    return host
+
+
+def test_check_mode_says_what_would_change_and_changes_nothing(site: Site) -> None:
+    host = site.hosts["twin"]
+    host.reset()
+    before = (etc(host), packages(host), docker_start(host))
+    done = play("site", site.inventory("twin"), "--check", "--diff")
+    assert done.returncode == 0, done.stdout
+    assert task_states(done) == {"preflight": "ok", **dict.fromkeys(_PARTS, "changed"), "verify": "skipping"}
+    assert re.search(r'^\+.*"path": "/usr/bin/gpuprov-container-runtime"', done.stdout, re.MULTILINE)
+    assert (etc(host), packages(host), docker_start(host)) == before
+    assert not (host.root / "var/lib/gpuprov").exists()
+
+
+def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, twin: Host) -> None:
+    before = (etc(twin), packages(twin), docker_start(twin))
+    done = play("site", site.inventory("twin"))
+    assert (done.returncode, recap(done, "twin")["changed"]) == (0, 0), done.stdout
+    assert (etc(twin), packages(twin), docker_start(twin)) == before
+
+
+# What makes these two hosts two: names, keys, addresses, and what programs draw at random. Nothing of gpuprov's.
+_HOST_SPECIFIC = {
+    "/etc/hostname", "/etc/hosts", "/etc/systemd/network/10-lab.network",
+    "/etc/ssh/ssh_host_ed25519_key", "/etc/ssh/ssh_host_ed25519_key.pub",
+}  # fmt: skip
+
+
+def enabled_units(host: Host) -> str:
+    return host.ssh("systemctl list-unit-files --state=enabled --no-legend").stdout
+
+
+def verified(site: Site, name: str) -> list[dict[str, object]]:
+    lines = gpuprov("verify", "--hosts", site.inventory(name), "--json").stdout.splitlines()
+    events = [json.loads(line) for line in lines]
+    return [
+        {key: event[key] for key in ("name", "status", "host", "container", "reason")}
+        for event in events
+        if event.get("event") == "CheckDone"
+    ]
+
+
+def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
+    """Host A by the command line, host B by the playbook: /etc, programs, packages, units and verification agree."""
+    main = site.hosts["main"]
+    main.reset()
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    one, other = etc(main), etc(twin)
+    assert {path for path in {*one, *other} if one.get(path) != other.get(path)} == _HOST_SPECIFIC
+    assert packages(main) == packages(twin)
+    assert enabled_units(main) == enabled_units(twin)
+    checks = verified(site, "twin")
+    assert {check["status"] for check in checks} == {"ok"}
+    assert checks == verified(site, "main")
+
+
+def test_the_agent_is_the_command_lines_and_is_pushed_once(site: Site, twin: Host) -> None:
+    assert gpuprov("facts", "--hosts", site.inventory("twin")).returncode == 0
+    agents = list((twin.root / "root/.cache/gpuprov").glob("*.pyz"))
+    assert [path.name for path in agents] == [f"agent-{build_agent().digest}.pyz"]
+
+
+def test_verify_fails_with_what_is_wrong_and_site_mends_that_part_alone(site: Site, twin: Host) -> None:
+    twin.ssh("echo '{}' > /etc/docker/daemon.json")
+    done = play("verify", site.inventory("twin"))
+    assert done.returncode != 0
+    assert "does not have runtime nvidia" in done.stdout
+    mended = play("site", site.inventory("twin"))
+    assert mended.returncode == 0, mended.stdout
+    states = task_states(mended)
+    assert [role for role, state in states.items() if state == "changed"] == ["engine"]
+    assert states["verify"] == "ok"
+
+
+def test_a_tag_does_that_part_alone(site: Site, twin: Host) -> None:
+    twin.ssh("rm /etc/cdi/nvidia.json; echo '{}' > /etc/docker/daemon.json")
+    done = play("site", site.inventory("twin"), "--tags", "toolkit")
+    assert done.returncode == 0, done.stdout
+    assert task_states(done) == {"preflight": "ok", "toolkit": "changed"}
+    assert (twin.root / "etc/docker/daemon.json").read_text() == "{}\n"
+    assert play("site", site.inventory("twin")).returncode == 0
+
+
+def test_facts_are_there_as_ansible_local(site: Site, twin: Host) -> None:
+    done = play("facts", site.inventory("twin"))
+    assert done.returncode == 0, done.stdout
+    assert re.search(rf"2 GPUs,\s+driver {re.escape(DRIVER)}", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"gpuprov_driver_verison": "1"}, "did you mean gpuprov_driver_version?"),
+        ({"gpuprov_driver_version": 550.1}, "gpuprov_driver_version must be text"),
+        ({"gpuprov_packages": ["{{ nothing_of_that_name }}"]}, "the template in gpuprov_packages does not resolve"),
+    ],
+)
+def test_a_wrong_variable_is_named_before_anything_is_done(
+    site: Site, twin: Host, variables: dict[str, object], said: str
+) -> None:
+    done = play("site", site.inventory("twin", **variables))
+    assert done.returncode != 0
+    assert said in done.stdout
+    assert "Traceback" not in done.stdout
+    assert recap(done, "twin")["ok"] == 0
+
+
+_DELEGATED = """
+- hosts: localhost
+  gather_facts: false
+  tasks:
+    - gpuprov.host.agent:
+        command: facts
+      delegate_to: twin
+    - ansible.builtin.assert:
+        that: ansible_local.gpuprov.gpus | length == 2
+"""
+
+
+def test_a_task_may_be_delegated(site: Site, twin: Host, tmp_path: Path) -> None:
+    path = tmp_path / "delegated.yml"
+    path.write_text(_DELEGATED)
+    done = run_ansible("-i", site.inventory("twin"), path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_connection_without_standard_input_serves_as_well(site: Site, twin: Host) -> None:
+    shutil.rmtree(twin.root / "root/.cache/gpuprov")
+    inventory = site.inventory("twin", ansible_connection="paramiko")
+    done = play("site", inventory, ANSIBLE_HOST_KEY_CHECKING="False", ANSIBLE_PARAMIKO_RECORD_HOST_KEYS="False")
+    assert (done.returncode, recap(done, "twin")["changed"]) == (0, 0), done.stdout
+    assert [path.name for path in (twin.root / "root/.ansible/tmp").iterdir()] == []
+
+
+def test_a_jump_host_is_gone_through(site: Site, twin: Host) -> None:
+    options = "-F none -o IdentitiesOnly=yes"
+    key, known = site.lab.key, site.lab.known_hosts
+    jump = f"ssh {options} -i {key} -o UserKnownHostsFile={known} -W %h:%p root@{site.hosts['bullseye'].address}"
+    arguments = f"-o UserKnownHostsFile={known} -o ProxyCommand='{jump}'"
+    done = play("facts", site.inventory("twin", ansible_ssh_common_args=arguments), ANSIBLE_SSH_CONTROL_PATH_DIR="/tmp")
+    assert done.returncode == 0, done.stdout
+
+
+def test_rollback_undoes_the_whole_play_back_to_the_byte(site: Site) -> None:
+    host = site.hosts["twin"]
+    host.reset()
+    before = (etc(host), packages(host))
+    assert play("site", site.inventory("twin")).returncode == 0
+    assert etc(host) != before[0]
+    done = play("rollback", site.inventory("twin"))
+    assert done.returncode == 0, done.stdout
+    assert recap(done, "twin")["changed"] == 1
+    after = (etc(host), packages(host))
+    changed = {path for path in {*before[0], *after[0]} if before[0].get(path) != after[0].get(path)}
+    # The loader's cache is a binary file that ldconfig writes anew; its content is the same, not its order of bytes.
+    assert changed <= {"/etc/ld.so.cache"}
+    assert after[1] == before[1]
+
+
+def test_sudo_with_a_password_on_a_host_without_docker(site: Site) -> None:
+    host = site.hosts["ops"]
+    host.reset()
+    login = {"ansible_user": "ops", "ansible_become_password": "correct horse"}
+    done = play("site", site.inventory("ops", **login))
+    assert done.returncode == 0, done.stdout
+    assert task_states(done)["verify"] == "ok"
+    refused = play("verify", site.inventory("ops", **{**login, "ansible_become_password": "wrong"}))
+    assert refused.returncode != 0
+    assert "Traceback" not in refused.stdout
+
+
+def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
+    host = site.hosts["bare"]
+    host.reset()
+    done = play("facts", site.inventory("bare"))
+    assert done.returncode != 0
+    assert "there is no Python on the host" in done.stdout
+    option = next(word for word in done.stdout.split() if word.startswith("gpuprov_play_"))
+    checked = play("facts", site.inventory("bare"), "--check", "-e", option)
+    assert "there is no Python on the host" in checked.stdout
+    done = play("facts", site.inventory("bare"), "-e", option)
+    assert done.returncode == 0, done.stdout
+
+
+def test_an_upgrade_goes_host_by_host_and_ends_with_the_first_failure(site: Site) -> None:
+    inventory = site.inventory("twin", "main", gpuprov_driver_verison="1")
+    done = play("upgrade", inventory)
+    assert (recap(done, "twin")["failed"], recap(done, "main")) == (1, {}), done.stdout
+    both = play("upgrade", inventory, "-e", "gpuprov_play_serial=2")
+    assert (recap(both, "twin")["failed"], recap(both, "main")["failed"]) == (1, 1), both.stdout

@@ -1,0 +1,52 @@
+"""The collection as its users get it: built, installed without a network, run from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.agent_build import build_agent
+from tests.lab.lab import REPOSITORY
+
+_BIN = Path(sys.executable).parent
+
+
+def run(*words: object, cwd: Path, **environment: str) -> str:
+    """Run one of Ansible's programs and return what it prints. Fails with that if it fails."""
+    argv = (str(_BIN / str(words[0])), *(str(word) for word in words[1:]))
+    done = subprocess.run(
+        argv, cwd=cwd, env={**os.environ, "ANSIBLE_NOCOLOR": "1", **environment}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of collections with ours in it."""
+    folder = tmp_path_factory.mktemp("collection")
+    run("python", REPOSITORY / "playbooks/collection.py", folder / "source", cwd=folder)
+    run("ansible-galaxy", "collection", "build", "--output-path", folder, folder / "source", cwd=folder)
+    (archive,) = folder.glob("gpuprov-host-*.tar.gz")
+    run("ansible-galaxy", "collection", "install", "--offline", "-p", folder / "collections", archive, cwd=folder)
+    return folder / "collections"
+
+
+def test_its_playbooks_run_by_name_and_push_the_agent_inside(installed: Path, tmp_path: Path) -> None:
+    said = run(
+        "ansible-playbook", "-i", "here,", "-c", "local", "gpuprov.host.facts",
+        cwd=tmp_path, HOME=str(tmp_path), ANSIBLE_COLLECTIONS_PATH=str(installed),
+    )  # fmt: skip
+    assert "kernel" in said
+    pushed = [path.name for path in (tmp_path / ".cache/gpuprov").glob("*.pyz")]
+    assert pushed == [f"agent-{build_agent().digest}.pyz"]
+
+
+def test_ansible_doc_shows_its_action(installed: Path, tmp_path: Path) -> None:
+    said = run("ansible-doc", "gpuprov.host.agent", cwd=tmp_path, ANSIBLE_COLLECTIONS_PATH=str(installed))
+    assert "ansible_local.gpuprov" in said

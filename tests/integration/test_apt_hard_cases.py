@@ -1,0 +1,377 @@
+"""Real apt and dpkg of three Debian releases where it hurts: conflicts, kills, holds, locks, wrong signatures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.apply import apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.changes import Change
+from gpuprov.errors import GpuprovError
+from gpuprov.events import Event
+from gpuprov.facts import gather, gather_files
+from gpuprov.journal import new_journal
+from gpuprov.packages import (
+    InstallPackages,
+    RefreshPackageIndex,
+    gather_packages,
+    missing,
+    plan_holds,
+    repair,
+)
+from gpuprov.plan import CHANGE_KINDS
+from gpuprov.repos import plan_repositories
+from gpuprov.software import plan
+from gpuprov.spec import HostSpec
+from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.lab.repository import sign
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
+    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
+]
+# A script that says that it runs, and waits as long as a file is there.
+_WAITS = "#!/bin/sh\n[ -e /tmp/{flag} ] || exit 0\necho > /tmp/{flag}-runs\nsleep 60\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
+    """A repository with all that the tests below install."""
+    with pytest.MonkeyPatch.context() as patch, site_server(tmp_path_factory.mktemp("site")) as made:
+        for name in ("http_proxy", "HTTP_PROXY"):
+            patch.delenv(name, raising=False)
+        made.add("old-tool")
+        made.add("new-tool", Conflicts="old-tool")
+        for version in ("1.0", "2.0"):
+            made.add("pinned", version)
+        made.add("later", Depends="library")
+        made.add("library")
+        made.add("needs-library", Depends="library")
+        made.add("mta-a", Provides="site-mta")
+        made.add("mta-b", Provides="site-mta")
+        made.add("solo", Provides="site-solo")
+        waits = {f"DEBIAN/{when}": _WAITS.format(flag=when) for when in ("preinst", "postinst")}
+        made.add("slow", files={**waits, "usr/share/slow": "x\n"}, Depends="library")
+        made.add("torn", files=waits)
+        made.add(
+            "configured", files={"etc/configured.conf": "as packaged\n", "DEBIAN/conffiles": "/etc/configured.conf\n"}
+        )
+        yield made
+
+
+@pytest.fixture(params=RELEASES)
+def host(request: pytest.FixtureRequest, server: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
+    with chroot_host(request.param, tmp_path) as made:
+        configure(made, server)
+        RefreshPackageIndex().apply(made, tell)
+        yield made
+
+
+def configure(host: ChrootHost, server: SiteServer) -> None:
+    for change in plan_repositories(gather_files(host), server.spec, "x86_64"):
+        change.apply(host, tell)
+
+
+def tell(message: str, done: int, total: int) -> None:
+    assert message
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+def install(host: ChrootHost, *names: str) -> None:
+    InstallPackages(names, lock_timeout=5).apply(host, tell)
+
+
+def as_a_run(host: ChrootHost, *changes: Change) -> None:
+    journal = new_journal(host, "install")
+    apply_changes(changes, host, journal, ignore)
+    journal.end("done")
+
+
+def undo_last(host: ChrootHost) -> None:
+    run = last_undoable_run(host)
+    assert run is not None
+    roll_back(host, run, CHANGE_KINDS, ignore)
+
+
+def installed(host: ChrootHost) -> dict[str, str]:
+    return dict(gather_packages(host).installed)
+
+
+def refusal(host: ChrootHost, *names: str) -> GpuprovError:
+    with pytest.raises(GpuprovError) as caught:
+        install(host, *names)
+    return caught.value
+
+
+def test_what_would_be_removed_is_named_and_stays(host: ChrootHost) -> None:
+    install(host, "old-tool")
+    (problem,) = refusal(host, "new-tool").problems
+    assert "new-tool could not be installed: other packages would have to go" in problem.what
+    assert problem.evidence.endswith("The following packages will be REMOVED: old-tool")
+    assert "apt-get remove old-tool" in problem.next_step
+    assert "old-tool" in installed(host)
+
+
+def test_a_virtual_package_of_several_asks_for_one_and_of_one_settles(host: ChrootHost) -> None:
+    assert "virtual package, which several provide" in str(refusal(host, "site-mta"))
+    for name in ("site-solo", "solo:all", "solo:amd64", "solo:native"):
+        install(host, name)
+        assert missing(gather_packages(host), (name,)) == ()
+
+
+def test_a_pinned_version_is_held_and_moves_when_the_pin_does(host: ChrootHost) -> None:
+    def settle(spec: HostSpec) -> list[str]:
+        changes = plan(gather(host), spec)
+        as_a_run(host, *changes)
+        assert plan(gather(host), spec) == ()
+        return [change.summary() for change in changes]
+
+    spec = HostSpec(driver="preinstalled", docker="preinstalled", packages=("pinned=2.0",))
+    before = installed(host)
+    assert settle(spec)[1:] == ["install pinned=2.0", "hold pinned at this version"]
+    assert host.run(("apt-mark", "showhold")).stdout == "pinned\n"
+    older = replace(spec, packages=("pinned=1.0",))
+    assert settle(older)[1:] == ["install pinned=1.0 (taking the hold off pinned)", "hold pinned at this version"]
+    assert installed(host)["pinned"] == "1.0"
+    assert settle(replace(spec, packages=("pinned",))) == ["no longer hold pinned"]
+    assert host.run(("apt-mark", "showhold")).stdout == ""
+    for _ in range(3):
+        undo_last(host)
+    assert installed(host) == before
+
+
+def test_a_hold_of_somebody_elses_is_told_when_it_is_in_the_way(host: ChrootHost, server: SiteServer) -> None:
+    install(host, "pinned=1.0")
+    host.run(("apt-mark", "hold", "pinned"))
+    assert plan_holds(gather_packages(host), ()) == ()
+    server.add("wants-two", Depends="pinned (>= 2.0)")
+    RefreshPackageIndex().apply(host, tell)
+    found = str(refusal(host, "wants-two"))
+    assert "wants-two could not be installed" in found and "apt-mark" in found
+
+
+def kill_in(host: ChrootHost, flag: str, change: InstallPackages) -> None:
+    """Begin the change as a run of its own process, and kill it with all that it started while a script waits."""
+    (host.root / "tmp" / flag).touch()
+    worker = os.fork()
+    if worker == 0:
+        # What System.run starts gets a session of its own; here it shall die with the run.
+        os.setpgid(0, 0)
+        apply_changes([change], host, new_journal(host, "install"), ignore)
+        os._exit(1)
+    deadline = time.monotonic() + 60
+    while not (host.root / "tmp" / f"{flag}-runs").exists():
+        assert time.monotonic() < deadline, "the package's script did not run"
+        time.sleep(0.02)
+    (host.root / "tmp" / flag).unlink()
+    started = descendants(worker)
+    for pid in [worker, *started]:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    while any(is_running(pid) for pid in started):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def descendants(parent: int) -> list[int]:
+    """Return the processes that a process has started, and theirs."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [pid for child in children for pid in (int(child), *descendants(int(child)))]
+
+
+@pytest.mark.parametrize(("flag", "status"), [("preinst", "half-installed"), ("postinst", "half-configured")])
+def test_what_a_kill_left_half_done_is_finished_and_can_be_undone(host: ChrootHost, flag: str, status: str) -> None:
+    before = installed(host)
+    change = InstallPackages(("slow",))
+    kill_in(host, flag, change)
+    assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "slow")).stdout == status
+    assert "slow" not in installed(host)
+    journal = take_up(host, CHANGE_KINDS, ignore)
+    assert journal is not None
+    apply_changes([change], host, journal, ignore)
+    journal.end("done")
+    assert {"slow", "library"} <= installed(host).keys()
+    assert host.run(("dpkg", "--audit")).stdout == ""
+    # What the killed part had brought goes too.
+    undo_last(host)
+    assert installed(host) == before
+    assert not host.exists("/usr/share/slow")
+
+
+def test_a_killed_installation_is_undone_without_being_finished_first(host: ChrootHost) -> None:
+    before = installed(host)
+    kill_in(host, "postinst", InstallPackages(("slow",)))
+    undo_last(host)
+    assert installed(host) == before and host.run(("dpkg", "--audit")).stdout == ""
+
+
+def test_apt_alone_answers_0_over_half_a_package_and_we_do_not(host: ChrootHost) -> None:
+    kill_in(host, "preinst", InstallPackages(("torn",)))
+    assert host.run(("dpkg", "--configure", "-a")).returncode == 0
+    assert host.run(("apt-get", "--yes", "install", "torn")).returncode == 0
+    assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "torn")).stdout == "half-installed"
+    repair(host, tell)
+    assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "torn")).stdout == "installed"
+
+
+def test_what_is_needed_since_stays_and_is_told(host: ChrootHost) -> None:
+    before = installed(host)
+    change = InstallPackages(("slow",))
+    as_a_run(host, change)
+    host.run(("apt-get", "--yes", "install", "needs-library"))
+    run = last_undoable_run(host)
+    assert run is not None
+    (entry,) = run.undoable
+    assert InstallPackages.lasting(host, entry.before, entry.outcome, ()) == (
+        "library stays: needs-library, installed since, needs it",
+    )
+    undo_last(host)
+    assert installed(host).keys() == {*before, "library", "needs-library"}
+
+
+def test_configuration_that_a_removed_package_had_left_comes_back(host: ChrootHost) -> None:
+    path = host.root / "etc/configured.conf"
+    install(host, "configured")
+    path.write_text("of the site\n")
+    host.run(("apt-get", "--yes", "remove", "configured"))
+    as_a_run(host, InstallPackages(("configured",)))
+    path.write_text("changed once more\n")
+    undo_last(host)
+    assert path.read_text() == "of the site\n"
+    assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "configured")).stdout == "config-files"
+
+
+def test_changed_configuration_that_would_be_lost_is_told(host: ChrootHost) -> None:
+    change = InstallPackages(("configured",))
+    before = change.capture(host)
+    outcome = change.apply(host, tell)
+    assert InstallPackages.lasting(host, before, outcome, ()) == ()
+    (host.root / "etc/configured.conf").write_text("of the site\n")
+    told = InstallPackages.lasting(host, before, outcome, ())
+    assert told == ("/etc/configured.conf, changed since configured was installed, goes with it",)
+
+
+# $1, $2: two files to lock as apt does.
+_HOLD = "import fcntl, sys\nfile = open(sys.argv[1], 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\nprint(flush=True)\ninput()"
+
+
+def test_update_waits_for_the_lists_lock_and_names_its_holder(host: ChrootHost) -> None:
+    """apt-get update itself fails at once, whatever DPkg::Lock::Timeout says: that is why."""
+    lock = str(host.root / "var/lib/apt/lists/lock")
+    with subprocess.Popen((sys.executable, "-c", _HOLD, lock), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdin is not None
+        holder.stdout.readline()
+        alone = host.run(("apt-get", "-o", "DPkg::Lock::Timeout=20", "update"))
+        assert alone.returncode == 100 and alone.seconds < 15
+        with pytest.raises(GpuprovError) as caught:
+            RefreshPackageIndex(lock_timeout=1).apply(host, tell)
+        assert f"(pid {holder.pid}: " in str(caught.value) and "waited 1 s" in str(caught.value)
+        holder.stdin.close()
+        RefreshPackageIndex(lock_timeout=20).apply(host, tell)
+
+
+# -- signatures, each from a pristine index ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(server: SiteServer, tmp_path: Path) -> Iterator[SiteServer]:
+    """The repository, brought back to order afterwards."""
+    yield server
+    sign(server.folder, server.gnupg)
+
+
+@pytest.fixture(params=RELEASES)
+def fresh(request: pytest.FixtureRequest, repository: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
+    """A host that has never read the repository."""
+    with chroot_host(request.param, tmp_path) as made:
+        configure(made, repository)
+        yield made
+
+
+def not_refreshed(host: ChrootHost) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        RefreshPackageIndex().apply(host, tell)
+    return str(caught.value)
+
+
+def key_of(host: ChrootHost) -> Path:
+    return host.root / "etc/apt/keyrings/gpuprov-site.gpg"
+
+
+def test_another_key_is_refused(fresh: ChrootHost, repository: SiteServer, tmp_path: Path) -> None:
+    with site_server(tmp_path / "stranger") as stranger:
+        shutil.copy(stranger.folder / "InRelease", repository.folder)
+    found = not_refreshed(fresh)
+    assert "not signed with a key that this host trusts" in found and repository.url in found
+
+
+def test_a_key_file_that_is_gone_is_told(fresh: ChrootHost, repository: SiteServer) -> None:
+    """gpgv can't tell it from a wrong key, sqv names the file."""
+    key_of(fresh).unlink()
+    found = not_refreshed(fresh)
+    assert "can't be read" in found or "not signed with a key that this host trusts" in found
+
+
+def test_an_expired_key_is_told(fresh: ChrootHost, repository: SiteServer, tmp_path: Path) -> None:
+    home = tmp_path / "expired"
+    home.mkdir(mode=0o700)
+
+    def gpg(*words: str, at: str = "20240115") -> bytes:
+        argv = ("gpg", "--homedir", str(home), "--batch", "--yes", "--faked-system-time", f"{at}T000000", *words)
+        return subprocess.run(argv, check=True, capture_output=True).stdout
+
+    gpg("--passphrase", "", "--quick-gen-key", "expired <e@example.org>", "rsa3072", "sign", "never", at="20240101")
+    lines = gpg("--with-colons", "--list-keys").decode().splitlines()
+    fingerprint = next(line.split(":")[9] for line in lines if line.startswith("fpr:"))
+    target, source = str(repository.folder / "InRelease"), str(repository.folder / "Release")
+    gpg("--clearsign", "--output", target, source, at="20240601")
+    gpg("--quick-set-expire", fingerprint, "20240201T000000")
+    key_of(fresh).write_bytes(gpg("--export"))
+    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+    found = not_refreshed(fresh)
+    assert "a repository's key has expired" in found and repository.url in found
+
+
+def test_a_changed_index_is_told(fresh: ChrootHost, repository: SiteServer) -> None:
+    path = repository.folder / "InRelease"
+    path.write_bytes(path.read_bytes().replace(b"Date: ", b"Date:  "))
+    found = not_refreshed(fresh)
+    assert "a repository's signature is wrong" in found and repository.url in found
+
+
+def test_a_log_in_page_is_told(fresh: ChrootHost, repository: SiteServer) -> None:
+    (repository.folder / "InRelease").write_text("<html>please log in</html>")
+    assert "gave something else than its index" in not_refreshed(fresh)
+
+
+INSECURE = b'APT::Get::AllowUnauthenticated "true";\nAcquire::AllowInsecureRepositories "true";\n'
+
+
+def test_a_host_that_allows_unsigned_packages_gets_none_from_us(fresh: ChrootHost, repository: SiteServer) -> None:
+    fresh.write("/etc/apt/apt.conf.d/99insecure", INSECURE)
+    (repository.folder / "InRelease").unlink()
+    assert "not signed with a key that this host trusts" in not_refreshed(fresh)
+    # Somebody else refreshed the index in spite of that.
+    assert fresh.run(("apt-get", "update")).returncode == 0
+    with pytest.raises(GpuprovError, match="comes from a repository that is not signed"):
+        InstallPackages(("solo",)).apply(fresh, tell)
+    assert "solo" not in installed(fresh)

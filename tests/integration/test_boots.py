@@ -1,0 +1,180 @@
+"""What a boot brings by itself, and runs that go on behind one, on real hosts that really reboot."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import simgpu
+from tests.lab import Host, HostRequest, Lab
+from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab.lab import REPOSITORY
+from tests.lab.shell import wait_for
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_NUMBER = 6
+_UNITS = ("gpuprov-nodes.service", "gpuprov-refresh.service", "gpuprov-refresh.path")
+_CDI = "/etc/cdi/nvidia.json"
+# Instead of the lab's own: first nouveau has the GPUs of a bare machine, after the next boot NVIDIA's driver has them.
+_NOUVEAU_ONCE = """
+set -eu
+tree=/usr/lib/simgpu
+[ -e /var/lib/nouveau-was-here ] || tree=/usr/lib/simgpu-nouveau
+touch /var/lib/nouveau-was-here
+mount --bind $tree/sys/bus/pci/devices /sys/bus/pci/devices
+[ $tree = /usr/lib/simgpu ] && mount --bind $tree/proc/driver /proc/driver
+mount --bind $tree/proc/devices /proc/devices
+"""
+# gpuprov is to take the host for a bare machine: once systemd has read it, the mark of a container goes.
+_UNMARK = "[Service]\nType=oneshot\nExecStart=/bin/rm -f /run/systemd/container\n[Install]\nWantedBy=basic.target\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    lab = Lab(_NUMBER)
+    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            names = ("main", "metal")
+            hosts = lab.up([HostRequest(name, gpus=2, bind=(str(REPOSITORY),)) for name in names])
+            run_file = simgpu.build_run(lab.www)
+            variables = {
+                "ansible_user": "root",
+                "ansible_ssh_private_key_file": str(lab.key),
+                "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
+                "gpuprov_driver_version": DRIVER,
+                "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
+            }
+            yield Site(lab, {host.name: host for host in hosts}, tmp_path_factory.mktemp("inventories"), variables)
+        finally:
+            lab.down()
+
+
+@pytest.fixture(scope="module")
+def main(site: Site) -> Host:
+    """A host that is installed, and whose own boot makes no device nodes any more."""
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    host = site.hosts["main"]
+    attach = host.root / "usr/lib/simgpu/attach"
+    attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
+    return host
+
+
+def active(host: Host, *units: str) -> list[str]:
+    return host.ssh(("systemctl", "is-active", *units), check=False).stdout.split()
+
+
+def test_a_second_run_has_nothing_to_do(site: Site, main: Host) -> None:
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+
+
+def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_see_gpus(site: Site, main: Host) -> None:
+    main.ssh("rm -rf /dev/char")
+    main.reboot()
+    assert active(main, *_UNITS, "docker") == ["active", "inactive", "active", "active"]
+    nodes = main.ssh("ls /dev/nvidia0 /dev/nvidia1 /dev/nvidiactl /dev/nvidia-uvm").stdout.split()
+    assert len(nodes) == 4
+    assert main.ssh("readlink /dev/char/195:1").stdout.strip() == "../nvidia1"
+    assert main.ssh("systemctl show gpuprov-refresh --property=Result").stdout.strip() == "Result=success"
+    times = main.ssh(
+        "systemctl show gpuprov-nodes docker --property=ActiveEnterTimestampMonotonic --value"
+    ).stdout.split()
+    assert int(times[0]) <= int(times[1])
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+
+
+def test_another_set_of_libraries_changes_the_specification_without_anybody(main: Host) -> None:
+    """As an update of a driver's packages does: libraries come or go, ldconfig runs."""
+    before = (main.root / _CDI[1:]).read_text()
+    assert "libnvidia-encode" in before
+    main.ssh("mkdir /root/away && mv /usr/lib/x86_64-linux-gnu/libnvidia-encode.so* /root/away && ldconfig")
+    wait_for("the refresh", lambda: "libnvidia-encode" not in (main.root / _CDI[1:]).read_text(), 30)
+    main.ssh("mv /root/away/* /usr/lib/x86_64-linux-gnu/ && ldconfig")
+    wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before, 30)
+
+
+def test_roll_back_takes_units_links_and_program_away(site: Site, main: Host) -> None:
+    done = gpuprov("rollback", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    found = main.ssh("find /etc /usr/lib/gpuprov -name '*gpuprov*' 2>&1", check=False).stdout
+    assert "gpuprov-" not in found
+    assert active(main, *_UNITS) == ["inactive"] * 3
+
+
+# -- reboots -------------------------------------------------------------------------------------------------------
+
+
+def _as_metal(site: Site) -> Host:
+    """Return a host with the driver's libraries that takes itself for a bare machine, nouveau on its GPUs."""
+    host = site.hosts["metal"]
+    host.reset()
+    run_file = site.variables["gpuprov_driver_url"]
+    host.ssh(f'cd /root && python3 -c \'import urllib.request as u; u.urlretrieve("{run_file}", "driver.run")\'')
+    host.ssh("sh /root/driver.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
+    simgpu.write_kernel_tree(host.root / "usr/lib/simgpu-nouveau", 2, driver="nouveau")
+    (host.root / "usr/lib/simgpu/attach").write_text(_NOUVEAU_ONCE)
+    units = host.root / "etc/systemd/system"
+    (units / "unmark.service").write_text(_UNMARK)
+    host.ssh("systemctl enable unmark.service")
+    host.reboot()
+    assert host.ssh("readlink /sys/bus/pci/devices/0000:1b:00.0/driver").stdout.strip().endswith("nouveau")
+    return host
+
+
+def _inventory(site: Site, **variables: str) -> Path:
+    path = site.inventory("metal", gpuprov_driver="preinstalled", gpuprov_driver_url=None, **variables)
+    assert yaml.safe_load(path.read_text())["all"]["vars"]["gpuprov_driver"] == "preinstalled"
+    return path
+
+
+def test_without_leave_the_run_ends_with_3_and_goes_on_after_somebodys_reboot(site: Site) -> None:
+    host = _as_metal(site)
+    boot = host.boot_id()
+    done = gpuprov("install", "--hosts", _inventory(site))
+    assert done.returncode == 3, done.stdout
+    assert "is bound to nouveau" in done.stdout
+    assert "systemctl reboot" in done.stdout
+    assert host.boot_id() == boot
+    host.reboot()
+    again = gpuprov("install", "--hosts", _inventory(site))
+    assert again.returncode == 0, again.stdout
+    # The .run brings the daemon's program without a unit.
+    assert active(host, "nvidia-persistenced.service") == ["active"]
+    assert gpuprov("verify", "--hosts", _inventory(site)).returncode == 0
+
+
+def test_over_ssh_the_run_waits_for_the_reboot_and_goes_on(site: Site) -> None:
+    host = _as_metal(site)
+    boot = host.boot_id()
+    done = gpuprov("install", "--hosts", _inventory(site, gpuprov_reboot="if-needed"), timeout=600)
+    assert done.returncode == 0, done.stdout
+    assert "rebooting" in done.stdout
+    assert host.boot_id() not in ("", boot)
+    assert "0 changes" in gpuprov("install", "--hosts", _inventory(site, gpuprov_reboot="if-needed")).stdout
+    # One run, before and behind the reboot: one roll-back.
+    assert len(list((host.root / "var/lib/gpuprov/runs").iterdir())) == 1
+
+
+def test_on_the_machine_itself_a_unit_goes_on_and_is_gone(site: Site) -> None:
+    host = _as_metal(site)
+    boot = host.boot_id()
+    words = (GPUPROV, "install", "-e", "gpuprov_driver=preinstalled", "-e", "gpuprov_reboot=if-needed")
+    done = host.ssh(shlex.join(map(str, words)), check=False, timeout=300)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "journalctl -u gpuprov-resume.service" in done.stdout
+    wait_for("the reboot", lambda: host.boot_id() not in ("", boot), 60)
+    host.wait_until_settled()
+    said = host.ssh("journalctl --output=cat --unit gpuprov-resume.service").stdout
+    finished = [json.loads(line) for line in said.splitlines() if '"Finished"' in line]
+    assert [event["exit_code"] for event in finished] == [0], said
+    assert not (host.root / "etc/systemd/system/gpuprov-resume.service").exists()
+    assert gpuprov("verify", "--hosts", _inventory(site)).returncode == 0

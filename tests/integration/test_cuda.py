@@ -1,0 +1,34 @@
+"""The CUDA toolkit from a signed repository laid out as NVIDIA's is, by real apt on a real host."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.lab.fixtures import Site, gpuprov
+from tests.lab.repository import build_repository
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+
+
+def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site) -> None:
+    host = site.hosts["main"]
+    folder = site.lab.www / "cuda/debian12/x86_64"
+    fingerprint = build_repository(folder, site.lab.www.parent / "cuda-gnupg", "cuda-toolkit-12-4")
+    shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
+    wanted = {"gpuprov_cuda": "12.4", "gpuprov_cuda_repository": f"{site.lab.url}/cuda"}
+    before = gpuprov("install", "--hosts", site.inventory("main"))
+    assert before.returncode == 0, before.stdout
+    refused = gpuprov("install", "--hosts", site.inventory("main", **wanted))
+    assert refused.returncode == 1
+    assert "pinned is EB693B3035CD5710E231E123A4B469963BF863CC" in refused.stdout
+    inventory = site.inventory("main", **wanted, gpuprov_cuda_key_fingerprint=fingerprint)
+    done = gpuprov("install", "--hosts", inventory)
+    assert done.returncode == 0, done.stdout
+    assert host.ssh("dpkg-query -W -f '${Status}' cuda-toolkit-12-4").stdout == "install ok installed"
+    assert "/usr/local/cuda/bin" in host.ssh("sh -lc 'echo $PATH'").stdout
+    assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
+    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    assert "cuda" not in host.ssh("ls /etc/apt/sources.list.d /etc/apt/keyrings /etc/profile.d").stdout
+    assert host.ssh("dpkg-query -W -f '${Status}' cuda-toolkit-12-4 2>/dev/null || echo gone").stdout.strip() == "gone"

@@ -1,0 +1,168 @@
+"""nouveau kept out of real images of a real kernel package, by Debian's initramfs-tools and by dracut."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Host, HostRequest, Lab
+from tests.lab.fixtures import GPUPROV
+from tests.lab.lab import REPOSITORY
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_NUMBER = 6
+_BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
+# A host of the lab has no kernel of its own: the step is told that it has.
+_KEEP_OUT = """
+from dataclasses import replace
+from gpuprov import nouveau
+from gpuprov.apply import apply_changes
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import gather
+from gpuprov.journal import new_journal
+from gpuprov.spec import parse_spec
+from gpuprov.system import System
+
+system = System()
+facts = gather(system)
+facts = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
+changes = nouveau.plan(facts, parse_spec({"driver_version": "550.163.01"}))
+journal = new_journal(system, "install")
+try:
+    apply_changes(changes, system, journal, lambda event: None)
+    print("changes:", *(change.summary() for change in changes))
+except GpuprovError as error:
+    print("error:", error)
+journal.end("done")
+"""
+
+_NEXT_KERNEL = """
+from gpuprov.distros import distribution_of, next_kernel_headers
+from gpuprov.facts import gather_os
+from gpuprov.next_kernel import gather_kernels
+from gpuprov.packages import gather_packages
+from gpuprov.system import System
+
+(kernel,) = gather_kernels(System())
+row, installed = distribution_of(gather_os(System())), gather_packages(System()).installed
+print(kernel.headers, kernel.module, *next_kernel_headers(row, kernel.release, installed))
+"""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes images on a host: its package, how nouveau gets into them, how one is built and listed."""
+
+    package: str
+    with_nouveau: str
+    build: str
+    lister: str
+
+
+MAKERS = (
+    # Nothing but nouveau and what it needs: an image with all drivers takes minutes.
+    Maker(
+        "initramfs-tools",
+        "sed -i s/^MODULES=.*/MODULES=list/ /etc/initramfs-tools/initramfs.conf;"
+        "echo nouveau >> /etc/initramfs-tools/modules",
+        "update-initramfs -u -k all",
+        "lsinitramfs",
+    ),
+    Maker(
+        "dracut",
+        'printf \'hostonly=no\\nadd_drivers+=" nouveau "\\nomit_dracutmodules+=" systemd network lvm mdraid "\\n\' '
+        "> /etc/dracut.conf.d/lab.conf",
+        "for kernel in $(ls /lib/modules); do dracut --force /boot/initrd.img-$kernel $kernel; done",
+        "lsinitrd",
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=MAKERS, ids=lambda maker: maker.package)
+def maker(request: pytest.FixtureRequest) -> Maker:
+    found = request.param
+    assert isinstance(found, Maker)
+    return found
+
+
+@pytest.fixture(scope="module")
+def host(maker: Maker) -> Iterator[Host]:
+    """A Debian host with a kernel package whose initramfs holds nouveau."""
+    lab = Lab(_NUMBER)
+    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            (made,) = lab.up([HostRequest("metal", gpus=0, bind=(str(REPOSITORY),))])
+            install = f"apt-get install -y --no-install-recommends {maker.package} linux-image-amd64"
+            made.ssh(f"export DEBIAN_FRONTEND=noninteractive; apt-get update && {install}", timeout=600)
+            made.ssh(maker.with_nouveau)
+            made.ssh(maker.build, timeout=600)
+            yield made
+        finally:
+            lab.down()
+
+
+def image(host: Host) -> str:
+    return host.ssh("ls /boot/initrd.img-*").stdout.strip()
+
+
+def listing(host: Host, maker: Maker) -> str:
+    return host.ssh((maker.lister, image(host)), timeout=300).stdout
+
+
+def keep_out(host: Host) -> str:
+    return host.ssh((f"{REPOSITORY}/.venv/bin/python", "-c", _KEEP_OUT), timeout=600).stdout
+
+
+def harmless(found: str) -> bool:
+    """Say whether an image with these files can't load nouveau."""
+    return _BLACKLIST[1:] in found or "/nouveau.ko" not in found
+
+
+def test_the_image_is_made_harmless_and_rollback_brings_the_old_one_back(host: Host, maker: Maker) -> None:
+    assert not harmless(listing(host, maker))
+    done = keep_out(host)
+    kernel = image(host).partition("initrd.img-")[2]
+    assert f"rebuild the initramfs of {kernel}" in done
+    assert harmless(listing(host, maker))
+    assert keep_out(host) == "changes:\n"
+    host.ssh(f"{GPUPROV} rollback")  # the empty run
+    host.ssh(f"{GPUPROV} rollback", timeout=600)
+    assert host.ssh("find /etc -name 'gpuprov-nouveau*'").stdout == ""
+    assert not harmless(listing(host, maker))
+
+
+def test_a_kernel_package_without_headers_and_module_is_seen_as_that(host: Host) -> None:
+    done = host.ssh((f"{REPOSITORY}/.venv/bin/python", "-c", _NEXT_KERNEL))
+    assert done.stdout == "False False linux-headers-amd64\n"
+    # The name is a package's, not a guess of ours.
+    assert "linux-headers-amd64" in host.ssh("apt-cache show linux-headers-amd64").stdout
+
+
+def test_an_image_that_leaves_the_blacklist_out_is_found_out(host: Host, maker: Maker) -> None:
+    """As a configuration that leaves /etc/modprobe.d out of the image would."""
+    if maker.package != "initramfs-tools":
+        pytest.skip("a hook of initramfs-tools")
+    hook = host.root / "etc/initramfs-tools/hooks/zz-forget"
+    hook.write_text(f'#!/bin/sh\n[ "$1" = prereqs ] || rm -f "$DESTDIR{_BLACKLIST}"\n')
+    hook.chmod(0o755)
+    try:
+        assert "would still load nouveau at boot" in keep_out(host)
+        assert not (host.root / _BLACKLIST[1:]).exists()
+    finally:
+        hook.unlink()
+
+
+def test_a_full_boot_says_so_and_changes_nothing(host: Host) -> None:
+    """/boot is often a small file system of its own."""
+    name = image(host).rpartition("/")[2]
+    host.ssh(f"mount -t tmpfs -o size=1m none /boot && : > /boot/{name}")
+    try:
+        assert "df -h /boot" in keep_out(host)
+        assert not (host.root / _BLACKLIST[1:]).exists()
+    finally:
+        host.ssh("umount /boot")

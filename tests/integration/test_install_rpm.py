@@ -1,0 +1,102 @@
+"""The main job on hosts with dnf and zypper: install, again, verify, roll back; what is refused, and why.
+
+The hosts are Debian underneath, without apt and dpkg; their os-release is that of Rocky Linux, Fedora and openSUSE.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.lab import Host
+from tests.lab.fixtures import Site, gpuprov
+from tests.lab.host import Snapshot
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+NAMES = ("rocky", "fedora", "opensuse")
+# What the host itself makes up.
+_VOLATILE = re.compile(r"^/etc/(machine-id|resolv\.conf|\.pwd\.lock|\.updated|docker/key\.json)$")
+
+
+def tree(host: Host) -> Snapshot:
+    """Return /etc, /opt (where the packages' files lie) and where programs of ours would lie."""
+    found = host.snapshot("/etc", "/opt", "/usr/lib/gpuprov", "/usr/bin")
+    return {path: value for path, value in found.items() if not _VOLATILE.match(path)}
+
+
+def packages(host: Host) -> list[str]:
+    return sorted(host.ssh("rpm -qa").stdout.split())
+
+
+def docker_start(host: Host) -> str:
+    return host.ssh("systemctl show docker --property=ActiveEnterTimestampMonotonic,MainPID").stdout
+
+
+def test_the_whole_way(rpm_site: Site) -> None:
+    """Check changes nothing; install does it; containers see the GPUs; again is empty; roll back gives all back."""
+    inventory = rpm_site.inventory(*NAMES)
+    hosts = [rpm_site.hosts[name] for name in NAMES]
+    before = [(tree(host), packages(host), docker_start(host)) for host in hosts]
+
+    check = gpuprov("install", "--hosts", inventory, "--check", "--diff")
+    assert check.returncode == 0, check.stdout
+    assert "+repo_gpgcheck=1" in check.stdout and "+skip_if_unavailable=0" in check.stdout
+    assert "/etc/zypp/repos.d/gpuprov-site.repo" in check.stdout
+    assert [(tree(host), packages(host), docker_start(host)) for host in hosts] == before
+
+    done = gpuprov("install", "--hosts", inventory)
+    assert done.returncode == 0, done.stdout
+    for host in hosts:
+        assert {"site-gpu-tools-1.0-1.noarch", "site-gpu-library-1.0-1.noarch"} <= set(packages(host))
+        assert len([name for name in packages(host) if name.startswith("gpg-pubkey-")]) == 1
+    verified = gpuprov("verify", "--hosts", inventory)
+    assert verified.returncode == 0, verified.stdout
+    assert "3 hosts ready" in verified.stdout
+
+    settled = [(tree(host), packages(host), docker_start(host)) for host in hosts]
+    again = gpuprov("install", "--hosts", inventory, "--json")
+    finished = [event for line in again.stdout.splitlines() if (event := json.loads(line)).get("event") == "Finished"]
+    assert [event["changed"] for event in finished] == [0, 0, 0]
+    assert [(tree(host), packages(host), docker_start(host)) for host in hosts] == settled
+
+    back = gpuprov("rollback", "--hosts", inventory)
+    assert back.returncode == 0, back.stdout
+    for host, (tree_before, packages_before, _) in zip(hosts, before, strict=True):
+        after = tree(host)
+        changed = {path for path in {*tree_before, *after} if tree_before.get(path) != after.get(path)}
+        # The loader's cache is a binary file that ldconfig writes anew.
+        assert changed <= {"/etc/ld.so.cache"}, host.name
+        assert packages(host) == packages_before, host.name
+
+
+@pytest.mark.parametrize("name", ["rocky", "opensuse"])
+def test_a_key_that_is_not_the_pinned_one_stops_the_run(rpm_site: Site, name: str) -> None:
+    host = rpm_site.hosts[name]
+    (repository,) = rpm_site.variables["gpuprov_repositories"]
+    wrong = {**repository, "key_fingerprint": "A" * 40}
+    done = gpuprov("install", "--hosts", rpm_site.inventory(name, gpuprov_repositories=[wrong]))
+    assert done.returncode == 1
+    assert "the repository's key is not the one that is pinned" in done.stdout
+    assert not any(package.startswith(("gpg-pubkey-", "site-")) for package in packages(host))
+    gpuprov("rollback", "--hosts", rpm_site.inventory(name))
+
+
+def test_a_host_without_docker_is_told_where_to_get_it(rpm_site: Site) -> None:
+    """Rocky Linux has no docker of its own."""
+    host = rpm_site.hosts["rocky"]
+    host.ssh("mv /usr/sbin/dockerd /usr/sbin/dockerd.away")
+    try:
+        done = gpuprov("install", "--hosts", rpm_site.inventory("rocky"))
+        assert done.returncode == 1
+        assert "Rocky Linux 9 has no docker of its own" in done.stdout
+        assert "gpuprov_docker: docker-ce" in done.stdout
+        plan = gpuprov(
+            "install", "--hosts", rpm_site.inventory("rocky", gpuprov_docker="docker-ce"), "--check", "--diff"
+        )
+        assert plan.returncode == 0, plan.stdout
+        assert "+baseurl=https://download.docker.com/linux/centos/9/x86_64/stable" in plan.stdout
+        assert "060A61C51B558A7F742B77AAC52FEB6B621E9F35" in plan.stdout and "docker-ce-cli" in plan.stdout
+    finally:
+        host.ssh("mv /usr/sbin/dockerd.away /usr/sbin/dockerd")

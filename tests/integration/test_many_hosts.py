@@ -1,0 +1,234 @@
+"""Forty hosts at once, most of them in some trouble: each is reported as what it is, and no event is lost."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.errors import ExitCode
+from gpuprov.events import Event
+from gpuprov.fleet import remote
+from gpuprov.fleet.agent_run import Agent
+from gpuprov.fleet.inventory import read_inventory
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.ssh import SshSettings
+from gpuprov.request import Request
+from tests.integration.fake_hosts import KINDS
+
+GPUPROV = str(Path(sys.executable).parent / "gpuprov")
+# Every kind once, and healthy hosts between them.
+MIXED = [kind for trouble in KINDS for kind in ("works", trouble)]
+
+
+@contextlib.contextmanager
+def hosts(folder: Path, kinds: Sequence[str], seconds: float = 0.2) -> Iterator[Path]:
+    """Play these hosts and return their inventory."""
+    server = subprocess.Popen(
+        (sys.executable, "-m", "tests.integration.fake_hosts", folder, "--kinds", ",".join(kinds), "--seconds",
+         str(seconds)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        assert server.stdout.readline() == "ready\n"
+        yield folder / "inventory.ini"
+    finally:
+        server.stdin.close()
+        server.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def gpuprov(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((GPUPROV, *words), capture_output=True, text=True, timeout=200)
+
+
+# Kind, exit code, what is said, what is seen.
+OUTCOMES = [
+    ("works", ExitCode.DONE, "", ""),
+    ("old-driver", ExitCode.DONE, "", ""),
+    ("reboot", ExitCode.REBOOT_NEEDED, "", ""),
+    ("fails", ExitCode.FAILED, "the disk is full", "df says 100 %"),
+    ("hangs", ExitCode.FAILED, "the host fell silent during the run", "not a word for 6 s"),
+    ("drops", ExitCode.FAILED, "the connection to the host dropped during the run", ""),
+    ("babbles", ExitCode.FAILED, "the agent ended without a result", '{"event": "Finished"}'),
+    ("endless", ExitCode.FAILED, "the host sends no events but a flood", "without a line end"),
+    ("killed", ExitCode.FAILED, "the agent ended without a result", "killed by a signal"),
+    ("no-shell", ExitCode.FAILED, "the host's shell does not answer as a shell should", "currently not available"),
+    ("old-python", ExitCode.FAILED, "the host's Python is older than 3.9", "3.6.8"),
+    ("sudo", ExitCode.FAILED, "sudo on the host wants a password", "a password is required"),
+    ("full-home", ExitCode.FAILED, "the agent cannot be stored on the host", "No space left on device"),
+    ("login", ExitCode.UNREACHABLE, "refuses to log in root", "Authentication failed"),
+    ("other-key", ExitCode.UNREACHABLE, "offers another key than before", "ssh-ed25519"),
+    ("frozen", ExitCode.UNREACHABLE, "the host lets us in and does not answer then", "the connection broke"),
+    ("refused", ExitCode.UNREACHABLE, "cannot be reached", "Connection refused"),
+    ("silent", ExitCode.UNREACHABLE, "does not answer", "nothing there says a word within 3 s"),
+    ("web", ExitCode.UNREACHABLE, "hangs up before it says that it is an SSH server", "banner"),
+]
+
+
+def test_every_kind_of_host_has_its_outcome() -> None:
+    assert sorted(kind for kind, *_ in OUTCOMES) == sorted(KINDS)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what came of a run over all kinds: results and events by host, what hosts sent, the kind of each."""
+    folder = tmp_path_factory.mktemp("mixed")
+    seen: dict[str, list[Event]] = collections.defaultdict(list)
+    with pytest.MonkeyPatch.context() as patch, hosts(folder, MIXED) as inventory:
+        patch.setattr(remote, "ACCEPTANCE_SECONDS", 8)
+        targets = read_inventory((str(inventory),)).hosts
+        settings = RunSettings(lambda: AGENT, ssh=SshSettings(connect_timeout=3), forks=40, host_timeout=6)
+        results = Fleet(settings).run(targets, Request("install"), lambda host, event: seen[host].append(event))
+    sent = json.loads((folder / "sent.json").read_text())
+    return {"results": results, "seen": seen, "sent": sent, "kinds": dict(zip(sent, MIXED))}
+
+
+AGENT = Agent(b"never run here", hashlib.sha256(b"never run here").hexdigest())
+
+
+def test_each_trouble_is_reported_as_what_it_is(mixed: dict[str, Any]) -> None:
+    expected = {kind: rest for kind, *rest in OUTCOMES}
+    for result in mixed["results"]:
+        code, what, evidence = expected[mixed["kinds"][result.host]]
+        problem = result.problems[0] if result.problems else None
+        said = (result.exit_code, problem.what if problem else "", problem.evidence if problem else "")
+        assert said[0] == code, (mixed["kinds"][result.host], said)
+        assert str(what) in said[1], (mixed["kinds"][result.host], said)
+        assert str(evidence) in said[2], (mixed["kinds"][result.host], said)
+        assert problem is None or problem.next_step, (mixed["kinds"][result.host], said)
+
+
+def test_no_event_of_any_host_is_lost(mixed: dict[str, Any]) -> None:
+    ours = {"Note"}
+    for host, count in mixed["sent"].items():
+        events = [type(event).__name__ for event in mixed["seen"][host]]
+        told = sum(name not in ours for name in events)
+        # Where the host did not say how it ended, the controller does.
+        ended_by_us = bool(mixed["kinds"][host] not in ("works", "old-driver", "reboot", "fails"))
+        assert told - ended_by_us == count, (host, mixed["kinds"][host], events)
+
+
+def test_evidence_from_babbling_hosts_stays_readable(mixed: dict[str, Any]) -> None:
+    for result in mixed["results"]:
+        assert all(len(line) < 1000 for problem in result.problems for line in problem.evidence.splitlines())
+
+
+def test_whole_command_reports_keeps_and_draws_what_came_of_it(tmp_path: Path) -> None:
+    kinds = ["works"] * 6 + ["old-driver", "fails", "fails", "refused", "refused", "refused"]
+    page = tmp_path / "report.html"
+    with hosts(tmp_path, kinds) as inventory:
+        done = gpuprov("install", "--hosts", str(inventory), "--report", str(page))
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    assert "gpu08, gpu09: the disk is full" in done.stdout
+    assert "gpu[10:12]: HOST cannot be reached\n  seen: Connection refused" in done.stdout
+    assert "535.247.01: gpu07" in done.stdout
+    assert done.stdout.splitlines()[-1] == "7 of 12 hosts installed; failed: gpu08, gpu09; unreachable: gpu[10:12]"
+    assert "the disk is full" in page.read_text()
+    again = gpuprov("report")
+    assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
+    kept = json.loads(gpuprov("report", "--json").stdout)
+    assert [len(host["made"]) for host in kept["results"]][:9] == [8] * 7 + [2, 2]
+
+
+def test_json_ends_with_a_summary_that_names_the_run(tmp_path: Path) -> None:
+    with hosts(tmp_path, ["works", "fails"]) as inventory:
+        done = gpuprov("install", "--hosts", str(inventory), "--json", "--serial", "1")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all("host" in line for line in lines[:-1])
+    assert lines[-1]["event"] == "Summary"
+    assert [host["result"] for host in lines[-1]["hosts"]] == ["done", "failed"]
+    assert json.loads(gpuprov("report", "--run", lines[-1]["run"], "--json").stdout)["identifier"] == lines[-1]["run"]
+
+
+def test_canary_that_fails_keeps_all_others_untouched(tmp_path: Path) -> None:
+    with hosts(tmp_path, ["works", "fails", "works", "works"]) as inventory:
+        done = gpuprov("install", "--hosts", str(inventory), "--canary", "gpu2", "--json")
+    sent = json.loads((tmp_path / "sent.json").read_text())
+    assert [host for host, count in sent.items() if count] == ["gpu2"]
+    results = json.loads(done.stdout.splitlines()[-1])["hosts"]
+    assert [host["result"] for host in results] == ["not run", "failed", "not run", "not run"]
+
+
+def test_serial_stops_after_the_batch_with_too_many_failures(tmp_path: Path) -> None:
+    with hosts(tmp_path, ["works", "works", "fails", "refused", "works", "works"]) as inventory:
+        done = gpuprov("install", "--hosts", str(inventory), "--serial", "2", "--max-fail", "50%")
+    assert "batch 1 of 3: 2 hosts" in done.stdout
+    assert "2 of 2 hosts failed, at most 1 may" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        "2 of 6 hosts installed; failed: gpu3; unreachable: gpu4; not run: gpu5, gpu6"
+    )
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def test_first_ctrl_c_lets_running_hosts_finish(tmp_path: Path) -> None:
+    with hosts(tmp_path, ["works"] * 4, seconds=2) as inventory:
+        done = _interrupted(inventory, times=1)
+    results = json.loads(done.splitlines()[-1])["hosts"]
+    assert [host["result"] for host in results] == ["done", "done", "not run", "not run"]
+
+
+def test_second_ctrl_c_leaves_hosts_that_would_run_for_long(tmp_path: Path) -> None:
+    with hosts(tmp_path, ["hangs"] * 4) as inventory:
+        done = _interrupted(inventory, times=2)
+    results = json.loads(done.splitlines()[-1])["hosts"]
+    assert [host["problems"][0]["what"] for host in results] == [
+        *["left by Ctrl-C while it ran"] * 2, *["not run: stopped by Ctrl-C before it began"] * 2,
+    ]  # fmt: skip
+
+
+def _interrupted(inventory: Path, *, times: int) -> str:
+    """Run over the hosts, two at a time; interrupt once both have begun a change, and return the output."""
+    process = subprocess.Popen(
+        (GPUPROV, "install", "--hosts", str(inventory), "--json", "--forks", "2"), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ},
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines: list[str] = []
+    begun: set[str] = set()
+    try:
+        while len(begun) < 2:
+            lines.append(process.stdout.readline())
+            event = json.loads(lines[-1])
+            begun |= {event["host"]} if event["event"] == "ChangeStarted" else set()
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two signals at once would be one
+        return "".join(lines) + process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_slow_hosts_delay_nobody(tmp_path: Path) -> None:
+    """Hosts that say nothing at all take their place among the forks and no more."""
+    order: list[str] = []
+    with hosts(tmp_path, ["silent", "silent", *["works"] * 6]) as inventory:
+        targets = read_inventory((str(inventory),)).hosts
+        settings = RunSettings(lambda: AGENT, ssh=SshSettings(connect_timeout=8), forks=4)
+
+        def sink(host: str, event: Event) -> None:
+            if type(event).__name__ == "Finished":
+                order.append(host)
+
+        results: Sequence[HostResult] = Fleet(settings).run(targets, Request("install"), sink)
+    assert [result.exit_code for result in results] == [ExitCode.UNREACHABLE] * 2 + [ExitCode.DONE] * 6
+    assert set(order[-2:]) == {"gpu1", "gpu2"}

@@ -1,0 +1,426 @@
+"""Our keys, repositories and packages before a real dnf and a real zypper, over a repository that is tampered with."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov.changes import RemoveFile
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packages_rpm import (
+    MANAGERS,
+    InstallRpmPackages,
+    RefreshRpmIndex,
+    gather_keys,
+    missing,
+    rpm_lock_holder,
+)
+from gpuprov.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
+from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.system import System
+from tests.integration.rpm_host import RpmHost
+from tests.integration.test_repos import QuietHandler
+from tests.lab.rpm_repository import (
+    TOOLS,
+    RpmPackage,
+    build_package,
+    build_rpm_repository,
+    index,
+    sign_index,
+    sign_package,
+)
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
+    pytest.mark.skipif(
+        any(shutil.which(program) is None for program in ("dnf", "zypper", "rpmbuild", "createrepo_c")),
+        reason="needs dnf, zypper, rpmbuild and createrepo_c",
+    ),
+]
+# os-release → its package manager.
+HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
+
+
+class Repository:
+    """A signed repository that a server on loopback offers, and what a user writes of it into an inventory."""
+
+    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
+        self.folder, self.gnupg, self.url = folder, gnupg, url
+        self.fingerprint = (folder / "fingerprint").read_text()
+
+    @property
+    def spec(self) -> HostSpec:
+        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+
+    def add(self, package: RpmPackage, *, signed: bool = True) -> None:
+        file = build_package(package, self.folder)
+        if signed:
+            sign_package(file, self.gnupg, self.fingerprint)
+        index(self.folder, self.gnupg)
+
+
+def build(folder: Path) -> Iterator[Path]:
+    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
+    build_rpm_repository(folder / "www", folder / "gnupg")
+    yield folder
+    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The repository that each test gets a copy of."""
+    yield from build(tmp_path_factory.mktemp("rpm"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A repository of the same content, with another key: its folder."""
+    yield from build(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture
+def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "www"
+    shutil.copytree(template / "www", folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(params=HOSTS)
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
+    return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
+
+
+def tell(message: str, done: int, total: int) -> None:
+    assert message
+
+
+def facts_of(host: RpmHost) -> HostFacts:
+    return gather(host)
+
+
+def manager(host: RpmHost) -> str:
+    return host.programs[1]
+
+
+def configure(host: RpmHost, spec: HostSpec) -> None:
+    """Apply what is planned; a second plan is empty."""
+    for change in plan_repositories(facts_of(host), spec):
+        change.apply(host, tell)
+    assert plan_repositories(facts_of(host), spec) == ()
+
+
+def refresh(host: RpmHost) -> None:
+    RefreshRpmIndex(manager(host)).apply(host, tell)
+
+
+def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, list[str]], dict[str, list[str]]]:
+    change = InstallRpmPackages(manager(host), names)
+    before = dict(change.capture(host))
+    return change, before, dict(change.apply(host, tell))
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        action()
+    return str(caught.value)
+
+
+def installed_files(host: RpmHost) -> set[str]:
+    """Return the packages whose files are there, the base system left out."""
+    return {path.parent.name for path in host.path("/opt").rglob("version-*")} - {"base-system"}
+
+
+def rpm_list(host: RpmHost) -> set[str]:
+    return set(host.run(("rpm", "-qa")).stdout.split())
+
+
+def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repository: Repository) -> None:
+    before_all = rpm_list(host)
+    configure(host, repository.spec)
+    refresh(host)
+    change, before, outcome = install(host, TOOLS.name)
+    assert installed_files(host) == {TOOLS.name, "site-gpu-library"}
+    assert outcome == {"added": ["site-gpu-library-1.0-1.noarch", "site-gpu-tools-1.0-1.noarch"]}
+    packages = facts_of(host).packages
+    assert packages.installed[TOOLS.name] == "1.0-1.noarch"
+    wanted = (TOOLS.name, f"{TOOLS.name}=1.0", f"{TOOLS.name}=1.0-1", "site-gpu-abi")
+    assert missing(packages, (*wanted, f"{TOOLS.name}=1.1")) == (f"{TOOLS.name}=1.1",)
+    change.undo(host, before, outcome)
+    change.undo(host, before, outcome)
+    assert rpm_list(host) - before_all == {name for name in rpm_list(host) if name.startswith("gpg-pubkey-")}
+    assert installed_files(host) == set()
+
+
+def test_an_interrupted_installation_is_undone_by_what_was_there_before(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    change, before, _ = install(host, TOOLS.name)
+    change.undo(host, before, None)
+    assert rpm_list(host) - {name for name in rpm_list(host) if name.startswith("gpg-")} == {"base-system-1.0-1.noarch"}
+
+
+def test_a_version_is_installed_as_asked_and_an_upgraded_package_is_not_taken_away(
+    host: RpmHost, repository: Repository
+) -> None:
+    repository.add(RpmPackage("site-gpu-library", "2.0"))
+    repository.add(RpmPackage("newer", requires="site-gpu-library >= 2.0"))
+    configure(host, repository.spec)
+    refresh(host)
+    install(host, "site-gpu-library=1.0")
+    assert "site-gpu-library-1.0-1.noarch" in rpm_list(host)
+    change, before, outcome = install(host, "newer")
+    assert outcome == {"added": ["newer-1.0-1.noarch"]}
+    change.undo(host, before, outcome)
+    assert "site-gpu-library-2.0-1.noarch" in rpm_list(host) and "newer-1.0-1.noarch" not in rpm_list(host)
+
+
+def test_what_others_need_by_now_is_not_taken_away(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    change, before, outcome = install(host, "site-gpu-library")
+    install(host, TOOLS.name)
+    said = refusal(lambda: change.undo(host, before, outcome))
+    assert "site-gpu-library-1.0-1.noarch could not be removed: the packages do not fit together" in said
+    assert "is needed by (installed) site-gpu-tools-1.0-1.noarch" in said
+
+
+def test_a_wrong_key_is_refused_before_it_is_trusted(host: RpmHost, repository: Repository, stranger: Path) -> None:
+    shutil.copy(stranger / "www/key.asc", repository.folder)
+    said = refusal(lambda: configure(host, repository.spec))
+    assert (stranger / "www/fingerprint").read_text() in said and repository.fingerprint in said
+    assert gather_keys(host) == {} and host.list_directory("/etc/pki") == ()
+
+
+def test_a_key_that_lies_there_is_not_yet_trusted(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    (package,) = gather_keys(host).values()
+    assert host.run(("rpm", "-e", package)).ok
+    (change,) = plan_repositories(facts_of(host), repository.spec)
+    assert isinstance(change, InstallRpmKey)
+    configure(host, repository.spec)
+
+
+def test_undo_takes_key_and_trust_away_and_leaves_what_was_trusted_before(
+    host: RpmHost, repository: Repository
+) -> None:
+    one = RpmRepository("site", repository.url, f"{repository.url}/key.asc", repository.fingerprint, manager(host))
+    change = InstallRpmKey(one.key_path, one.key_url, one.key_fingerprint)
+    before = change.capture(host)
+    change.apply(host, tell)
+    assert list(gather_keys(host)) == [repository.fingerprint]
+    again = change.capture(host)
+    InstallRpmKey.undo(host, again, None)
+    assert list(gather_keys(host)) == [repository.fingerprint]
+    InstallRpmKey.undo(host, before, None)
+    assert gather_keys(host) == {}
+    assert host.status("/etc/pki") is None
+
+
+def test_a_second_definition_of_the_same_repository_is_removed(host: RpmHost, repository: Repository) -> None:
+    place = "/etc/zypp/repos.d" if manager(host) == "zypper" else "/etc/yum.repos.d"
+    host.write(f"{place}/old.repo", f"[old]\nname=old\nbaseurl={repository.url}/\ngpgcheck=0\n".encode())
+    assert any(isinstance(change, RemoveFile) for change in plan_repositories(facts_of(host), repository.spec))
+    configure(host, repository.spec)
+    assert host.list_directory(place) == ("gpuprov-site.repo",)
+    refresh(host)
+
+
+def tamper(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+def remove_signature(repository: Repository) -> None:
+    (repository.folder / "repodata/repomd.xml.asc").unlink()
+
+
+def tamper_with_metadata(repository: Repository) -> None:
+    tamper(repository.folder / "repodata/repomd.xml", b"<revision>", b"<revision>1")
+
+
+def tamper_with_packages_list(repository: Repository) -> None:
+    (path,) = repository.folder.glob("repodata/*-primary.xml.gz")
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def remove_all(repository: Repository) -> None:
+    shutil.rmtree(repository.folder / "repodata")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (remove_signature, "is not signed with a key that this host trusts"),
+        (tamper_with_metadata, "a repository's signature is wrong, or its key has expired"),
+        (tamper_with_packages_list, "a repository delivered a damaged file"),
+        (remove_all, "there is no repository at that address"),
+    ],
+    ids=["unsigned", "tampered-metadata", "tampered-list", "gone"],
+)
+def test_a_damaged_repository_is_refused_and_we_say_why(
+    host: RpmHost, repository: Repository, damage: Callable[[Repository], None], says: str
+) -> None:
+    configure(host, repository.spec)
+    damage(repository)
+    said = refusal(lambda: refresh(host))
+    assert "the package index could not be refreshed: " in said and says in said
+
+
+def test_a_repository_signed_by_another_key_is_refused(host: RpmHost, repository: Repository, stranger: Path) -> None:
+    configure(host, repository.spec)
+    sign_index(repository.folder, stranger / "gnupg")
+    said = refusal(lambda: refresh(host))
+    # dnf says "Bad GPG signature" of a stranger's signature too.
+    says = {"dnf": "a repository's signature is wrong", "zypper": "not signed with a key that this host trusts"}
+    assert says[manager(host)] in said
+
+
+@pytest.mark.parametrize(
+    ("uri", "says"),
+    [
+        ("http://127.0.0.1:9/rpm", "a repository can't be reached"),
+        ("http://no-such-host.invalid/rpm", "a repository's name is not known"),
+    ],
+)
+def test_a_repository_out_of_reach_is_told(host: RpmHost, repository: Repository, uri: str, says: str) -> None:
+    configure(host, repository.spec)
+    one = RpmRepository("site", uri, repository.url, repository.fingerprint, manager(host))
+    host.write(one.file_path, str(one).encode())
+    said = refusal(lambda: refresh(host))
+    assert says in said and uri.split("/")[2] in said
+
+
+def test_a_package_that_nobody_has_is_told(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    for name in ("no-such-package", f"{TOOLS.name}=9.9"):
+        said = refusal(lambda name=name: install(host, name))  # type: ignore[misc]
+        assert f"{name} could not be installed: no repository has such a package" in said
+
+
+def test_a_package_that_lacks_another_is_told(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    said = refusal(lambda: install(host, "incomplete"))
+    assert "the packages do not fit together" in said and "nobody-has-this >= 2" in said
+
+
+@pytest.mark.parametrize("length", ["same", "longer"])
+def test_a_package_that_was_tampered_with_is_refused(host: RpmHost, repository: Repository, length: str) -> None:
+    configure(host, repository.spec)
+    refresh(host)
+    package = repository.folder / TOOLS.file_name
+    content = package.read_bytes()
+    package.write_bytes(content[:-1] + b"!" if length == "same" else content + b"!")
+    # zypper looks at a package's signature before its digest.
+    zypper = manager(host) == "zypper" and length == "same"
+    says = "a repository's signature is wrong" if zypper else "a repository delivered a damaged file"
+    assert says in refusal(lambda: install(host, TOOLS.name))
+    assert installed_files(host) == set()
+
+
+def test_an_unsigned_package_in_a_signed_repository_is_refused(host: RpmHost, repository: Repository) -> None:
+    repository.add(RpmPackage("unsigned"), signed=False)
+    configure(host, repository.spec)
+    refresh(host)
+    assert "not signed with a key that this host trusts" in refusal(lambda: install(host, "unsigned"))
+    assert installed_files(host) == set()
+
+
+def test_a_package_signed_by_another_key_is_refused(host: RpmHost, repository: Repository, stranger: Path) -> None:
+    file = repository.folder / TOOLS.file_name
+    sign_package(file, stranger / "gnupg", (stranger / "www/fingerprint").read_text())
+    index(repository.folder, repository.gnupg)
+    configure(host, repository.spec)
+    refresh(host)
+    assert "not signed with a key that this host trusts" in refusal(lambda: install(host, TOOLS.name))
+    assert installed_files(host) == set()
+
+
+def test_where_metadata_alone_is_signed_unsigned_packages_are_taken_and_tampered_ones_are_not(
+    host: RpmHost, repository: Repository
+) -> None:
+    """NVIDIA's container toolkit comes so: the signed metadata holds each package's digest."""
+    repository.add(RpmPackage("unsigned"), signed=False)
+    configure(host, repository.spec)
+    (own,) = repository.spec.repositories
+    key = (own.key_url, own.key_fingerprint)
+    one = RpmRepository("site", own.uri, *key, manager(host), signed_packages=False)
+    host.write(one.file_path, str(one).encode())
+    refresh(host)
+    file = repository.folder / RpmPackage("unsigned").file_name
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + b"!")
+    assert "a repository delivered a damaged file" in refusal(lambda: install(host, "unsigned"))
+    file.write_bytes(good)
+    install(host, "unsigned")
+    assert installed_files(host) == {"unsigned"}
+
+
+def test_where_packages_alone_are_signed_no_signature_of_metadata_is_asked_for(
+    host: RpmHost, repository: Repository
+) -> None:
+    """Docker's own repository comes so."""
+    if manager(host) == "zypper":
+        pytest.skip("Docker has no repository for SUSE")
+    repository.add(RpmPackage("unsigned"), signed=False)
+    remove_signature(repository)
+    configure(host, repository.spec)
+    (own,) = repository.spec.repositories
+    key = (own.key_url, own.key_fingerprint)
+    one = RpmRepository("site", own.uri, *key, manager(host), signed_metadata=False)
+    host.write(one.file_path, str(one).encode())
+    refresh(host)
+    assert "is not signed" in refusal(lambda: install(host, "unsigned"))
+    install(host, TOOLS.name)
+    assert TOOLS.name in installed_files(host)
+
+
+def test_this_machine_is_still_apts() -> None:
+    """rpm and dnf are installed here beside apt: the distribution decides, not which programs there are."""
+    assert gather(System()).packages.manager == "apt"
+
+
+def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    place = f"{DIRECTORIES[manager(host)]}/slow.repo"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        host.write(place, f"[slow]\nname=slow\nbaseurl={uri}\n".encode())
+        with subprocess.Popen(host.entered(MANAGERS[manager(host)].refresh), stdout=subprocess.PIPE) as other:
+            while not rpm_lock_holder(host):
+                assert other.poll() is None
+                time.sleep(0.05)
+            host.remove(place)
+            told: list[str] = []
+            # Whoever waits for an answer gets it, and ends.
+            end = threading.Timer(1.0, silent.close)
+            end.start()
+            RefreshRpmIndex(manager(host)).apply(host, lambda message, *_: told.append(message))
+            end.join()
+            other.communicate(timeout=60)
+    assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+.*\), which holds the package manager's lock", told[0])
+    assert f"(pid {other.pid})" in told[0]

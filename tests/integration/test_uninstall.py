@@ -1,0 +1,112 @@
+"""Off a real host again: after runs, verification and containers, nothing of gpuprov is left."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+
+import pytest
+
+from tests.integration.test_install import etc, packages
+from tests.lab import Host
+from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.host import Snapshot
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+# Where package managers, systemd and docker keep their own accounts.
+_ACCOUNTS = re.compile(r"^/var/(lib/(apt|dpkg|docker|containerd|systemd|private)|cache/(apt|ldconfig|debconf))\b")
+_FILES = "find /usr /var/lib /var/cache /opt /srv /root /home -xdev -printf '%p %M %U:%G %l\\n' | sort"
+_IN_MEMORY = "find /dev -name '*nvidia*' -printf '%p %l\\n'; find /dev/char -lname '*nvidia*'; find /run/gpuprov"
+_AGENT = "agent-[0-9a-f]*[.]pyz"
+# ldconfig writes its cache anew; the entries are the same.
+_SAME_MEANING = {"/etc/ld.so.cache"}
+
+
+def files(host: Host) -> set[str]:
+    return {line for line in host.ssh(_FILES).stdout.splitlines() if not _ACCOUNTS.match(line)}
+
+
+def in_memory(host: Host) -> str:
+    return host.ssh(_IN_MEMORY, check=False).stdout
+
+
+def differences(before: Snapshot, after: Snapshot) -> set[str]:
+    return {path for path in {*before, *after} if before.get(path) != after.get(path)} - _SAME_MEANING
+
+
+def install_and_use(site: Site) -> None:
+    """Two runs with different wishes; verification, and a container by each of docker's two ways."""
+    assert gpuprov("install", "--hosts", site.inventory("main", gpuprov_packages=None)).returncode == 0
+    host = site.hosts["main"]
+    verified = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert verified.returncode == 0, verified.stdout
+    second = gpuprov("install", "--hosts", site.inventory("main", gpuprov_docker_default_runtime=True))
+    assert second.returncode == 0, second.stdout
+    assert "site-gpu-tools" in packages(host) and "nvidia" in in_memory(host)
+    assert host.ssh("docker images -q gpuprov-verify").stdout
+
+
+def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    before = (etc(host), packages(host), files(host), in_memory(host))
+    install_and_use(site)
+    installed = etc(host)
+    foreseen = gpuprov("uninstall", "--hosts", site.inventory("main"), "--check", "--diff")
+    assert foreseen.returncode == 0, foreseen.stdout
+    assert re.search(r"^\s*-.*gpuprov-container-runtime", foreseen.stdout, re.MULTILINE)
+    assert "would be made, nothing was touched" in foreseen.stdout
+    assert etc(host) == installed
+    done = gpuprov("uninstall", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert "1 host uninstalled: " in done.stdout
+    after = (etc(host), packages(host), files(host), in_memory(host))
+    assert differences(before[0], after[0]) == set()
+    assert after[1] == before[1]
+    assert after[2] == before[2]
+    assert after[3] == before[3]
+    assert host.ssh("docker images -q").stdout == ""
+    again = gpuprov("uninstall", "--hosts", site.inventory("main"))
+    assert again.returncode == 0 and "1 host uninstalled: 0 changes" in again.stdout, again.stdout
+    afresh = gpuprov("install", "--hosts", site.inventory("main"))
+    assert afresh.returncode == 0, afresh.stdout
+    assert host.ssh("ls /var/lib/gpuprov/runs").stdout.split() == ["0001.jsonl"]
+    assert etc(host).keys() == installed.keys()
+
+
+def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None:
+    host = site.hosts["main"]
+    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+    image = host.ssh("docker images -q gpuprov-verify").stdout.strip()
+    asks = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all"
+    host.ssh(f"docker run -d --name trainer {asks} {image} sh -c 'read x < /dev/zero'")
+    before = etc(host)
+    try:
+        refused = gpuprov("uninstall", "--hosts", site.inventory("main"))
+        assert refused.returncode == 1
+        assert "docker stop trainer" in refused.stdout
+        assert etc(host) == before
+    finally:
+        host.ssh("docker rm -f trainer")
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0])
+def test_an_uninstall_that_is_killed_is_gone_on_with(site: Site, seconds: float) -> None:
+    host = site.hosts["main"]
+    host.reset()
+    before = (etc(host), packages(host))
+    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    argv = [str(GPUPROV), "uninstall", "--hosts", str(site.inventory("main"))]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 30
+        while host.ssh("grep -q undone /var/lib/gpuprov/runs/*.jsonl", check=False).returncode:
+            assert time.monotonic() < deadline
+        time.sleep(seconds)
+        host.ssh(f"pkill -9 -f '{_AGENT}'", check=False)
+        process.communicate(timeout=120)
+    done = gpuprov("uninstall", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert differences(before[0], etc(host)) == set()
+    assert packages(host) == before[1]
+    assert host.ssh("ls -d /var/lib/gpuprov", check=False).returncode != 0

@@ -1,0 +1,105 @@
+"""Signed rpm repositories with a few tiny packages, made by rpmbuild, rpmsign and createrepo_c."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.lab.repository import make_key
+from tests.lab.shell import run
+
+# Debian's rpm keeps its database below $HOME, unlike any distribution of rpm's.
+RPM_MACROS = "%_dbpath /var/lib/rpm\n"
+
+
+@dataclass(frozen=True)
+class RpmPackage:
+    """A package with one file in /opt."""
+
+    name: str
+    version: str = "1.0"
+    release: str = "1"
+    requires: str = ""
+    provides: str = ""
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.name}-{self.version}-{self.release}.noarch.rpm"
+
+    def __str__(self) -> str:
+        relations = [f"{word}: {value}\n" for word, value in self._relations() if value]
+        head = f"""\
+            Name: {self.name}
+            Version: {self.version}
+            Release: {self.release}
+            Summary: a package for tests
+            License: none
+            BuildArch: noarch
+            """
+        body = f"""\
+            %description
+            One file.
+            %install
+            mkdir -p %{{buildroot}}/opt/{self.name}
+            echo {self.version} > %{{buildroot}}/opt/{self.name}/version-{self.version}-{self.release}
+            %files
+            /opt/{self.name}
+            """
+        return textwrap.dedent(head) + "".join(relations) + textwrap.dedent(body)
+
+    def _relations(self) -> tuple[tuple[str, str], ...]:
+        return ("Requires", self.requires), ("Provides", self.provides)
+
+
+TOOLS = RpmPackage("site-gpu-tools", requires="site-gpu-library")
+PACKAGES = (
+    TOOLS,
+    RpmPackage("site-gpu-library", provides="site-gpu-abi"),
+    RpmPackage("incomplete", requires="nobody-has-this >= 2"),
+)
+# What is installed on every host: with an empty database zypper fails.
+BASE = RpmPackage("base-system", provides="/bin/sh")
+
+
+def build_package(package: RpmPackage, folder: Path) -> Path:
+    """Build a package in `folder` and return its file."""
+    work = folder / f"build-{package.name}"
+    work.mkdir(parents=True)
+    (work / "package.spec").write_text(str(package))
+    file_name = "_build_name_fmt %%{NAME}-%%{VERSION}-%%{RELEASE}.%%{ARCH}.rpm"
+    define = ("-D", f"_topdir {work}", "-D", f"_rpmdir {folder}", "-D", file_name)
+    run(("rpmbuild", "--quiet", "-bb", *define, str(work / "package.spec")))
+    shutil.rmtree(work)
+    return folder / package.file_name
+
+
+def sign_package(file: Path, gnupg: Path, fingerprint: str) -> None:
+    """Put a signature into a package."""
+    macros = ("__gpg /usr/bin/gpg", f"_gpg_path {gnupg}", f"_gpg_name {fingerprint}")
+    run(("rpmsign", *(word for macro in macros for word in ("--define", macro)), "--addsign", str(file)))
+
+
+def index(folder: Path, gnupg: Path) -> None:
+    """Write the metadata of all packages in a folder, and sign it."""
+    run(("createrepo_c", "--quiet", "--no-database", str(folder)))
+    sign_index(folder, gnupg)
+
+
+def sign_index(folder: Path, gnupg: Path) -> None:
+    """Sign the metadata that is there."""
+    gpg = ("gpg", "--homedir", str(gnupg), "--batch", "--yes")
+    run((*gpg, "--armor", "--detach-sign", str(folder / "repodata/repomd.xml")))
+
+
+def build_rpm_repository(folder: Path, gnupg: Path, packages: tuple[RpmPackage, ...] = PACKAGES) -> str:
+    """Build a repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fingerprint = make_key(gnupg)
+    (folder / "key.asc").write_text(run(("gpg", "--homedir", str(gnupg), "--armor", "--export", fingerprint)))
+    (folder / "fingerprint").write_text(fingerprint)
+    for package in packages:
+        sign_package(build_package(package, folder), gnupg, fingerprint)
+    index(folder, gnupg)
+    return fingerprint

@@ -1,0 +1,124 @@
+"""daemon.json with the runtime in it and out again: not another byte touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.engines.docker_file import configuration, configured
+from gpuprov.engines.json_text import with_member, without_member
+from gpuprov.engines.wish import Request, RuntimeWish
+from gpuprov.errors import GpuprovError
+from gpuprov.system import Completed, System
+
+WISH = RuntimeWish("nvidia", "/usr/bin/x")
+ENTRY = '{"path": "/usr/bin/x", "args": []}'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"a": 1}', '{"a": 1, "runtimes": {"nvidia": ' + ENTRY + "}}"),
+        ('{"a":1,"b":2}\n', '{"a":1,"b":2,"runtimes": {"nvidia": ' + ENTRY + "}}\n"),
+        ('{"runtimes": {}, "a": 1}', '{"runtimes": {"nvidia": ' + ENTRY + '}, "a": 1}'),
+        ('{"runtimes": null}', '{"runtimes": {"nvidia": ' + ENTRY + "}}"),
+        (
+            '{\n  "runtimes": {\n    "kata": {"path": "/k"}\n  }\n}\n',
+            '{\n  "runtimes": {\n    "kata": {"path": "/k"},\n    "nvidia": {\n      "path": "/usr/bin/x",\n'
+            '      "args": []\n    }\n  }\n}\n',
+        ),
+        # What a parser would round, escape or collapse.
+        ('{"n": 12345678901234567890, "s": "<&>\\u00e9"}', '{"n": 12345678901234567890, "s": "<&>\\u00e9", "runtimes": '
+         '{"nvidia": ' + ENTRY + "}}"),
+        ("{}", '{\n    "runtimes": {\n        "nvidia": {\n            "path": "/usr/bin/x",\n            "args": []\n'
+         "        }\n    }\n}"),
+        # Another program, arguments of the user's: the program alone changes.
+        ('{"runtimes": {"nvidia": {"path": "old", "runtimeArgs": ["-d"]}}}',
+         '{"runtimes": {"nvidia": {"path": "/usr/bin/x", "runtimeArgs": ["-d"]}}}'),
+    ],
+)  # fmt: skip
+def test_runtime_is_put_in(before: str, after: str) -> None:
+    assert configured(before, WISH) == after
+    assert configured(after, WISH) == after
+
+
+def test_other_features_stay_when_cdi_is_enabled() -> None:
+    text = '{"features": {"buildkit": true, "containerd-snapshotter": false}, "debug": true}'
+    found = json.loads(configured(text, RuntimeWish("nvidia", "/x", cdi=True)))
+    assert found["features"] == {"buildkit": True, "containerd-snapshotter": False, "cdi": True}
+    assert found["debug"] is True
+
+
+def test_default_runtime_changes_only_when_asked() -> None:
+    text = '{"default-runtime": "kata"}'
+    assert json.loads(configured(text, WISH))["default-runtime"] == "kata"
+    assert json.loads(configured(text, RuntimeWish("nvidia", "/x", set_default=True)))["default-runtime"] == "nvidia"
+
+
+class Unit(System):
+    """A machine whose docker.service says what it is given."""
+
+    def __init__(self, root: Path, unit: str) -> None:
+        super().__init__(str(root))
+        self.unit = unit
+
+    def run(self, argv: Sequence[str], **options: Any) -> Completed:
+        return Completed(tuple(argv), 0, self.unit)
+
+
+@pytest.mark.parametrize(
+    ("unit", "set_default", "refused"),
+    [
+        ("ExecStart=/usr/sbin/dockerd -H fd://", True, False),
+        ("ExecStart=/usr/sbin/dockerd -H fd:// --add-runtime nvidia=/x", False, True),
+        ("ExecStart=/usr/sbin/dockerd \\\n  --add-runtime=nvidia=/x \\\n  -H fd://", False, True),
+        ("# ExecStart=dockerd --add-runtime nvidia=/x\nExecStart=dockerd", False, False),
+        ("ExecStart=dockerd --default-runtime=crun", False, False),
+        ("ExecStart=dockerd --default-runtime=crun", True, True),
+    ],
+)
+def test_flags_that_would_keep_docker_from_starting_are_refused(
+    tmp_path: Path, unit: str, set_default: bool, refused: bool
+) -> None:
+    request = Request("docker", RuntimeWish("nvidia", "/x", set_default=set_default))
+    system = Unit(tmp_path, unit)
+    if refused:
+        with pytest.raises(GpuprovError, match="by a flag"):
+            configuration(system, request)
+    else:
+        assert configuration(system, request).edits[0].changes
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+)
+OBJECTS = st.dictionaries(st.one_of(st.text(max_size=5), st.sampled_from(["features", "cdi"])), JSON, max_size=4)
+LAYOUTS: list[dict[str, Any]] = [
+    {}, {"indent": 2}, {"indent": "\t"}, {"separators": (",", ":")}, {"indent": 4, "ensure_ascii": False},
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(OBJECTS, st.sampled_from(LAYOUTS), st.sampled_from(["", "\n", "  \n\n"]), st.booleans())
+def test_any_member_put_in_comes_out_to_the_byte(
+    found: dict[str, Any], layout: dict[str, Any], end: str, deep: bool
+) -> None:
+    text = end + json.dumps(found, **layout) + end
+    path = ("features", "cdi") if deep else ("features",)
+    inner = found.get("features")
+    edited = with_member(text, path, True)
+    if deep and isinstance(inner, dict):
+        assert json.loads(edited) == {**found, "features": {**inner, "cdi": True}}
+    else:
+        assert json.loads(edited) == {**found, "features": {"cdi": True} if deep else True}
+    assert with_member(edited, path, True) == edited
+    fresh = "features" not in found or (deep and isinstance(inner, dict) and inner and "cdi" not in inner)
+    if fresh and found:
+        assert without_member(edited, path) == text

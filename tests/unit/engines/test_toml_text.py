@@ -1,0 +1,196 @@
+"""TOML files of others: what is put in stands there, everything else stays, and it comes out to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tomlkit
+import tomllib
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_wants, without_ours
+from gpuprov.engines.wants import Wants, says
+from gpuprov.errors import GpuprovError
+
+TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
+WANTS: Wants = (
+    ((), {"imports": ["/etc/a/*.toml", "/etc/b/*.toml"]}),
+    (TABLE, {"default_runtime_name": "nvidia", "snapshotter": "native"}),
+    ((*TABLE, "runtimes", "nvidia"), {"runtime_type": "io.containerd.runc.v2"}),
+    ((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/usr/bin/x", "SystemdCgroup": True}),
+)
+HEADER = '[plugins."io.containerd.grpc.v1.cri".containerd]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n",
+        " \t\n\n",
+        "# a comment",
+        "# a comment\n",
+        "version = 2",
+        "version = 2\n",
+        "version = 2 # why\r\n\r\n[other]\r\nx = 1\r\n",
+        'version=2\nimports = ["/etc/a/*.toml"]',
+        'version=2\nimports = [  "/etc/a/*.toml" , ]   # ours\n',
+        'imports = [\n  # first\n  "/etc/a/*.toml", # second\n]\nversion = 2\n',
+        f"version = 2\n{HEADER}",
+        f"version = 2\n{HEADER}\n",
+        f"version = 2\n  {HEADER}  # here\n    default_runtime_name = 'runc' # the usual\n",
+        f'version = 2\n{HEADER}\ndefault_runtime_name = "ru\\"nc # no comment"   \n\n\n',
+        f'version = 2\n{HEADER}\ndefault_runtime_name = """\n[looks.like.a.header]\n"""\n',
+        f"version = 2\n{HEADER}\nsnapshotter = '''\noverlayfs'''\n[[proxies]]\nname = 1\n[[proxies]]\n",
+        # Tables in any order, and the parent after its child.
+        f"version = 2\n[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.runc]\na = 1\n[b]\n{HEADER}\nx = 1\n",
+        "version = 2\n[plugins.'io.containerd.grpc.v1.cri'.containerd.runtimes.nvidia]\nkept = 'yes'\n",
+        "version = 2\n[plugins]\n[plugins.other]\nwhen = 1979-05-27T07:32:00Z\nf = 1e6\nhex = 0xDEADBEEF\n",
+        "version = 2\n'quoted key' = 1\n\"imports\" = []\n",
+    ],
+)
+def test_edits_come_out_to_the_byte(text: str) -> None:
+    edited = with_wants(text, WANTS, "config.toml")
+    assert says(read_toml(edited, ""), WANTS)
+    assert says(tomllib.loads(edited), WANTS)
+    assert with_wants(edited, WANTS, "config.toml") == edited
+    assert without_ours(edited) == text
+
+
+def test_what_others_wrote_stays_where_it_is() -> None:
+    table = f"{HEADER} # table\n  # a word\n  default_runtime_name = 'runc' # usual\n"
+    text = f"# top\nversion = 2\n\n{table}\n[last]\nz = 1\n"
+    lines = with_wants(text, WANTS[1:], "").splitlines()
+    assert lines[:10] == [
+        "# top",
+        "version = 2",
+        "",
+        f"{HEADER} # table",
+        'snapshotter = "native"  # gpuprov: added',
+        "  # a word",
+        "  default_runtime_name = \"nvidia\" # usual  # gpuprov: was 'runc'",
+        "",
+        "[last]",
+        "z = 1",
+    ]
+    assert lines[11] == "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
+
+
+def test_new_file_is_known_as_ours_alone() -> None:
+    made = with_wants(None, WANTS, "")
+    assert is_only_ours(made)
+    assert not is_only_ours(made + "[more]\n")
+    assert without_ours(made + "[more]\n") == "[more]\n"
+    # An empty file that was there before is another's.
+    assert not is_only_ours(with_wants("", WANTS, ""))
+
+
+def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
+    first = with_wants("version = 2\n", WANTS, "")
+    moved: Wants = (((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/opt/y"}),)
+    second: Wants = (((*TABLE, "runtimes", "second"), {"runtime_type": "x"}),)
+    both = with_wants(with_wants(first, moved, ""), second, "")
+    assert both.count("gpuprov begin") == 1
+    options = tomllib.loads(both)["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
+    assert options["nvidia"]["options"] == {"BinaryName": "/opt/y", "SystemdCgroup": True}
+    assert options["second"] == {"runtime_type": "x"}
+    assert without_ours(both) == "version = 2\n"
+
+
+def test_what_is_ours_is_told() -> None:
+    text = f'version = 2\n{HEADER}\ndefault_runtime_name = "runc"\nkept = 1\n'
+    assert dict(ours_in(with_wants(text, WANTS, ""), "")) == dict(WANTS)
+    assert ours_in(text, "") == ()
+
+
+def test_what_stands_after_our_block_survives() -> None:
+    edited = with_wants("version = 2\n", WANTS, "") + "\n[later]\nx = 1\n"
+    assert with_wants(edited, WANTS, "") == edited
+    assert without_ours(edited) == "version = 2\n\n[later]\nx = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("version = 2\n[plugins\n", "line 2, column 9"),
+        ("version = 2\nx = \n", "line 2, column 5"),
+        ("a = 1\na = 2\n", 'Key "a" already exists'),
+        ("x = [1, 2\n[b]\n", "line 2"),
+    ],
+)
+def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        with_wants(text, WANTS, "/etc/config.toml")
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("/etc/config.toml is not valid TOML")
+    assert seen in problem.evidence
+
+
+@pytest.mark.parametrize("text", ['version = 2\nplugins = {x = "y"}\n', "version = 2\nplugins = 1\n"])
+def test_table_that_cannot_be_extended_is_refused(text: str) -> None:
+    with pytest.raises(GpuprovError, match="can't be edited safely"):
+        with_wants(text, WANTS, "/etc/config.toml")
+
+
+# -- any file ----------------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["a", "b", "nvidia", "runtimes", "containerd", "options", "x y", "é", "default_runtime_name"])
+SCALARS = st.one_of(
+    st.booleans(), st.integers(-5, 10**12), st.text(max_size=8), st.floats(allow_nan=False, allow_infinity=False)
+)
+VALUES = st.one_of(SCALARS, st.lists(st.text(max_size=4), max_size=3))
+TABLES = st.recursive(
+    st.dictionaries(NAMES, VALUES, max_size=3),
+    lambda inner: st.dictionaries(NAMES, st.one_of(VALUES, inner), max_size=3),
+)
+NOISE = st.sampled_from(["", "\n", "# a note\n", "   \n", "\t# [not.a.table]\n", "# x = 1  # y\n"])
+
+
+@st.composite
+def files(draw: st.DrawFn) -> str:
+    """A valid TOML file, comments and blank lines in odd places, either line ending, perhaps cut at the end."""
+    lines = tomlkit.dumps(draw(TABLES)).splitlines(keepends=True)
+    text = "".join(draw(NOISE) + line for line in lines) + draw(NOISE)
+    try:
+        tomlkit.parse(text)
+    except tomlkit.exceptions.ParseError:  # noise inside a multi-line value
+        text = "".join(lines)
+    if draw(st.booleans()):
+        text = text.replace("\n", "\r\n")
+    return text.rstrip("\r\n") if draw(st.booleans()) else text
+
+
+OUR_VALUES = st.one_of(
+    st.booleans(), st.text("ab#\"'= \\", max_size=6), st.lists(st.text("ab#", max_size=3), max_size=2)
+)
+wants = st.lists(
+    st.tuples(
+        st.lists(NAMES, max_size=3).map(tuple),
+        st.dictionaries(NAMES, OUR_VALUES, min_size=1, max_size=3),
+    ),
+    min_size=1, max_size=3, unique_by=lambda want: want[0],
+).map(tuple)  # fmt: skip
+
+
+def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(found, dict):
+        return {path: found}
+    return {place: leaf for name, value in found.items() for place, leaf in leaves(value, (*path, name)).items()}
+
+
+@settings(max_examples=400, deadline=None)
+@given(files(), wants)
+def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refused(text: str, wanted: Wants) -> None:
+    try:
+        edited = with_wants(text, wanted, "")
+    except GpuprovError:
+        return
+    before, after = tomllib.loads(text), tomllib.loads(edited)
+    assert says(after, wanted)
+    asked = {(*path, key) for path, keys in wanted for key in keys}
+    kept = {place: leaf for place, leaf in leaves(before).items() if place not in asked}
+    assert kept.items() <= leaves(after).items()
+    assert with_wants(edited, wanted, "") == edited
+    assert edited == text or without_ours(edited) == text

@@ -1,0 +1,159 @@
+"""Runs that are kept: what is in them, what never is, how many, for whom; and the command that shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gpuprov.cli import cli
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.events import CheckDone, PlannedChange
+from gpuprov.fleet import history
+from gpuprov.fleet.history import Run, load, save, without_secrets
+from gpuprov.fleet.result import HostResult, MadeChange
+
+RESULT = HostResult(
+    "gpu1", ExitCode.FAILED, 3, 2.5, (Problem("full", "df", "make room"),), "s", {"driver": "550"},
+    (CheckDone("driver", "failed", "a", "b", "c"),), (PlannedChange("k", "packages", "install", "+secret file"),),
+    (MadeChange("k", "packages", "install", 1.5), MadeChange("l", "docker", "restart")), {"raw": "facts"},
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state/gpuprov/runs"
+
+
+def run(number: int = 1, *results: HostResult) -> Run:
+    return Run(f"20261121T0815{number:02}-7", "install", "2026-11-21T08:15:00+0000", 9.5, results or (RESULT,),
+               inventory=("hosts",), limit="gpu")  # fmt: skip
+
+
+def test_run_comes_back_as_it_was_but_for_diffs_and_facts() -> None:
+    save(run())
+    found = load()
+    assert (found.command, found.seconds, found.inventory, found.limit, found.exit_code) == (
+        "install", 9.5, ("hosts",), "gpu", ExitCode.FAILED,
+    )  # fmt: skip
+    result = found.results[0]
+    assert (result.problems, result.checks, result.made, result.versions) == (
+        RESULT.problems, RESULT.checks, RESULT.made, {"driver": "550"},
+    )  # fmt: skip
+    assert result.plan == (PlannedChange("k", "packages", "install", ""),)
+    assert result.facts is None
+
+
+def test_runs_are_for_their_user_alone(state: Path) -> None:
+    path = save(run())
+    assert state.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in state.iterdir()] == [path.name]
+
+
+def test_folder_that_was_open_is_closed(state: Path) -> None:
+    state.mkdir(parents=True, mode=0o755)
+    save(run())
+    assert state.stat().st_mode & 0o777 == 0o700
+
+
+def test_fifty_runs_are_kept(state: Path) -> None:
+    for number in range(53):
+        save(run(number))
+    assert len(list(state.iterdir())) == 50
+    assert (history.identifiers()[0], history.identifiers()[-1]) == ("20261121T081552-7", "20261121T081503-7")
+
+
+def test_files_of_others_in_the_folder_stay(state: Path) -> None:
+    state.mkdir(parents=True)
+    (state / "notes.json").write_text("{}")
+    for number in range(51):
+        save(run(number))
+    assert (state / "notes.json").exists()
+
+
+SECRETS = [
+    ("the password hunter22 is wrong", "the password ••• is wrong"),
+    ("http://user:sesame@proxy:3128/ refuses", "http://user:•••@proxy:3128/ refuses"),
+    ("https://example.org/a:b@c", "https://example.org/a:b@c"),
+    ("abc", "abc"),
+]
+
+
+@pytest.mark.parametrize(("said", "kept"), SECRETS, ids=[kept for _, kept in SECRETS])
+def test_secrets_are_blotted_out(said: str, kept: str) -> None:
+    assert without_secrets({"a": [said, 1, None]}, ("hunter22", "a", "")) == {"a": [kept, 1, None]}
+
+
+def test_file_of_a_run_has_no_secret(state: Path) -> None:
+    evil = HostResult("gpu1", ExitCode.FAILED, problems=(Problem("no", "sudo: hunter22"),), versions={"hunter22": "x"})
+    assert "hunter22" not in save(run(1, evil), ("hunter22",)).read_text()
+    assert "secret file" not in save(run(2)).read_text()
+
+
+def test_half_a_character_from_a_host_is_no_obstacle() -> None:
+    save(run(1, HostResult("gpu\udc80", ExitCode.DONE)))
+    assert load().results[0].host == "gpu?"
+
+
+WRONG = [
+    ("", {}, "no run is kept here"),
+    ("2025", {"20261121T081500-7": "{}"}, "there is no run 2025"),
+    ("2026", {"20261121T081500-7": "{}", "20261121T081501-7": "{}"}, "more than one run begins with 2026"),
+    ("", {"20261121T081500-7": "{"}, "cannot be read"),
+    ("", {"20261121T081500-7": '{"format": 99}'}, "format 99 is not known"),
+    ("", {"20261121T081500-7": "[]"}, "cannot be read"),
+    ("", {"20261121T081500-7": '{"format": 1, "results": [{}], "inventory": []}'}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("identifier", "files", "what"), WRONG, ids=[what for *_, what in WRONG])
+def test_run_that_is_not_there_or_broken_is_said_so(
+    state: Path, identifier: str, files: dict[str, str], what: str
+) -> None:
+    state.mkdir(parents=True)
+    for name, text in files.items():
+        (state / f"{name}.json").write_text(text)
+    with pytest.raises(GpuprovError) as caught:
+        load(identifier)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert what in str(caught.value)
+
+
+# -- gpuprov report --------------------------------------------------------------------------------------------------
+
+
+def called(*words: str) -> str:
+    result = CliRunner().invoke(cli, ("report", *words))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_report_shows_the_last_run() -> None:
+    save(run(1))
+    save(run(2, HostResult("gpu9", ExitCode.DONE)))
+    assert "run 20261121T081502-7: gpuprov install on 1 host of hosts" in called()
+    assert called().splitlines()[-1] == "1 host installed: 0 changes"
+    assert "gpu1: full" in called("--run", "20261121T081501")
+
+
+def test_report_lists_runs_the_latest_first() -> None:
+    save(run(1))
+    save(run(2, HostResult("gpu9", ExitCode.DONE)))
+    lines = called("--list").splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "20261121T081502-7", "20261121T081501-7"]
+    assert [entry["failed"] for entry in json.loads(called("--list", "--json"))] == [0, 1]
+
+
+def test_report_for_programs_is_what_is_kept() -> None:
+    path = save(run())
+    assert json.loads(called("--json")) == json.loads(path.read_text())
+
+
+def test_report_writes_a_page(tmp_path: Path) -> None:
+    save(run())
+    assert called("--html", str(tmp_path / "a.html")) == ""
+    assert "<!doctype html>" in (tmp_path / "a.html").read_text()

@@ -1,0 +1,123 @@
+"""The action plugin's own pure parts: where it finds the agent, and what names a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from gpuprov.fleet.agent_build import build_agent, pack
+from gpuprov.playbook_task import TASK_COMMANDS
+from gpuprov.spec import PREFIX
+
+PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
+
+
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = loaded(PLAYBOOKS / "plugins/action/agent.py")
+    monkeypatch.setattr(module.constants, "DEFAULT_LOCAL_TMP", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return module
+
+
+def test_a_clones_plugin_pushes_the_command_lines_agent(plugin: ModuleType, tmp_path: Path) -> None:
+    agent = build_agent()
+    assert plugin._agent() == (agent.content, agent.digest)
+    assert sys.path[0] == str(tmp_path / "gpuprov/modules")
+    assert (tmp_path / "gpuprov/modules/gpuprov/playbook_task.py").exists()
+
+
+def test_the_agent_is_looked_for_once_in_a_run(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plugin._agent()
+    monkeypatch.setattr(plugin, "_found", lambda: pytest.fail("looked for again"))
+    assert plugin._agent() == first
+
+
+def test_a_collections_plugin_takes_the_agent_that_it_carries(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = tmp_path / "gpuprov-agent.pyz"
+    carried.write_bytes(pack({"gpuprov/__init__.py": b""}))
+    monkeypatch.setattr(plugin, "_CARRIED", carried)
+    assert plugin._agent()[0] == carried.read_bytes()
+
+
+def test_two_tasks_at_once_unpack_it_once(plugin: ModuleType, tmp_path: Path) -> None:
+    content = pack({"a.py": b"a = 1\n"})
+    plugin._unpack(content, tmp_path / "gpuprov")
+    plugin._unpack(content, tmp_path / "gpuprov")
+    assert [path.name for path in tmp_path.iterdir()] == ["gpuprov"]
+
+
+def test_without_any_gpuprov_it_says_what_to_do(
+    plugin: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_CLONE", tmp_path)
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(plugin.AnsibleError, match=f"next: make -C {tmp_path} setup"):
+        plugin._agent()
+
+
+def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) -> None:
+    child = f"import sys; sys.path[:0] = {sys.path!r}; from tests.unit.test_ansible_plugin import *; "
+    child += "print(loaded(PLAYBOOKS / 'plugins/action/agent.py')._run_id())"
+    ran = [subprocess.run((sys.executable, "-c", child), capture_output=True, text=True, check=True) for _ in range(2)]
+    assert ran[0].stdout == ran[1].stdout
+    assert f" {os.getpid()} " in ran[0].stdout
+    assert plugin._run_id() != ran[0].stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11", "/usr/bin/python3.11")]
+)
+def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
+    assert plugin._named_python(value) == named
+
+
+def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: ModuleType) -> None:
+    own = {"ansible_python_interpreter": "/controller/python"}
+    other = {"ansible_python_interpreter": "/host/python"}
+    variables = {**own, "ansible_delegated_vars": {"other": other}}
+    assert plugin._connection_variables(variables, None) is variables
+    assert plugin._connection_variables(variables, "other") == other
+    assert plugin._connection_variables(own, "other") == {}
+
+
+def test_ansible_doc_knows_every_command() -> None:
+    documentation = yaml.safe_load(loaded(PLAYBOOKS / "plugins/modules/agent.py").DOCUMENTATION)
+    assert set(TASK_COMMANDS) <= set(documentation["options"]["command"]["choices"])
+
+
+def test_the_collection_holds_what_the_clone_holds_and_the_agent(tmp_path: Path) -> None:
+    loaded(PLAYBOOKS / "collection.py").write_collection(tmp_path / "host")
+    here = {path.relative_to(tmp_path / "host").as_posix() for path in (tmp_path / "host").rglob("*") if path.is_file()}
+    clone = {path.relative_to(PLAYBOOKS).as_posix() for path in PLAYBOOKS.glob("roles/*/*/*.yml")}
+    assert clone <= here
+    assert {f"playbooks/{path.name}" for path in PLAYBOOKS.glob("*.yml")} <= here
+    assert (tmp_path / "host/files/gpuprov-agent.pyz").read_bytes() == build_agent().content
+    assert not any("__pycache__" in path for path in here)
+    assert zipfile.is_zipfile(tmp_path / "host/files/gpuprov-agent.pyz")
+
+
+def test_no_fact_or_variable_of_ours_would_be_read_as_an_option() -> None:
+    """What the roles register goes into every host's variables, among which the schema looks for its own."""
+    for path in PLAYBOOKS.glob("roles/*/tasks/main.yml"):
+        for task in yaml.safe_load(path.read_text()):
+            assert not str(task.get("register", "")).startswith(PREFIX)

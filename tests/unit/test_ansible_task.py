@@ -1,0 +1,204 @@
+"""A playbook's task as a request, and the agent's answer as the task's result; the roles against the plan's steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.events import (
+    ChangeDone,
+    CheckDone,
+    Event,
+    FactsGathered,
+    Finished,
+    Note,
+    Planned,
+    PlannedChange,
+    Started,
+    to_line,
+)
+from gpuprov.plan import STEPS
+from gpuprov.playbook_task import (
+    BOOTSTRAP_VARIABLE,
+    TASK_COMMANDS,
+    before_reboot,
+    failure,
+    left_boot,
+    skipped_in_check_mode,
+    split_output,
+    task_request,
+    task_result,
+)
+from gpuprov.request import Request, request_from_line, request_to_line
+from gpuprov.spec import PLAY_VARIABLES, parse_spec
+
+PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
+VARIABLES = {"gpuprov_driver_version": "550.163.01", "ansible_user": "ops", "gpuprov_play_serial": 4}
+
+
+# -- the request -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_holds_the_spec_of_the_variables_and_survives_the_wire() -> None:
+    request = task_request("install", VARIABLES, steps=["driver", "cdi"], diff=True, run_id="one play")
+    assert parse_spec(request.spec).driver_version == "550.163.01"
+    assert (request.check, request.diff, request.steps, request.run_id) == (False, True, ("driver", "cdi"), "one play")
+    assert request_from_line(request_to_line(request)) == request
+
+
+def test_an_older_controllers_request_is_for_all_steps() -> None:
+    assert request_from_line('{"command": "install"}') == Request("install")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_plan_is_never_more_than_a_check(check: bool) -> None:
+    request = task_request("plan", VARIABLES, check=check)
+    assert (request.command, request.check) == ("install", True)
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "said"),
+    [
+        ("instal", {}, "there is no command 'instal'"),
+        ("install", {"gpuprov_driver_verison": "1"}, "there is no variable gpuprov_driver_verison"),
+        ("install", {"gpuprov_play_serail": 1}, "there is no variable gpuprov_play_serail"),
+        ("plan", {"gpuprov_driver": "nouveau", "gpuprov_packages": "jq"}, "gpuprov_packages must be a list"),
+    ],
+)
+def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        task_request(command, variables)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert said in str(caught.value)
+    assert failure(caught.value)["failed"]
+    assert said in failure(caught.value)["msg"]
+
+
+@pytest.mark.parametrize("command", [*TASK_COMMANDS, "uninstall"])
+def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str) -> None:
+    # The agent itself heeds `check` for an installation alone.
+    harmless = command in ("plan", "install", "facts")
+    assert (skipped_in_check_mode(command) is None) is harmless
+
+
+# -- the result ------------------------------------------------------------------------------------------------------
+
+PLANNED = Planned((PlannedChange("a", "docker", "write a", "--- a\n+++ a\n+x"), PlannedChange("b", "docker", "do b")))
+
+
+def result(command: str, *events: Event) -> dict[str, Any]:
+    return task_result(command, (Started("1", command, 1), *events))
+
+
+def test_an_installation_tells_its_changes_and_their_diffs_in_ansibles_form() -> None:
+    found = result("install", PLANNED, ChangeDone("a", 1), ChangeDone("b", 1), Finished(0, 2, summary="2 changes made"))
+    assert (found["changed"], found["failed"], found["msg"]) == (True, False, "2 changes made")
+    assert found["changes"] == [{"step": "docker", "summary": "write a"}, {"step": "docker", "summary": "do b"}]
+    assert found["diff"] == [{"prepared": "--- a\n+++ a\n+x\n"}]
+
+
+@pytest.mark.parametrize(("command", "changed"), [("install", True), ("plan", False)])
+def test_only_a_plan_foresees_changes_without_being_one(command: str, changed: bool) -> None:
+    found = result(command, PLANNED, Finished(0, 2, summary="2 changes would be made"))
+    assert found["changed"] is changed
+    assert len(found["changes"]) == 2
+
+
+def test_no_changes_is_ok() -> None:
+    assert not result("install", Planned(()), Finished(0, 0))["changed"]
+
+
+def test_a_failure_tells_what_evidence_next_step_and_that_something_was_changed_before() -> None:
+    problem = Problem("docker did not come up", "no-such-driver", "mend it")
+    found = result("install", PLANNED, ChangeDone("a", 1), Finished(1, problems=(problem,)))
+    assert (found["failed"], found["changed"]) == (True, True)
+    assert found["msg"] == "docker did not come up\n  seen: no-such-driver\n  next: mend it"
+    assert found["problems"] == [
+        {"what": "docker did not come up", "evidence": "no-such-driver", "next_step": "mend it"}
+    ]
+
+
+def test_a_failed_verification_names_the_checks_that_failed() -> None:
+    checks = (CheckDone("driver", "ok", "550"), CheckDone("container", "failed", "2", "0", "sees none"))
+    found = result("verify", *checks, Finished(1, summary="containers do not see what the host has"))
+    assert found["failed"]
+    assert found["msg"] == "container: sees none\n  seen: host: 2, container: 0"
+    assert [check["status"] for check in found["checks"]] == ["ok", "failed"]
+
+
+def test_a_reboot_that_is_needed_and_not_allowed_ends_the_play() -> None:
+    """What follows in the play could not work before it."""
+    found = result(
+        "install",
+        PLANNED,
+        Finished(int(ExitCode.REBOOT_NEEDED), problems=(Problem("nouveau has a GPU", "lspci", "reboot"),)),
+    )
+    assert (found["failed"], found["changed"], found["reboot_needed"]) == (True, False, True)
+    assert "nouveau has a GPU" in found["msg"]
+
+
+def test_both_halves_of_a_run_that_a_reboot_cut_are_one() -> None:
+    first = (PLANNED, ChangeDone("a", 1.0), Finished(int(ExitCode.REBOOT_NEEDED), 1, left_boot="boot-1"))
+    assert (left_boot(first), left_boot(first[:2])) == ("boot-1", "")
+    found = result("install", *before_reboot(first), Finished(0, 0))
+    assert (found["failed"], found["changed"], found["reboot_needed"]) == (False, True, False)
+
+
+def test_a_host_is_told_that_the_play_comes_back_after_a_reboot() -> None:
+    assert task_request("install", {}).caller_returns
+
+
+def test_facts_join_the_other_local_facts_of_the_host() -> None:
+    found = task_result("facts", (FactsGathered({"gpus": 2}), Finished(0)), {"site": {"rack": 7}})
+    assert found["ansible_facts"] == {"ansible_local": {"site": {"rack": 7}, "gpuprov": {"gpus": 2}}}
+
+
+def test_warnings_of_the_agent_are_ansibles_warnings() -> None:
+    found = result("install", Note("a hint"), Note("careful", "warning"), Finished(0))
+    assert found["warnings"] == ["careful"]
+    assert "warnings" not in result("install", Note("a hint"), Finished(0))
+
+
+def test_events_are_found_between_what_a_login_prints() -> None:
+    text = f"Welcome!\n{to_line(Finished(0))}\nbye\n"
+    assert split_output(text) == ((Finished(0),), ["Welcome!", "bye"])
+
+
+# -- roles and playbooks ---------------------------------------------------------------------------------------------
+
+
+def tasks() -> Iterable[tuple[Path, dict[str, Any]]]:
+    for path in sorted([*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("roles/*/tasks/main.yml")]):
+        for item in yaml.safe_load(path.read_text()):
+            for task in item.get("tasks", [item]):
+                if "gpuprov.host.agent" in task:
+                    yield path, task
+
+
+def test_roles_do_every_step_of_the_plan_once() -> None:
+    asked = [step for _, task in tasks() for step in task["gpuprov.host.agent"].get("steps", ())]
+    assert sorted(asked) == sorted(step.name for step in STEPS)
+
+
+def test_commands_of_tasks_are_the_agents() -> None:
+    # Another part of gpuprov brings `uninstall`; its playbook waits for it.
+    known = {*TASK_COMMANDS, "uninstall"}
+    asked = {task["gpuprov.host.agent"].get("command", "install") for _, task in tasks()}
+    assert asked <= known
+    assert {"plan", "install", "verify", "facts", "rollback"} <= asked
+
+
+def test_root_is_asked_for_wherever_it_is_needed() -> None:
+    without = {path.name for path, task in tasks() if not task.get("become")}
+    assert without == {"facts.yml"}
+
+
+def test_variables_of_plays_are_known_so_that_both_ways_read_one_inventory() -> None:
+    texts = (path.read_text() for path in (*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("roles/*/tasks/main.yml")))
+    assert {*re.findall(r"gpuprov_play_\w+", "".join(texts)), BOOTSTRAP_VARIABLE} == PLAY_VARIABLES

@@ -1,0 +1,168 @@
+"""What the next boot brings: which files on which host, and the program that runs there by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import boot, boot_files, boot_main
+from gpuprov.boot_files import MODULES, NODES, PERSISTENCE, REFRESH, UDEV_RULES, UNITS, WATCH
+from gpuprov.boot_program import boot_program
+from gpuprov.cdi.discover import discover
+from gpuprov.cdi.generate import difference
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.lock import LOCK_PATH, try_lock
+from gpuprov.spec import HostSpec, parse_spec
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+CDI = "/etc/cdi/nvidia.json"
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver_version": simgpu.DRIVER_VERSION, **values})
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    """A system container with the driver's libraries, whose device nodes are yet to be made."""
+    made = FakeHost(tmp_path / "root")
+    simgpu.install_tree(made.root)
+    return made
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    return gather(FakeHost(tmp_path_factory.mktemp("container") / "root"))
+
+
+@pytest.fixture(scope="module")
+def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    return gather(FakeHost(tmp_path_factory.mktemp("metal") / "root", metal=True))
+
+
+def prepared(facts: HostFacts, wanted: HostSpec) -> boot.PrepareBoot:
+    (change,) = boot.plan(facts, wanted)
+    assert isinstance(change, boot.PrepareBoot)
+    return change
+
+
+def written(facts: HostFacts, wanted: HostSpec) -> set[str]:
+    return {path for path, _ in prepared(facts, wanted).files}
+
+
+EVERYWHERE = {boot_files.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", UDEV_RULES}
+
+
+def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: HostFacts) -> None:
+    assert written(container, spec()) == EVERYWHERE
+    assert boot.packages(container, spec()) == ()
+
+
+def test_a_machine_with_its_own_kernel_does_both(metal: HostFacts) -> None:
+    assert written(metal, spec()) == EVERYWHERE | {MODULES, f"{UNITS}/{PERSISTENCE}"}
+    assert boot.packages(metal, spec()) == ("libtirpc3",)
+
+
+def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
+    packaged = replace(metal, boot=replace(metal.boot, persistence_packaged=True))
+    assert written(packaged, spec()) == EVERYWHERE | {MODULES}
+
+
+def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
+    path = f"{UNITS}/{PERSISTENCE}"
+    ours = FileFact(boot_files.PERSISTENCE_TEXT.encode(), 0o644, 0, 0)
+    packaged = replace(metal.boot, persistence_packaged=True)
+    assert prepared(replace(metal, boot=packaged, files={**metal.files, path: ours}), spec()).stale == (path,)
+    theirs = replace(ours, content=b"[Unit]\n")
+    assert prepared(replace(metal, boot=packaged, files={**metal.files, path: theirs}), spec()).stale == ()
+
+
+def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
+    prepared(gather(host), spec()).apply(host, lambda *words: None)
+    assert boot.plan(gather(host), spec()) == ()
+    host.remove(f"{boot_files.WANTS}/{WATCH}")
+    change = prepared(gather(host), spec())
+    assert (change.files, change.links) == ((), (WATCH,))
+
+
+def test_a_unit_that_does_not_start_is_an_error_that_says_why(host: FakeHost) -> None:
+    host.failing_unit = REFRESH
+    with pytest.raises(GpuprovError, match=f"{REFRESH} did not start") as raised:
+        prepared(gather(host), spec()).apply(host, lambda *words: None)
+    assert "the unit's last words" in str(raised.value)
+
+
+# -- the program ---------------------------------------------------------------------------------------------------
+
+
+def test_same_input_same_bytes() -> None:
+    first = boot_program()
+    boot_program.cache_clear()
+    assert boot_program() == first
+
+
+def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
+    """Every module in it can be imported from it alone."""
+    path = tmp_path / "boot.pyz"
+    path.write_bytes(boot_program())
+    names = [name[:-3].replace("/", ".") for name in zipfile.ZipFile(BytesIO(boot_program())).namelist()]
+    ours = [name for name in names if name.startswith("gpuprov.") and not name.endswith("__init__")]
+    assert {"gpuprov.boot_main", "gpuprov.cdi.generate", "gpuprov.cdi.nvml_child"} <= set(ours)
+    code = f"import sys; sys.path[:0] = [{str(path)!r}]; import elftools.elf.elffile, {', '.join(ours)}"
+    done = subprocess.run(
+        ("/usr/bin/python3", "-I", "-S", "-c", code), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
+    assert boot_main.make_nodes(host) == "8 device nodes, 8 of them made now"
+    status = host.status("/dev/nvidia1")
+    assert status is not None
+    assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
+    assert boot_main.make_nodes(host) == "8 device nodes, 0 of them made now"
+
+
+def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    with pytest.raises(GpuprovError, match="driver is not loaded"):
+        boot_main.make_nodes(host)
+
+
+def test_refresh_writes_what_has_changed_and_nothing_else(host: FakeHost) -> None:
+    assert boot_main.refresh(host) == f"written anew: {CDI} (it is missing)"
+    assert difference(host.read_bytes(CDI) or b"", discover(host)) == ""
+    before = host.status(CDI)
+    assert boot_main.refresh(host) == "nothing has changed"
+    assert host.status(CDI) == before
+
+
+def test_refresh_sees_another_driver(host: FakeHost) -> None:
+    boot_main.refresh(host)
+    library = next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink())
+    library.unlink()
+    assert "written anew" in boot_main.refresh(host)
+    assert "libnvidia-encode" not in (host.read_text(CDI) or "")
+
+
+def test_refresh_leaves_half_a_driver_alone(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    assert "is not whole" in boot_main.refresh(host)
+    assert not host.exists(CDI)
+
+
+def test_refresh_leaves_the_specification_to_a_run_that_goes_on(host: FakeHost) -> None:
+    assert host.path(LOCK_PATH).parent.is_dir()
+    with try_lock(host) as ours:
+        assert ours
+        assert "a gpuprov run is going on" in boot_main.refresh(host)
+    assert not host.exists(CDI)

@@ -1,0 +1,196 @@
+"""NVIDIA's CUDA repository by distribution: keys, packages, pins, streams; a driver from packages is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from gpuprov import cuda
+from gpuprov.cdi.discover import DriverFacts
+from gpuprov.cuda import EnableStream, LoadDriver
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
+from gpuprov.packages import InstallPackages, PackageFacts
+from gpuprov.plan import make_plan
+from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.system import Completed, System
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+B200, V100 = "2901", "1db4"
+
+
+@pytest.fixture(scope="module")
+def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    """A bare machine with Debian 12: its own kernel, no driver."""
+    facts = gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+    kernel = replace(facts.kernel, container="", takes_modules=True)
+    return replace(facts, kernel=kernel, driver=DriverFacts())
+
+
+def on(facts: HostFacts, distribution: str, version: str, manager: str, **changes: Any) -> HostFacts:
+    os = replace(facts.os, id=distribution, version=version, name=f"{distribution} {version}", codename="")
+    return replace(facts, os=os, packages=PackageFacts(manager, {}), **changes)
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver": "packages", **values})
+
+
+def repository(facts: HostFacts, wanted: HostSpec) -> tuple[str, str, str]:
+    (one,) = cuda.with_repository(facts, wanted).repositories
+    return one.uri, one.key_url.rpartition("/")[2], one.key_fingerprint[-8:]
+
+
+_BASE = "https://developer.download.nvidia.com/compute/cuda/repos"
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "manager", "folder", "key", "fingerprint"),
+    [
+        ("debian", "12", "apt", "debian12", "3bf863cc.pub", "3BF863CC"),
+        ("debian", "13", "apt", "debian13", "8793F200.pub", "8793F200"),
+        ("ubuntu", "24.04", "apt", "ubuntu2404", "3bf863cc.pub", "3BF863CC"),
+        ("rocky", "9.5", "dnf", "rhel9", "D42D0685.pub", "D42D0685"),
+        ("opensuse-leap", "15.6", "zypper", "opensuse15", "D42D0685.pub", "D42D0685"),
+    ],
+)
+def test_each_distribution_has_its_repository_and_key(
+    metal: HostFacts, distribution: str, version: str, manager: str, folder: str, key: str, fingerprint: str
+) -> None:
+    facts = on(metal, distribution, version, manager)
+    assert repository(facts, spec()) == (f"{_BASE}/{folder}/x86_64/", key, fingerprint)
+    assert repository(replace(facts, architecture="aarch64"), spec())[0] == f"{_BASE}/{folder}/sbsa/"
+
+
+def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
+    mirrored = spec(cuda_repository="http://mirror.example/cuda", cuda_key_fingerprint="A" * 40)
+    assert repository(metal, mirrored) == ("http://mirror.example/cuda/debian12/x86_64/", "3bf863cc.pub", "A" * 8)
+
+
+def test_without_a_wish_for_it_there_is_no_repository_of_nvidias(metal: HostFacts) -> None:
+    plain = parse_spec({"driver_version": "580"})
+    assert cuda.with_repository(metal, plain) == plain
+    assert cuda.packages(metal, plain) == ()
+    assert cuda.plan_driver(metal, plain) == ()
+
+
+@pytest.mark.parametrize(
+    ("devices", "values", "names"),
+    [
+        ((), {}, ("nvidia-open",)),
+        ((B200,), {}, ("nvidia-open",)),
+        ((V100,), {"driver_version": "580"}, ("cuda-drivers",)),
+        ((), {"kernel_module_type": "proprietary"}, ("cuda-drivers",)),
+        ((), {"cuda": "12.4"}, ("nvidia-open", "cuda-toolkit-12-4")),
+    ],
+)
+def test_the_driver_is_that_which_the_gpus_need(
+    metal: HostFacts, devices: tuple[str, ...], values: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    gpus = tuple(PciGpu("0000:01:00.0", device) for device in devices) or metal.gpus
+    assert cuda.packages(replace(metal, gpus=gpus), spec(**values)) == names
+
+
+def test_apt_is_pinned_before_the_driver_comes(metal: HostFacts) -> None:
+    plan = make_plan(metal, spec(driver_version="580"))
+    installs = [item.change.names for item in plan.changes if isinstance(item.change, InstallPackages)]
+    assert installs[0] == ("nvidia-driver-pinning-580",)
+    assert "nvidia-open" in installs[1] and "dkms" in installs[1]
+    assert isinstance(next(item.change for item in plan.changes if item.step == "driver"), LoadDriver)
+
+
+@pytest.mark.parametrize(
+    ("current", "values", "stream"),
+    [
+        ("", {}, "open-dkms"),
+        ("", {"driver_version": "580"}, "580-open"),
+        ("", {"kernel_module_type": "proprietary"}, "latest-dkms"),
+        ("open-dkms", {"driver_version": "580", "kernel_module_type": "proprietary"}, "580-dkms"),
+    ],
+)
+def test_dnf_has_streams(metal: HostFacts, current: str, values: dict[str, Any], stream: str) -> None:
+    file = FileFact(f"[nvidia-driver]\nname=nvidia-driver\nstream={current}\nstate=enabled\n".encode(), 0o644, 0, 0)
+    facts = on(metal, "rocky", "9.5", "dnf", files={cuda.STREAM_FILE: file} if current else {})
+    assert cuda.plan_pin(facts, spec(**values)) == (EnableStream(stream, current),)
+    there = replace(facts, files={cuda.STREAM_FILE: replace(file, content=f"stream={stream}\n".encode())})
+    assert cuda.plan_pin(there, spec(**values)) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "says"),
+    [
+        (lambda one: one, {}, ""),
+        (lambda one: replace(one, kernel=replace(one.kernel, container="lxc")), {}, "kernel is not its own"),
+        (lambda one: replace(one, driver=DriverFacts(library_version="535.1")), {}, "comes from a .run"),
+        (lambda one: on(one, "fedora", "42", "dnf"), {"driver_version": "580"}, "a driver version can't be asked for"),
+        (lambda one: on(one, "opensuse-tumbleweed", "2026", "zypper"), {}, "no CUDA repository for openSUSE"),
+        (
+            lambda one: replace(one, gpus=(PciGpu("0000:01:00.0", V100),)), {"driver_version": "590"},
+            "no longer serves this host's Volta GPU",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(
+    metal: HostFacts, change: Callable[[HostFacts], HostFacts], values: dict[str, Any], says: str
+) -> None:
+    found = cuda.problems(change(metal), spec(**values))
+    assert says in (found[0].what if found else "")
+    assert bool(found) is bool(says)
+
+
+def test_a_driver_that_is_there_and_loaded_is_left_alone(metal: HostFacts) -> None:
+    driver = DriverFacts(kernel_version="580.1", library_version="580.1")
+    assert cuda.plan_driver(replace(metal, driver=driver), spec()) == ()
+    assert cuda.plan_driver(replace(metal, driver=replace(driver, kernel_version="")), spec()) == (LoadDriver(),)
+
+
+def test_the_toolkits_programs_are_on_the_path(metal: HostFacts) -> None:
+    (change,) = cuda.plan_profile(metal, spec(cuda="12.4"))
+    assert b"/usr/local/cuda/bin" in change.content  # type: ignore[attr-defined]
+    files = {cuda.PROFILE: FileFact(change.content, 0o644, 0, 0)}  # type: ignore[attr-defined]
+    assert cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
+    assert cuda.plan_profile(metal, spec()) == ()
+
+
+class Loading(System):
+    """A machine whose modprobe loads what it is told to, or refuses."""
+
+    def __init__(self, root: Path, loads: str = "", refuses: str = "") -> None:
+        super().__init__(str(root))
+        self.loads, self.refuses = loads, refuses
+
+    def run(
+        self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:  # fmt: skip
+        argv = tuple(argv)
+        if argv == ("dmesg",):
+            return Completed(
+                argv, 0, "[1.0] usb 1-1: new device\n[2.0] NVRM: The NVIDIA probe routine was not called\n", ""
+            )
+        assert argv[0] == "modprobe"
+        if argv[1] == self.refuses:
+            return Completed(argv, 1, "", "modprobe: ERROR: could not insert 'nvidia': No such device")
+        simgpu.write_kernel_tree(self.root, 1, self.loads)
+        return Completed(argv, 0, "", "")
+
+
+def test_loading_is_proved_by_the_kernels_own_word(tmp_path: Path) -> None:
+    simgpu.install_tree(tmp_path)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    LoadDriver().apply(Loading(tmp_path, "550.163.01"), lambda *_: None)
+    with pytest.raises(GpuprovError, match=r"the loaded driver is 535.261.03, its libraries are 550.163.01") as caught:
+        LoadDriver().apply(Loading(tmp_path, "535.261.03"), lambda *_: None)
+    assert "reboot" in str(caught.value)
+
+
+def test_a_refusal_comes_with_what_the_kernel_says(tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError, match="NVRM: The NVIDIA probe routine") as caught:
+        LoadDriver().apply(Loading(tmp_path, refuses="nvidia"), lambda *_: None)
+    assert "usb 1-1" not in str(caught.value)

@@ -1,0 +1,245 @@
+"""Which row a machine gets, from os-release files of real ones; which packages its kernels need."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gpuprov.distros import (
+    ROWS,
+    Distribution,
+    derivative_note,
+    distribution_of,
+    docker_repository,
+    find_distribution,
+    kernel_headers,
+    machine_problems,
+    next_kernel_headers,
+    nvidia_repository_url,
+    supported_names,
+)
+from gpuprov.facts import OperatingSystem, gather_os
+from gpuprov.system import System
+
+OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"
+
+
+def machine(name: str, folder: Path) -> OperatingSystem:
+    """Return what the facts say of a machine with this os-release."""
+    (folder / "etc").mkdir()
+    shutil.copyfile(OS_RELEASES / name, folder / "etc/os-release")
+    return gather_os(System(str(folder)))
+
+
+def row(distribution_id: str, version: str) -> Distribution:
+    found = find_distribution(distribution_id, version)
+    assert found is not None
+    return found
+
+
+# os-release → the row's id and version, its package manager, NVIDIA's name for it.
+KNOWN = {
+    "debian-11": ("debian", "11", "apt", "debian11"),
+    "debian-12": ("debian", "12", "apt", "debian12"),
+    "debian-13": ("debian", "13", "apt", "debian13"),
+    "ubuntu-22.04": ("ubuntu", "22.04", "apt", "ubuntu2204"),
+    "ubuntu-24.04": ("ubuntu", "24.04", "apt", "ubuntu2404"),
+    "linuxmint-21.3": ("ubuntu", "22.04", "apt", "ubuntu2204"),
+    "rhel-9.3": ("rhel", "9", "dnf", "rhel9"),
+    "rocky-9.5": ("rocky", "9", "dnf", "rhel9"),
+    "almalinux-9.2": ("almalinux", "9", "dnf", "rhel9"),
+    "centos-8": ("centos", "8", "dnf", "rhel8"),
+    "centos-9": ("centos", "9", "dnf", "rhel9"),
+    "eurolinux-9.2": ("rhel", "9", "dnf", "rhel9"),
+    "fedora-38": ("fedora", "38", "dnf", "fedora38"),
+    "amzn-2": ("amzn", "2", "yum", "rhel7"),
+    "amzn-2023": ("amzn", "2023", "dnf", "amzn2023"),
+    "sles-15.3": ("sles", "15", "zypper", "sles15"),
+    "opensuse-tumbleweed": ("opensuse-tumbleweed", "20240609", "zypper", ""),
+}
+REFUSED = ("devuan-5", "rhcos-4.13", "amzn-2018.03")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_real_machine_gets_its_row(tmp_path: Path, name: str) -> None:
+    os = machine(name, tmp_path)
+    found = distribution_of(os)
+    assert found is not None
+    assert (found.id, found.version, found.package_manager, found.nvidia_repository) == KNOWN[name]
+    assert machine_problems(os, "x86_64") == ()
+
+
+def test_every_os_release_is_looked_at() -> None:
+    assert {path.name for path in OS_RELEASES.iterdir()} == {*KNOWN, *REFUSED, "README.md"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_machine_whose_parent_has_no_such_release_is_refused_with_what_was_seen(tmp_path: Path, name: str) -> None:
+    os = machine(name, tmp_path)
+    (problem,) = machine_problems(os, "x86_64")
+    assert problem.what == f"{os.name} is not supported"
+    assert f"ID={os.id} VERSION_ID={os.version} ID_LIKE={' '.join(os.like)}" in problem.evidence
+    assert "Ubuntu 20.04, 22.04, 24.04, 26.04" in problem.next_step
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in ("linuxmint-21.3", "eurolinux-9.2")])
+def test_who_has_a_row_of_its_own_is_not_warned_about(tmp_path: Path, name: str) -> None:
+    assert derivative_note(machine(name, tmp_path)) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "parent"),
+    [("linuxmint-21.3", "Ubuntu 22.04"), ("eurolinux-9.2", "Red Hat Enterprise Linux 9")],
+)
+def test_a_derivative_is_warned_about(tmp_path: Path, name: str, parent: str) -> None:
+    os = machine(name, tmp_path)
+    note = derivative_note(os)
+    assert os.name in note and f"treated as {parent}" in note
+
+
+# Derivatives and strangers of which no whole file was to be had: ID, VERSION_ID, code names, ID_LIKE.
+@pytest.mark.parametrize(
+    ("os", "expected"),
+    [
+        # Mint's Debian edition names Debian's release by no code name of its own that Debian has.
+        (OperatingSystem("linuxmint", "6", "faye", ("debian",), "LMDE 6"), None),
+        (OperatingSystem("raspbian", "12", "bookworm", ("debian",), "Raspbian"), ("debian", "12")),
+        (OperatingSystem("pop", "22.04", "jammy", ("ubuntu", "debian"), "Pop!_OS", "jammy"), ("ubuntu", "22.04")),
+        (OperatingSystem("kali", "2026.1", "kali-rolling", ("debian",), "Kali"), None),
+        # A release of a known distribution that is not in the table is not its parent's.
+        (OperatingSystem("ubuntu", "25.10", "questing", ("debian",), "Ubuntu 25.10", "questing"), None),
+        (OperatingSystem("debian", "", "trixie", (), "Debian GNU/Linux trixie/sid"), None),
+        (OperatingSystem("debian", "120", "", (), "Debian"), None),
+        (OperatingSystem("nobara", "39", "", ("rhel", "centos", "fedora"), "Nobara 39"), ("fedora", "39")),
+        (OperatingSystem("cloudlinux", "8.9", "", ("rhel", "fedora", "centos"), "CloudLinux"), ("rhel", "8")),
+        (OperatingSystem("someone", "10", "", ("fedora",), "Someone 10"), None),
+        (OperatingSystem("sles", "12.5", "", (), "SLES 12 SP5"), None),
+        (OperatingSystem("opensuse-leap", "16.0", "", ("suse", "opensuse"), "Leap 16"), ("opensuse-leap", "16")),
+        (OperatingSystem("sles_sap", "15.6", "", ("suse",), "SLES for SAP 15 SP6"), ("sles", "15")),
+        (OperatingSystem("opensuse-microos", "20260901", "", ("suse", "opensuse", "opensuse-tumbleweed"), "M"), None),
+        (OperatingSystem("arch", "", "", (), "Arch Linux"), None),
+        (OperatingSystem("", "", "", (), "unknown"), None),
+    ],
+)
+def test_others(os: OperatingSystem, expected: tuple[str, str] | None) -> None:
+    found = distribution_of(os)
+    assert (None if found is None else (found.id, found.version)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "next_step"),
+    [
+        ("cos", "brings its own drivers", "cos-extensions install gpu"),
+        ("sle-micro", "its /usr is read-only", "gpuprov_driver: preinstalled"),
+    ],
+)
+def test_a_system_that_must_not_be_changed_is_refused_with_the_reason(name: str, reason: str, next_step: str) -> None:
+    (problem,) = machine_problems(OperatingSystem(name, "113", "", ("sles",), "It"), "x86_64")
+    assert reason in problem.what and next_step in problem.next_step
+
+
+def test_another_architecture_is_refused() -> None:
+    os = OperatingSystem("rocky", "9.5", "", ("rhel",), "Rocky Linux 9.5")
+    assert machine_problems(os, "aarch64") == ()
+    (problem,) = machine_problems(os, "ppc64le")
+    assert "ppc64le" in problem.evidence and "x86_64, aarch64" in problem.next_step
+    seven = OperatingSystem("centos", "7", "", ("rhel",), "CentOS Linux 7")
+    assert machine_problems(seven, "x86_64") == () != machine_problems(seven, "aarch64")
+
+
+def test_each_row_is_found_by_its_own_version_and_no_two_rows_are_the_same() -> None:
+    assert len({(one.id, one.version) for one in ROWS}) == len(ROWS)
+    for one in ROWS:
+        version = "42" if one.version == "*" else one.version
+        assert row(one.id, version).name == one.name
+        assert one.source and one.initramfs and kernel_headers(one, "6.4.0-150600.23.30-default")
+
+
+# Distribution, `uname -r` → its packages. The first two were seen on hosts of the lab, the rest in vendors' documents.
+HEADERS = [
+    ("debian", "12", "6.1.0-13-amd64", ("linux-headers-6.1.0-13-amd64",)),
+    ("debian", "13", "6.12.43+deb13-cloud-amd64", ("linux-headers-6.12.43+deb13-cloud-amd64",)),
+    ("ubuntu", "22.04", "5.15.0-113-generic", ("linux-headers-5.15.0-113-generic",)),
+    ("ubuntu", "22.04", "6.8.0-1021-aws", ("linux-headers-6.8.0-1021-aws", "gcc-12")),
+    ("rocky", "8", "4.18.0-553.el8_10.x86_64",
+     ("kernel-devel=4.18.0-553.el8_10.x86_64", "kernel-headers=4.18.0-553.el8_10.x86_64")),
+    ("rhel", "8", "4.18.0-553.rt7.342.el8_10.x86_64", ("kernel-rt-devel=4.18.0-553.rt7.342.el8_10.x86_64",)),
+    ("rhel", "9", "5.14.0-427.13.1.el9_4.x86_64", ("kernel-devel=5.14.0-427.13.1.el9_4.x86_64", "kernel-headers")),
+    ("rhel", "9", "5.14.0-427.13.1.el9_4.aarch64+64k",
+     ("kernel-64k-devel=5.14.0-427.13.1.el9_4.aarch64", "kernel-headers")),
+    ("ol", "9", "5.15.0-206.153.7.el9uek.x86_64", ("kernel-uek-devel=5.15.0-206.153.7.el9uek.x86_64",)),
+    ("fedora", "42", "6.14.2-300.fc42.x86_64", ("kernel-devel=6.14.2-300.fc42.x86_64", "kernel-headers")),
+    ("amzn", "2", "5.10.220-209.869.amzn2.x86_64",
+     ("kernel-devel=5.10.220-209.869.amzn2.x86_64", "kernel-headers=5.10.220-209.869.amzn2.x86_64")),
+    ("amzn", "2023", "6.1.94-99.176.amzn2023.x86_64",
+     ("kernel-devel=6.1.94-99.176.amzn2023.x86_64", "kernel-headers",
+      "kernel-modules-extra=6.1.94-99.176.amzn2023.x86_64")),
+    ("amzn", "2023", "6.12.22-27.96.amzn2023.x86_64",
+     ("kernel6.12-devel=6.12.22-27.96.amzn2023.x86_64", "kernel6.12-headers",
+      "kernel6.12-modules-extra=6.12.22-27.96.amzn2023.x86_64")),
+    ("sles", "15", "6.4.0-150600.23.30-default", ("kernel-default-devel=6.4.0-150600.23.30",)),
+    ("sles", "15", "6.4.0-150600.8.20-azure", ("kernel-azure-devel=6.4.0-150600.8.20",)),
+    ("opensuse-tumbleweed", "20240609", "6.9.3-1-default", ("kernel-default-devel=6.9.3-1",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "version", "kernel", "names"), HEADERS)
+def test_headers_are_those_of_the_running_kernel(name: str, version: str, kernel: str, names: tuple[str, ...]) -> None:
+    assert kernel_headers(row(name, version), kernel) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "installed", "names"),
+    [
+        ("debian", "12", ("linux-image-amd64", "linux-image-6.1.0-13-amd64"), ("linux-headers-amd64",)),
+        ("debian", "12", ("linux-image-cloud-arm64",), ("linux-headers-cloud-arm64",)),
+        ("debian", "12", ("linux-image-amd64", "linux-headers-amd64", "linux-image-amd64-dbg"), ()),
+        # Nobody asked for new kernels: there are none to prepare for.
+        ("debian", "12", ("linux-image-6.1.0-13-amd64",), ()),
+        ("ubuntu", "22.04", ("linux-image-generic-hwe-22.04",), ("linux-headers-generic-hwe-22.04",)),
+        ("ubuntu", "24.04", ("linux-image-unsigned-6.8.0-31-generic", "linux-image-aws"), ("linux-headers-aws",)),
+        ("rocky", "9", ("kernel-core", "kernel"), ("kernel-devel-matched=K",)),
+        ("rocky", "9", ("kernel-core", "kernel-devel-matched"), ()),
+        ("rocky", "8", ("kernel-core",), ()),
+        ("sles", "15", ("kernel-default",), ()),
+    ],
+)
+def test_kernels_to_come_get_headers_too(
+    name: str, version: str, installed: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    assert next_kernel_headers(row(name, version), "K", installed) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "architecture", "url"),
+    [
+        ("ubuntu", "26.04", "x86_64", "repos/ubuntu2604/x86_64/"),
+        ("almalinux", "10.0", "aarch64", "repos/rhel10/sbsa/"),
+        ("opensuse-leap", "15.6", "x86_64", "repos/opensuse15/x86_64/"),
+        ("opensuse-leap", "16.0", "x86_64", "repos/suse16/x86_64/"),
+        ("opensuse-tumbleweed", "20240609", "x86_64", ""),
+        ("debian", "12", "riscv64", ""),
+    ],
+)
+def test_nvidias_repository(name: str, version: str, architecture: str, url: str) -> None:
+    found = nvidia_repository_url(row(name, version), architecture)
+    assert found.endswith(url) and bool(found) == bool(url)
+
+
+def test_dockers_own_repository() -> None:
+    debian = docker_repository(row("debian", "12"), "x86_64")
+    assert debian is not None
+    assert (debian.uri, debian.suite) == ("https://download.docker.com/linux/debian", "bookworm")
+    rocky = docker_repository(row("rocky", "9.5"), "aarch64")
+    assert rocky is not None and rocky.uri == "https://download.docker.com/linux/centos/9/aarch64/stable"
+    assert rocky.key_fingerprint != debian.key_fingerprint
+    assert docker_repository(row("sles", "15"), "x86_64") is None
+
+
+def test_what_is_supported_is_told_by_name() -> None:
+    text = supported_names()
+    assert text.startswith("Debian 11, 12, 13; Ubuntu 20.04")
+    assert re.search(r"; Fedora; .*; openSUSE Tumbleweed$", text)

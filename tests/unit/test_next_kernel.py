@@ -1,0 +1,135 @@
+"""The kernel that boots next: is the driver built for it, and will the one after it have headers?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov import kernel
+from gpuprov.events import CheckDone, Event
+from gpuprov.facts import gather
+from gpuprov.next_kernel import (
+    InstalledKernel,
+    fault,
+    flavour,
+    gather_kernels,
+    has_module,
+    newest,
+)
+from gpuprov.packages import PackageFacts
+from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.verify import verify
+from tests.unit.fake_host import RELEASE, FakeHost
+
+pytestmark = pytest.mark.root
+NEXT = "6.1.0-40-amd64"
+
+FLAVOURS = {
+    "6.1.0-13-amd64": "amd64",
+    "6.1.0-0.deb11.13-cloud-amd64": "cloud-amd64",
+    "6.12.48+deb13-amd64": "amd64",
+    "6.12.48+deb13-cloud-arm64": "cloud-arm64",
+    "6.8.0-31-generic": "generic",
+    "6.5.0-1014-aws": "aws",
+    "6.4.0-150600.23.25-default": "default",
+    "5.14.0-427.13.1.el9_4.x86_64": "",
+    "6.18.5": "",
+}
+
+
+@pytest.mark.parametrize("release", FLAVOURS)
+def test_flavours(release: str) -> None:
+    assert flavour(release) == FLAVOURS[release]
+
+
+def test_an_installation_brings_them(tmp_path: Path) -> None:
+    facts = gather(FakeHost(tmp_path / "root", metal=True))
+    facts = replace(facts, packages=PackageFacts("apt", {"linux-image-amd64": "6.1"}))
+    assert kernel.packages(facts, HostSpec())[:2] == (f"linux-headers-{RELEASE}", "linux-headers-amd64")
+
+
+MODULES = {
+    "updates/dkms/nvidia.ko: updates/dkms/i2c.ko\n": True,
+    "kernel/fs/ext4/ext4.ko: x\nupdates/dkms/nvidia.ko.xz:\n": True,
+    "updates/dkms/nvidia-current.ko:\n": True,
+    "kernel/nvidia-550/nvidia.ko.zst:\n": True,
+    "kernel/drivers/platform/x86/nvidia-wmi-ec-backlight.ko: kernel/drivers/acpi/video.ko\n": False,
+    "kernel/drivers/video/fbdev/nvidia/nvidiafb.ko: x\n": False,
+    "updates/dkms/nvidia-uvm.ko: updates/dkms/nvidia.ko\n": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize("text", MODULES)
+def test_the_module_in_modules_dep(text: str) -> None:
+    assert has_module(text) is MODULES[text]
+
+
+def test_the_newest_by_number_and_of_the_same_flavour() -> None:
+    releases = ("6.1.0-9-amd64", "6.1.0-13-amd64", "6.1.0-40-rt-amd64")
+    found = newest([InstalledKernel(release, headers=True, module=True) for release in releases], "6.1.0-9-amd64")
+    assert found is not None
+    assert found.release == "6.1.0-13-amd64"
+
+
+FAULTS: dict[str, tuple[bool, bool, bool, tuple[str, ...], str]] = {
+    "all there": (True, True, True, (), ""),
+    "prebuilt, no headers": (False, True, False, ("linux-headers-amd64",), ""),
+    "no headers": (False, False, True, (), f"install linux-headers-{NEXT}; dkms autoinstall -k {NEXT}"),
+    "not built": (True, False, True, (), f"has no NVIDIA module: dkms autoinstall -k {NEXT}"),
+    "no dkms": (True, False, False, (), "DKMS does not build it"),
+    "no headers to come": (True, True, True, ("linux-headers-amd64",), "install linux-headers-amd64"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name: str) -> None:
+    headers, module, dkms, missing, sentence = FAULTS[name]
+    found = fault(
+        InstalledKernel(NEXT, headers=headers, module=module),
+        headers=(f"linux-headers-{NEXT}",),
+        missing=missing,
+        dkms=dkms,
+    )
+    assert found == sentence if not sentence else sentence in found
+
+
+def _line(host: FakeHost) -> CheckDone:
+    events: list[Event] = []
+    verify(host, parse_spec({}), events.append)
+    return next(event for event in events if isinstance(event, CheckDone) and event.name == "next kernel")
+
+
+def _install_kernel(host: FakeHost, release: str, modules_dep: str) -> None:
+    (host.root / f"boot/vmlinuz-{release}").write_text("")
+    (host.root / f"lib/modules/{release}").mkdir(parents=True, exist_ok=True)
+    (host.root / f"lib/modules/{release}/modules.dep").write_text(modules_dep)
+
+
+def test_verify_names_the_kernel_that_would_boot_without_a_driver(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    _install_kernel(host, RELEASE, "updates/dkms/nvidia.ko:\n")
+    assert (_line(host).status, _line(host).host) == ("ok", f"{RELEASE}, with the driver's module")
+    _install_kernel(host, NEXT, "kernel/fs/ext4/ext4.ko:\n")
+    assert _line(host).status == "failed"
+    assert f"kernel {NEXT} has no NVIDIA module, and no headers" in _line(host).reason
+    assert f"install linux-headers-{NEXT}" in _line(host).reason
+    (host.root / f"usr/src/linux-headers-{NEXT}").mkdir(parents=True)
+    (host.root / f"usr/src/linux-headers-{NEXT}/Makefile").write_text("")
+    (host.root / f"lib/modules/{NEXT}/build").symlink_to(f"/usr/src/linux-headers-{NEXT}")
+    assert [kernel.headers for kernel in gather_kernels(host)] == [False, True]
+    assert "and no headers" not in _line(host).reason
+
+
+def test_left_over_modules_are_no_kernel(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    _install_kernel(host, NEXT, "")
+    (host.root / f"boot/vmlinuz-{NEXT}").unlink()
+    assert gather_kernels(host) == ()
+
+
+def test_in_a_container_it_is_the_machines_outside(tmp_path: Path) -> None:
+    found = _line(FakeHost(tmp_path / "root"))
+    assert (found.status, found.host) == ("ok", "the outer machine's")

@@ -1,0 +1,190 @@
+"""nouveau and nova kept off the GPUs: what is planned where, what is proved, what is undone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import initramfs, nouveau
+from gpuprov.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.changes import Change
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import gather
+from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
+from gpuprov.journal import new_journal
+from gpuprov.plan import CHANGE_KINDS
+from gpuprov.spec import HostSpec, parse_spec
+from tests.unit.fake_host import RELEASE, FakeHost
+
+pytestmark = pytest.mark.root
+IMAGE = f"/boot/initrd.img-{RELEASE}"
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver_version": "550.163.01", **values})
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path / "root", metal=True)
+    # Built long before.
+    os.utime(made.path(IMAGE), (1000, 1000))
+    return made
+
+
+def apply(host: FakeHost, changes: tuple[Change, ...]) -> None:
+    journal = new_journal(host, "install")
+    try:
+        apply_changes(changes, host, journal, lambda event: None)
+    finally:
+        journal.end("done")
+
+
+def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
+    changes = nouveau.plan(gather(host), spec())
+    assert [change.summary() for change in changes] == [
+        f"keep nouveau, nova_core and nova_drm off the GPUs ({BLACKLIST}); rebuild the initramfs of {RELEASE}"
+    ]
+    assert "+blacklist nova_core" in changes[0].diff(host)
+    apply(host, changes)
+    assert initramfs.holds_file(host.read_text(IMAGE) or "", BLACKLIST)
+    assert nouveau.plan(gather(host), spec()) == ()
+
+
+def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
+    before = host.tree()
+    apply(host, nouveau.plan(gather(host), spec()))
+    run = last_undoable_run(host)
+    assert run is not None
+    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    assert host.tree() == before
+
+
+def test_an_image_older_than_the_blacklist_is_rebuilt_alone(host: FakeHost) -> None:
+    apply(host, nouveau.plan(gather(host), spec()))
+    os.utime(host.path(IMAGE), (1000, 1000))
+    (change,) = nouveau.plan(gather(host), spec())
+    assert isinstance(change, nouveau.KeepNouveauOut)
+    assert change.files == ()
+    assert [image.path for image in change.images] == [IMAGE]
+
+
+def test_an_image_that_still_loads_nouveau_is_an_error_and_is_undone(host: FakeHost) -> None:
+    before = host.tree()
+    host.initramfs_forgets = True
+    with pytest.raises(GpuprovError, match="would still load nouveau at boot"):
+        apply(host, nouveau.plan(gather(host), spec()))
+    assert host.tree() == before
+
+
+def test_what_the_command_says_is_shown(host: FakeHost) -> None:
+    host.initramfs_error = "cpio: write error: No space left on device"
+    with pytest.raises(GpuprovError) as raised:
+        apply(host, nouveau.plan(gather(host), spec()))
+    assert "No space left on device" in str(raised.value)
+    assert "df -h /boot" in str(raised.value)
+    assert not host.exists(BLACKLIST)
+
+
+def test_dracut_is_told_to_omit_the_drivers(host: FakeHost) -> None:
+    facts = gather(host)
+    facts = replace(facts, initramfs=replace(facts.initramfs, dracut=True))
+    (change,) = nouveau.plan(facts, spec())
+    assert isinstance(change, nouveau.KeepNouveauOut)
+    assert [path for path, _ in change.files] == [BLACKLIST, DRACUT_CONFIGURATION]
+
+
+@pytest.mark.parametrize("values", [{"kernel_modules": "none"}, {"driver": "preinstalled"}])
+def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(host: FakeHost, values: dict[str, str]) -> None:
+    assert nouveau.plan(gather(host), spec(**values)) == ()
+
+
+def test_a_system_container_has_no_say_in_it(tmp_path: Path) -> None:
+    assert nouveau.plan(gather(FakeHost(tmp_path / "root")), spec()) == ()
+
+
+IMAGES = {
+    "initrd.img-6.1.0-13-amd64": "6.1.0-13-amd64",  # Debian, Ubuntu
+    "initramfs-5.14.0-427.13.1.el9_4.x86_64.img": "5.14.0-427.13.1.el9_4.x86_64",  # RHEL family, Fedora
+    "initrd-6.4.0-150600.23.25-default": "6.4.0-150600.23.25-default",  # SUSE
+    "vmlinuz-6.1.0-13-amd64": "",
+    "config-6.1.0-13-amd64": "",
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_names(name: str) -> None:
+    assert kernel_of(name) == IMAGES[name]
+
+
+COMMANDS = {
+    "initrd.img-6.1.0-13-amd64": (
+        ("update-initramfs", "dracut"),
+        ("update-initramfs", "-u", "-k", "6.1.0-13-amd64"),
+    ),
+    "initrd.img-6.1.0-14-amd64": (
+        ("dracut",),
+        ("dracut", "--force", "/boot/initrd.img-6.1.0-14-amd64", "6.1.0-14-amd64"),
+    ),
+    "initramfs-5.14.0-427.el9.x86_64.img": (
+        ("dracut",),
+        ("dracut", "--force", "/boot/initramfs-5.14.0-427.el9.x86_64.img", "5.14.0-427.el9.x86_64"),
+    ),
+    "initrd-6.4.0-150600-default": (
+        ("mkinitrd",),
+        ("mkinitrd", "-k", "vmlinuz-6.4.0-150600-default", "-i", "initrd-6.4.0-150600-default"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_distributions_own_command(tmp_path: Path, name: str) -> None:
+    programs, command = COMMANDS[name]
+    host = FakeHost(tmp_path / "root")
+    for program in programs:
+        (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
+        (host.root / "usr/bin" / program).chmod(0o755)
+    assert initramfs.rebuild_command(host, Image(kernel_of(name), f"/boot/{name}")) == command
+
+
+def test_no_command_is_said(tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError, match="its program is not installed"):
+        initramfs.rebuild_command(FakeHost(tmp_path / "root"), Image("6.1", "/boot/initramfs-6.1.img"))
+
+
+LISTINGS = {
+    "usr/lib/modules/6.1.0-13-amd64/kernel/drivers/gpu/drm/nouveau/nouveau.ko": ("nouveau",),
+    "usr/lib/modules/7.0.0-14-generic/kernel/drivers/gpu/nova-core/nova_core.ko.zst": ("nova_core",),
+    "-rw-r--r--   1 root root 1234 Apr  8 2025 usr/lib/modules/5.14.0/kernel/drivers/gpu/drm/nouveau/nouveau.ko.xz": (
+        "nouveau",
+    ),
+    "usr/lib/modules/6.1.0-13-amd64/kernel/drivers/gpu/drm/nova/nova-drm.ko": ("nova_drm",),
+    "usr/lib/modules/6.1.0-13-amd64/kernel/drivers/platform/x86/nouveau-wmi.ko": (),
+}
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_modules_in_a_listing(listing: str) -> None:
+    assert initramfs.modules_in(f"etc/fstab\n{listing}\nbin/sh\n", nouveau.MODULES) == LISTINGS[listing]
+
+
+def test_the_blacklist_in_a_listing() -> None:
+    assert initramfs.holds_file(f"etc\n{BLACKLIST[1:]}\n", BLACKLIST)
+    assert initramfs.holds_file(f"-rw-r--r-- 1 root root 92 Apr  8 2025 {BLACKLIST[1:]}\n", BLACKLIST)
+    assert not initramfs.holds_file("etc/modprobe.d/gpuprov-nouveau.conf.old\n", BLACKLIST)
+
+
+BOUND = {"nouveau": True, "NovaCore": True, "nova_core": True, "nvidia": False, "vfio-pci": False, "": False}
+
+
+@pytest.mark.parametrize("driver", BOUND)
+def test_which_drivers_are_in_the_way(host: FakeHost, driver: str) -> None:
+    facts = gather(host)
+    assert {gpu.driver for gpu in facts.gpus} == {"nouveau"}
+    gpus = (replace(facts.gpus[0], driver=driver),)
+    expected = (f"GPU {gpus[0].bus_id} is bound to {driver}",) if BOUND[driver] else ()
+    assert nouveau.bound(gpus) == expected

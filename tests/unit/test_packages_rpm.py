@@ -1,0 +1,344 @@
+"""What rpm, dnf, yum and zypper say, what of it we say, and who holds their lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+import pytest
+
+from gpuprov.errors import GpuprovError
+from gpuprov.packages import PackageFacts
+from gpuprov.packages_rpm import (
+    MANAGERS,
+    InstallRpmPackages,
+    RefreshRpmIndex,
+    added,
+    gather_packages,
+    missing,
+    parse_keys,
+    parse_rpm,
+    plan,
+    rpm_lock_holder,
+)
+from gpuprov.pgp import armored, dearmored, fingerprints
+from gpuprov.system import Completed, System
+from tests.unit.test_packages import held_by_another
+
+RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)
+kernel-devel 5.14.0-427.13.1.el9_4.x86_64 kernel-devel kernel-devel(x86-64) kernel-devel-uname-r
+kernel-devel 5.14.0-503.11.1.el9_5.x86_64 kernel-devel kernel-devel(x86-64) kernel-devel-uname-r
+vim-enhanced 2:8.2.2637-20.el9_1.x86_64 vim vim(plugins-supported) vim-enhanced
+bash 5.1.8-9.el9.x86_64 /bin/bash /bin/sh bash bash(x86-64)
+kernel-default-devel 6.4.0-150600.23.30.1.x86_64 kernel-default-devel multiversion(kernel)
+nonsense
+"""
+
+
+def facts(manager: str = "dnf") -> PackageFacts:
+    installed, provided = parse_rpm(RPM)
+    return PackageFacts(manager, installed, provided=provided)
+
+
+def test_versions_of_one_package_stand_beside_each_other_and_keys_are_no_packages() -> None:
+    installed, provided = parse_rpm(RPM)
+    assert installed["kernel-devel"].split() == ["5.14.0-427.13.1.el9_4.x86_64", "5.14.0-503.11.1.el9_5.x86_64"]
+    assert set(installed) == {"kernel-devel", "vim-enhanced", "bash", "kernel-default-devel"}
+    assert provided == {"vim", "kernel-devel-uname-r"}
+    assert parse_rpm("") == ({}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("kernel-devel", True),
+        ("kernel-devel=5.14.0-427.13.1.el9_4.x86_64", True),
+        ("kernel-devel=5.14.0-503.11.1.el9_5.x86_64", True),
+        ("kernel-devel=5.14.0-503.11.1.el9_5", True),
+        ("kernel-devel=5.14.0", True),
+        ("kernel-devel=5.14.0-427", False),
+        ("kernel-devel=5.14.0-611.el9.x86_64", False),
+        # Installed under another name.
+        ("vim", True),
+        ("vim=8.2.2637", False),
+        ("vim-enhanced=8.2.2637-20.el9_1", True),
+        ("vim-enhanced=2:8.2.2637", True),
+        ("emacs", False),
+    ],
+)
+def test_what_counts_as_installed(name: str, there: bool) -> None:
+    assert missing(facts(), (name,)) == (() if there else (name,))
+
+
+@pytest.mark.parametrize(
+    ("version", "there"),
+    [("6.4.0-150600.23.30", True), ("6.4.0-150600.23.30.1", True), ("6.4.0-150600.23", False), ("6.4.0", True)],
+)
+def test_suses_number_of_the_rebuild_does_not_count(version: str, there: bool) -> None:
+    name = f"kernel-default-devel={version}"
+    assert (missing(facts("zypper"), (name,)) == ()) is there
+
+
+def test_the_rebuild_rule_is_zyppers_alone() -> None:
+    name = "kernel-default-devel=6.4.0-150600.23.30"
+    assert missing(facts("dnf"), (name,)) == (name,)
+
+
+def test_what_is_missing_is_planned_once_and_in_order() -> None:
+    refresh, install = plan(facts(), ("gcc", "bash", "make", "gcc"))
+    assert refresh == RefreshRpmIndex("dnf")
+    assert install == InstallRpmPackages("dnf", ("gcc", "make"))
+    assert install.summary() == "install gcc, make"
+    assert plan(facts(), ("bash", "vim")) == ()
+
+
+def test_a_replaced_version_is_not_an_addition_and_a_second_one_is() -> None:
+    before = {"a-1-1.noarch", "kernel-1-1.x86_64", "gone-1-1.noarch"}
+    after = {"a-2-1.noarch", "kernel-1-1.x86_64", "kernel-2-1.x86_64", "new-with-dashes-1-1.noarch"}
+    assert added(before, after) == {"kernel-2-1.x86_64", "new-with-dashes-1-1.noarch"}
+
+
+class RecordedRpm(System):
+    """A machine whose rpm has some packages and whose package manager answers as recorded; it notes what was asked."""
+
+    def __init__(self, root: Path, answer: tuple[int, str, str] = (0, "", "")) -> None:
+        super().__init__(str(root))
+        self.answer = answer
+        self.packages = ["bash-5.1.8-9.el9.x86_64", "gpg-pubkey-96055b96-6b0152d9"]
+        self.installs: tuple[str, ...] = ()
+        self.rpm_answers = 0
+        self.asked: list[tuple[str, ...]] = []
+        self.slept = 0.0
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def now(self) -> float:
+        return self.slept
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        argv = tuple(argv)
+        if argv[:2] == ("rpm", "-qa"):
+            text = RPM if "--queryformat" in argv else "".join(f"{name}\n" for name in self.packages)
+            return Completed(argv, self.rpm_answers, text, "error: rpmdb: damaged" if self.rpm_answers else "")
+        if argv[:2] == ("rpm", "-q"):
+            return Completed(argv, 1, "package gpg-pubkey is not installed\n")
+        self.asked.append(argv)
+        if self.answer[0] == 0:
+            self.packages += self.installs
+        for line in self.answer[1].splitlines():
+            assert on_line is None or on_line(line) is None
+        return Completed(argv, *self.answer)
+
+
+COMMANDS = {
+    "dnf": ("dnf", "-y", "--setopt=install_weak_deps=False", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
+    "yum": ("yum", "-y", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
+    "zypper": ("zypper", "--non-interactive", "install", "--no-recommends", "--", "gcc",
+               "kernel-devel=5.14.0-427.el9.x86_64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: str) -> None:
+    host = RecordedRpm(tmp_path)
+    InstallRpmPackages(manager, ("gcc", "kernel-devel=5.14.0-427.el9.x86_64")).apply(host, lambda *_: None)
+    RefreshRpmIndex(manager).apply(host, lambda *_: None)
+    assert host.asked[0] == COMMANDS[manager]
+    assert host.asked[1] == MANAGERS[manager].refresh
+    assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
+
+
+def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    change = InstallRpmPackages("dnf", ("docker",), ("docker.service",))
+    assert change.summary() == "install docker; enable docker.service"
+    change.apply(host, lambda *_: None)
+    assert host.asked[-1] == ("systemctl", "enable", "docker.service") and host.asked[-2][0] == "dnf"
+
+
+def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    host.installs = ("gcc-11-1.x86_64", "cpp-11-1.x86_64")
+    change = InstallRpmPackages("dnf", ("gcc",))
+    before = change.capture(host)
+    outcome = change.apply(host, lambda *_: None)
+    assert outcome == {"added": ["cpp-11-1.x86_64", "gcc-11-1.x86_64"]}
+    host.packages.append("vim-8-1.x86_64")
+    change.undo(host, before, outcome)
+    assert host.asked[-1] == ("rpm", "-e", "cpp-11-1.x86_64", "gcc-11-1.x86_64")
+    host.asked.clear()
+    host.packages = ["bash-5.1.8-9.el9.x86_64"]
+    change.undo(host, before, outcome)
+    assert host.asked == []
+
+
+@pytest.mark.parametrize("code", [102, 103])
+def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -> None:
+    host = RecordedRpm(tmp_path, (code, "", ""))
+    InstallRpmPackages("zypper", ("gcc",)).apply(host, lambda *_: None)
+    with pytest.raises(GpuprovError):
+        InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda *_: None)
+
+
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; the line marked yum is after its source.
+FAILURES = [
+    ("System management is locked by the application with pid 4711 (zypper).", "holds the package manager's lock"),
+    ("Error: There are no enabled repositories in \"/etc/yum.repos.d\".", "this host has no package repositories"),
+    ("No match for argument: no-such\nError: Unable to find a match: no-such", "no repository has such a package"),
+    ("No package nope available.\nError: Nothing to do", "no repository has such a package"),  # yum
+    ("'x=9' not found in package names. Trying capabilities.\nNo provider of 'x=9' found.",
+     "no repository has such a package"),
+    ("Warning: File 'repomd.xml' from repository 'site' is signed with an unknown key '374C81318826EB35'.\n"
+     "History:\n - Signature verification failed for repomd.xml", "not signed with a key that this host trusts"),
+    ("Package unsigned-one-1-1.noarch.rpm is not signed\nError: GPG check FAILED",
+     "not signed with a key that this host trusts"),
+    ("Error: Failed to download metadata for repo 'gpuprov-site': repomd.xml GPG signature verification error: "
+     "Bad GPG signature", "a repository's signature is wrong"),
+    ('Transaction failed: Signature verification failed.\nOpenPGP check for package "site-gpu-tools-1.0-1.noarch" '
+     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: Import of the key didn\'t help, wrong key?',
+     "not signed with a key that this host trusts"),
+    ('Transaction failed: Signature verification failed.\nOpenPGP check for package "unsigned-1.0-1.noarch" '
+     '(/var/cache/libdnf5/x.rpm) from repo "gpuprov-site" has failed: The package is not signed.',
+     "not signed with a key that this host trusts"),
+    ("repomd.xml GPG signature verification error: Signing key not found",
+     "not signed with a key that this host trusts"),
+    ("repomd.xml GPG signature verification error: Bad PGP signature", "a repository's signature is wrong"),
+    ("Error: /usr is configured to be read-only. You may be running an image-based or immutable operating system.",
+     "this host's system files can't be written"),
+    ("Error: Failed to retrieve GPG key for repo 'gpuprov-site': Curl error (37): Couldn't read a file:// file for "
+     "file:///etc/pki/rpm-gpg/K [Couldn't open file /etc/pki/rpm-gpg/K]", "a repository's key is missing"),
+    ("  - Downloading successful, but checksum doesn't match. Calculated: e4c1(sha256)  Expected: ed2a(sha256) \n"
+     "Error: Failed to download metadata for repo 'gpuprov-site': Yum repo downloading error: Cannot download",
+     "a repository delivered a damaged file"),
+    ("Error: \n Problem: conflicting requests\n  - nothing provides nobody >= 2 needed by needs-more-1-1.noarch",
+     "the packages do not fit together"),
+    ("  - Curl error (6): Couldn't resolve host name for http://no-such-host.invalid/repodata/repomd.xml",
+     "a repository's name is not known"),
+    ("  - Status code: 404 for http://127.0.0.1:8765/nowhere/repodata/repomd.xml (IP: 127.0.0.1)",
+     "there is no repository at that address"),
+    ("  - Curl error (7): Couldn't connect to server for http://127.0.0.1:9/repodata/repomd.xml",
+     "a repository can't be reached"),
+    ("Error Summary\n-------------\nDisk Requirements:\n   At least 12MB more space needed on the / filesystem.",
+     "the disk is full"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "meaning"), FAILURES)
+def test_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str) -> None:
+    host = RecordedRpm(tmp_path, (1, "Reading installed packages...", said))
+    with pytest.raises(GpuprovError) as caught:
+        InstallRpmPackages("dnf", ("gcc", "make")).apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
+    assert problem.evidence.startswith("dnf exited 1: ") and "\n" not in problem.evidence
+    assert problem.next_step
+
+
+def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path, (1, "", "Error: something new\nand more"))
+    with pytest.raises(GpuprovError) as caught:
+        RefreshRpmIndex("dnf").apply(host, lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.what == "the package index could not be refreshed"
+    assert "Error: something new\nand more" in problem.evidence and "makecache" in problem.evidence
+
+
+def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
+    printed = (
+        "Dependencies resolved.\nInstalling:\n  Installing       : gcc-11-1.x86_64        1/1 \n"
+        "Complete!\n(1/1) Installing: gcc-11-1.x86_64 [...done]\n[3/4] Installing gcc-0:11-1 100% | 20 KiB/s\n"
+    )
+    told: list[str] = []
+    host = RecordedRpm(tmp_path, (0, printed, ""))
+    InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda message, *_: told.append(message))
+    assert told == [
+        "Installing : gcc-11-1.x86_64 1/1", "(1/1) Installing: gcc-11-1.x86_64 [...done]",
+        "[3/4] Installing gcc-0:11-1 100% | 20 KiB/s",
+    ]  # fmt: skip
+
+
+def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    host.rpm_answers = 1
+    with pytest.raises(GpuprovError, match="rpm's database can't be read"):
+        gather_packages(host, "dnf")
+
+
+def test_a_machine_without_its_package_manager_has_none(tmp_path: Path) -> None:
+    assert gather_packages(System(str(tmp_path)), "dnf") == PackageFacts("", {})
+
+
+KEY = dearmored(
+    b"""-----BEGIN PGP PUBLIC KEY BLOCK-----
+
+mDMEZ0AAABYJKwYBBAHaRw8BAQdAAAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=
+-----END PGP PUBLIC KEY BLOCK-----
+"""
+)
+
+
+def test_a_key_survives_its_armor() -> None:
+    text = armored(KEY)
+    assert dearmored(text) == KEY and armored(text) == text
+    assert text.startswith(b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\n") and b"\n=" in text
+
+
+def test_trusted_keys_are_known_by_the_whole_fingerprint_whatever_rpm_calls_them() -> None:
+    (fingerprint,) = fingerprints(KEY)
+    block = armored(KEY).decode().replace("BLOCK-----\n\n", "BLOCK-----\nVersion: rpm-4.18.0\n\n", 1)
+    broken = "gpg-pubkey-aaaaaaaa-1\n-----BEGIN PGP PUBLIC KEY BLOCK-----\n\nAAAA\n-----END PGP PUBLIC KEY BLOCK-----\n"
+    assert parse_keys(f"{broken}gpg-pubkey-96055b96-6b0152d9\n{block}") == {fingerprint: "gpg-pubkey-96055b96-6b0152d9"}
+    assert parse_keys("package gpg-pubkey is not installed\n") == {}
+
+
+def test_who_is_at_work_with_packages_is_named_and_the_dead_are_not(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    assert rpm_lock_holder(host) == ""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/zypp.pid").write_text("77\n")
+    assert rpm_lock_holder(host) == ""
+    (tmp_path / "proc/77").mkdir(parents=True)
+    (tmp_path / "proc/77/comm").write_text("packagekitd\n")
+    assert rpm_lock_holder(host) == "packagekitd (pid 77)"
+
+
+def test_the_wait_for_the_lock_is_told_and_has_an_end(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    for path, text in (("run/zypp.pid", "77"), ("proc/77/comm", "YaST2\n")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    told: list[str] = []
+    with pytest.raises(GpuprovError, match="another program holds the package manager's lock") as caught:
+        RefreshRpmIndex("zypper").apply(host, lambda message, *_: told.append(message))
+    assert "YaST2 (pid 77), for more than 300 s" in str(caught.value)
+    assert told == ["waiting up to 300 s for YaST2 (pid 77), which holds the package manager's lock"]
+    assert host.asked == [] and 300 <= host.slept < 305
+
+
+class WithLocks(System):
+    """A machine below a folder with this machine's /proc."""
+
+    def read_text(self, path: str) -> str | None:
+        return super().read_text(path) if not path.startswith("/proc/") else System().read_text(path)
+
+
+def test_the_holder_of_rpms_own_lock_is_named(tmp_path: Path) -> None:
+    lock = tmp_path / "var/lib/rpm/.rpm.lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert rpm_lock_holder(WithLocks(str(tmp_path))) == ""
+    with held_by_another(lock) as holder:
+        assert f"(pid {holder.pid}: " in rpm_lock_holder(WithLocks(str(tmp_path)))

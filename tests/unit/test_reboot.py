@@ -1,0 +1,228 @@
+"""Reboots: only where one is needed, never twice for the same, never unasked; and what goes on after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import reboot
+from gpuprov.errors import ExitCode
+from gpuprov.events import Event, Finished, Planned
+from gpuprov.facts import HostFacts, gather
+from gpuprov.journal import read_runs
+from gpuprov.plan import make_plan
+from gpuprov.reboot_state import RebootFacts
+from gpuprov.request import Request, request_from_line
+from gpuprov.resume import UNIT, leave_resume
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+BOUND = "GPU 0000:1b:00.0 is bound to nouveau"
+
+
+class RebootingHost(FakeHost):
+    """A bare machine whose libraries are there and on whose GPUs nouveau sits until it reboots."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, gpus=1, metal=True)
+        simgpu.install_tree(root)
+        self.boots = 0
+        self.module_in_use = True
+        self.boot("nouveau")
+
+    def boot(self, driver: str) -> None:
+        """Come up with that driver on the GPUs."""
+        self.boots += 1
+        for path in ("sys/bus", "sys/module", "proc/driver"):
+            self.remove_tree(f"/{path}")
+        simgpu.write_kernel_tree(self.root, 1, driver="nvidia" if driver == "nvidia" else "nouveau")
+        (self.root / f"sys/module/{driver}").mkdir(parents=True, exist_ok=True)
+        boot_id = self.root / "proc/sys/kernel/random/boot_id"
+        boot_id.parent.mkdir(parents=True, exist_ok=True)
+        boot_id.write_text(f"boot-{self.boots}\n")
+
+    def run(self, argv: Sequence[str], **options: Any) -> Completed:
+        if argv[0] == "modprobe" and not self.module_in_use:
+            self.boot("nvidia")  # all that has to be seen of it: nouveau is gone
+            self.boots -= 1
+            (self.root / "proc/sys/kernel/random/boot_id").write_text(f"boot-{self.boots}\n")
+        elif argv[0] not in ("systemd-run", "modprobe"):
+            return super().run(argv, **options)
+        self.commands.append(tuple(argv))
+        return Completed(tuple(argv), 1 if argv[0] == "modprobe" and self.module_in_use else 0)
+
+    @property
+    def reboots(self) -> int:
+        return sum(command[0] == "systemd-run" for command in self.commands)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> RebootingHost:
+    return RebootingHost(tmp_path / "root")
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver": "preinstalled", **values})
+
+
+def install(host: FakeHost, *, returns: bool = False, **values: Any) -> tuple[Finished, list[Event]]:
+    events: list[Event] = []
+    request = Request("install", spec_to_json(spec(**values)), caller_returns=returns)
+    run_request(request, events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+def test_unasked_the_run_ends_with_3_and_says_what_to_type(host: RebootingHost) -> None:
+    finished, _ = install(host)
+    assert finished.exit_code == ExitCode.REBOOT_NEEDED
+    (problem,) = finished.problems
+    assert problem.evidence == BOUND
+    assert "systemctl reboot" in problem.next_step
+    assert "gpuprov_reboot: if-needed" in problem.next_step
+    assert host.reboots == 0
+    assert not host.exists(f"/etc/systemd/system/{UNIT}")
+
+
+def test_after_the_reboot_the_same_command_goes_on_in_the_same_run(host: RebootingHost) -> None:
+    install(host)
+    host.boot("nvidia")
+    finished, _ = install(host)
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert [run.end for run in read_runs(host)] == ["done"]
+    assert not host.exists("/var/lib/gpuprov/reboot.json")
+    again, _ = install(host)
+    assert (again.exit_code, again.changed) == (ExitCode.DONE, 0)
+
+
+def test_with_leave_the_host_reboots_and_goes_on_by_itself(host: RebootingHost) -> None:
+    finished, _ = install(host, reboot="if-needed")
+    assert (finished.exit_code, finished.left_boot) == (ExitCode.REBOOT_NEEDED, "boot-1")
+    assert f"journalctl -u {UNIT}" in finished.summary
+    assert host.reboots == 1
+    unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
+    assert "StandardInput=file:/var/lib/gpuprov/resume.json" in unit
+    request = request_from_line(host.read_text("/var/lib/gpuprov/resume.json") or "")
+    host.boot("nvidia")
+    events: list[Event] = []
+    assert run_request(request, events.append, host) == ExitCode.DONE
+    assert not host.exists(f"/etc/systemd/system/{UNIT}")
+    assert not host.exists(f"/etc/systemd/system/multi-user.target.wants/{UNIT}")
+    assert not host.exists("/var/lib/gpuprov/resume.json")
+    assert host.reboots == 1
+
+
+def test_a_caller_that_returns_leaves_no_unit(host: RebootingHost) -> None:
+    finished, _ = install(host, returns=True, reboot="if-needed")
+    assert finished.left_boot == "boot-1"
+    assert not host.exists(f"/etc/systemd/system/{UNIT}")
+
+
+def test_what_a_reboot_has_not_changed_asks_for_no_second_one(host: RebootingHost) -> None:
+    install(host, returns=True, reboot="if-needed")
+    host.boot("nouveau")
+    finished, _ = install(host, returns=True, reboot="if-needed")
+    assert finished.exit_code == ExitCode.FAILED
+    assert finished.problems[0].what == f"{BOUND}, and a reboot has not changed that"
+    assert host.reboots == 1
+
+
+def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> None:
+    host.module_in_use = False
+    finished, _ = install(host, reboot="if-needed")
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert host.reboots == 0
+
+
+def test_containers_that_stop_are_named(host: RebootingHost) -> None:
+    facts = gather(host)
+    facts = replace(facts, docker=replace(facts.docker, running_containers=("train", "web")))
+    (change,) = reboot.plan(facts, spec(reboot="if-needed"))
+    assert change.summary() == f"reboot ({BOUND}); containers that stop: train, web"
+    (change,) = reboot.plan(facts, spec())
+    assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND})")
+
+
+def test_the_reboot_stands_before_the_driver_in_the_plan(host: RebootingHost) -> None:
+    plan = make_plan(gather(host), parse_spec({"driver_version": "570.10"}))
+    steps = [item.step for item in plan.changes]
+    assert steps.index("nouveau") < steps.index("reboot") < steps.index("driver")
+
+
+def _with(facts: HostFacts, *, loaded: str, installed: str) -> HostFacts:
+    gpus = tuple(replace(gpu, driver="nvidia") for gpu in facts.gpus)
+    kernel = replace(facts.kernel, loaded_modules=("nvidia",))
+    driver = replace(facts.driver, kernel_version=loaded, library_version=installed)
+    return replace(facts, gpus=gpus, kernel=kernel, driver=driver)
+
+
+REASONS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "all of one version": ("550.163.01", "550.163.01", {}, False),
+    "libraries were updated": ("535.261.03", "550.163.01", {}, True),
+    "not loaded": ("", "550.163.01", {}, False),
+    "about to be installed": (
+        "535.261.03",
+        "535.261.03",
+        {"driver": "runfile", "driver_version": "550.163.01"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons(host: RebootingHost, name: str) -> None:
+    loaded, installed, values, needed = REASONS[name]
+    found = reboot.reasons(_with(gather(host), loaded=loaded, installed=installed), spec(**values))
+    assert bool(found) is needed
+
+
+def test_in_a_system_container_there_is_never_one(tmp_path: Path) -> None:
+    facts = gather(FakeHost(tmp_path / "root"))
+    assert reboot.reasons(_with(facts, loaded="535.261.03", installed="550.163.01"), spec()) == ()
+
+
+def test_check_foresees_the_reboot_and_does_not_make_it(host: RebootingHost) -> None:
+    before = host.tree()
+    events: list[Event] = []
+    request = Request("install", spec_to_json(spec(reboot="if-needed")), check=True)
+    assert run_request(request, events.append, host) == ExitCode.DONE
+    planned = next(event for event in events if isinstance(event, Planned))
+    assert f"reboot ({BOUND})" in [change.summary for change in planned.changes]
+    assert host.tree() == before
+    assert host.reboots == 0
+
+
+def test_a_proxy_with_odd_signs_stands_rightly_in_the_unit(
+    host: RebootingHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", 'http://user:50%"\\@proxy:3128')
+    leave_resume(host, Request("install"))
+    unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
+    assert 'Environment="https_proxy=http://user:50%%\\"\\\\@proxy:3128"' in unit
+    status = host.status(f"/etc/systemd/system/{UNIT}")
+    assert status is not None
+    assert status.mode == 0o600
+
+
+def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None:
+    install(host, reboot="if-needed")
+    run_request(Request("rollback"), lambda event: None, host)
+    assert not host.exists(f"/etc/systemd/system/{UNIT}")
+    assert not host.exists("/var/lib/gpuprov/reboot.json")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b'{"boot_id": "boot-0"}', b"\xff\x00", b'{"boot_id": 1, "reasons": 2}']
+)
+def test_a_spoiled_state_file_is_no_state(host: RebootingHost, content: bytes) -> None:
+    host.make_directory("/var/lib/gpuprov")
+    host.write("/var/lib/gpuprov/reboot.json", content)
+    assert gather(host).reboot == RebootFacts("boot-1")

@@ -1,0 +1,258 @@
+"""Which rpm repositories a host shall have, and what becomes of definitions that people had before; no machine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.changes import RemoveFile, WriteFile
+from gpuprov.distros import docker_repository, find_distribution
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.facts import FileFact, HostFacts, OperatingSystem, gather
+from gpuprov.packages import PackageFacts
+from gpuprov.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.pgp import armored, dearmored, fingerprints
+from gpuprov.plan import make_plan, preflight
+from gpuprov.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories, problems, repositories
+from gpuprov.spec import HostSpec, SiteRepository, parse_spec
+from tests.unit.fake_host import FakeHost
+from tests.unit.test_packages_rpm import KEY
+
+(FINGERPRINT,) = fingerprints(KEY)
+KEY_PATH = "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-site"
+URI = "https://rpm.example.org/gpu"
+SITE = HostSpec(repositories=(SiteRepository("site", URI, f"{URI}/key.asc", FINGERPRINT),))
+SYSTEMS = {
+    "dnf": OperatingSystem("rocky", "9.5", "", ("rhel", "centos", "fedora"), "Rocky Linux 9.5"),
+    "yum": OperatingSystem("amzn", "2", "", ("centos", "rhel", "fedora"), "Amazon Linux 2"),
+    "zypper": OperatingSystem("opensuse-leap", "15.6", "", ("suse", "opensuse"), "openSUSE Leap 15.6"),
+}
+
+
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+
+
+@pytest.fixture(params=SYSTEMS)
+def facts(request: pytest.FixtureRequest, debian: HostFacts) -> HostFacts:
+    """A host of each package manager, with docker, and nothing of gpuprov's."""
+    packages = PackageFacts(request.param, {"bash": "5.1-1.x86_64"})
+    return replace(debian, os=SYSTEMS[request.param], packages=packages, files={})
+
+
+def fact(content: str | bytes, mode: int = 0o644) -> FileFact:
+    return FileFact(content.encode() if isinstance(content, str) else content, mode, 0, 0)
+
+
+def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:
+    """The same host as `spec` wants it."""
+    (one,) = repositories(spec, facts.packages.manager, facts.architecture)
+    files = {one.key_path: fact(armored(KEY)), one.file_path: fact(str(one))}
+    return replace(facts, files=files, packages=replace(facts.packages, trusted_keys=frozenset({FINGERPRINT})))
+
+
+def test_a_repository_is_checked_twice_and_never_passed_over() -> None:
+    one = RpmRepository("site", URI, f"{URI}/key.asc", FINGERPRINT, "dnf")
+    assert str(one) == (
+        "[gpuprov-site]\n"
+        "name=site (gpuprov)\n"
+        f"baseurl={URI}\n"
+        "enabled=1\n"
+        "repo_gpgcheck=1\n"
+        "gpgcheck=1\n"
+        f"gpgkey=file://{KEY_PATH}\n"
+        "skip_if_unavailable=0\n"
+    )
+    assert one.file_path == "/etc/yum.repos.d/gpuprov-site.repo"
+    zypper = str(replace(one, manager="zypper"))
+    assert {"gpgcheck=1", "repo_gpgcheck=1", "pkg_gpgcheck=1", "autorefresh=1"} <= set(zypper.splitlines())
+
+
+def test_a_bare_host_gets_key_and_file_and_a_settled_one_nothing(facts: HostFacts) -> None:
+    key, file = plan_repositories(facts, SITE)
+    assert key == InstallRpmKey(KEY_PATH, f"{URI}/key.asc", FINGERPRINT)
+    assert FINGERPRINT in key.summary()
+    assert isinstance(file, WriteFile) and file.path == f"{DIRECTORIES[facts.packages.manager]}/gpuprov-site.repo"
+    assert plan_repositories(settled(facts), SITE) == ()
+
+
+@pytest.mark.parametrize("wrong", ["other", "binary", "mode", "nonsense", "two", "untrusted"])
+def test_a_key_that_is_not_wholly_right_is_installed_again(facts: HostFacts, wrong: str) -> None:
+    good = settled(facts)
+    bad = {
+        "other": fact(armored(KEY.replace(b"\x01\x02", b"\x02\x01"))), "binary": fact(dearmored(armored(KEY))),
+        "mode": fact(armored(KEY), 0o600), "nonsense": fact("no key"), "two": fact(armored(KEY) + armored(KEY)),
+        "untrusted": fact(armored(KEY)),
+    }  # fmt: skip
+    trusted = frozenset[str]() if wrong == "untrusted" else frozenset({FINGERPRINT})
+    host = replace(
+        good, files={**good.files, KEY_PATH: bad[wrong]}, packages=replace(good.packages, trusted_keys=trusted)
+    )
+    assert [type(change) for change in plan_repositories(host, SITE)] == [InstallRpmKey]
+
+
+def test_what_is_no_longer_asked_for_goes_and_what_others_have_stays(facts: HostFacts) -> None:
+    good = settled(facts)
+    place = DIRECTORIES[facts.packages.manager]
+    others = {
+        f"{place}/epel.repo": fact("[epel]\nbaseurl=https://epel.example.org/$basearch\n"),
+        "/etc/pki/rpm-gpg/RPM-GPG-KEY-Rocky-9": fact("theirs"),
+    }
+    changes = plan_repositories(replace(good, files={**good.files, **others}), HostSpec())
+    assert {change.path for change in changes if isinstance(change, RemoveFile)} == set(good.files)
+    assert len(changes) == 2
+
+
+DOUBLES = {
+    "the same": (f"[a]\nbaseurl={URI}\n", True),
+    "with a slash": (f"[a]\nname=x\nbaseurl = {URI}/\nenabled=1\n", True),
+    "among several addresses": (f"[a]\nbaseurl=https://mirror.example.org/a\n  {URI}\n", True),
+    "beside a disabled one": (f"[a]\nbaseurl={URI}\n[b]\nbaseurl=https://x.example.org\nenabled=0\n", True),
+    "disabled": (f"[a]\nbaseurl={URI}\nenabled=0\n", False),
+    "another": (f"[a]\nbaseurl={URI}-other\n", False),
+    "in a comment": (f"# baseurl={URI}\n[a]\nmirrorlist=https://x.example.org\n", False),
+    "not a .repo file's content": (f"baseurl={URI}\n", False),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_second_definitions(facts: HostFacts, name: str) -> None:
+    text, removed = DOUBLES[name]
+    path = f"{DIRECTORIES[facts.packages.manager]}/old.repo"
+    good = settled(facts)
+    changes = plan_repositories(replace(good, files={**good.files, path: fact(text)}), SITE)
+    assert [change.summary() for change in changes] == (
+        [f"remove {path} (a second definition of {URI})"] if removed else []
+    )
+
+
+def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None:
+    spec = parse_spec({"toolkit": "nvidia"})
+    path = f"{DIRECTORIES[facts.packages.manager]}/nvidia-container-toolkit.repo"
+    stable, experimental = (
+        f"[nvidia-container-toolkit{name}]\nbaseurl=https://nvidia.github.io/libnvidia-container/{folder}/rpm/$basearch\n"
+        f"gpgcheck=0\nenabled={enabled}\n"
+        for name, folder, enabled in (("", "stable", 1), ("-experimental", "experimental", 0))
+    )
+    changes = plan_repositories(replace(facts, files={path: fact(stable + experimental)}), spec)
+    assert [change.path for change in changes if isinstance(change, RemoveFile)] == [path]
+    mixed = fact(f"{stable}[other]\nbaseurl=https://other.example.org\n")
+    (problem,) = problems(replace(facts, files={path: mixed}), spec)
+    assert "section [nvidia-container-toolkit]" in problem.evidence
+
+
+def test_nvidias_toolkit_comes_with_signed_metadata() -> None:
+    (one,) = repositories(parse_spec({"toolkit": "nvidia"}), "dnf", "aarch64")
+    assert one.uri == "https://nvidia.github.io/libnvidia-container/stable/rpm/aarch64"
+    assert (one.signed_metadata, one.signed_packages) == (True, False)
+
+
+def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
+    rocky = find_distribution("rocky", "9")
+    assert rocky is not None
+    wanted = repositories(
+        replace(parse_spec({"toolkit": "nvidia"}), repositories=SITE.repositories), facts.packages.manager, "x86_64",
+        docker_repository(rocky, "x86_64"),
+    )  # fmt: skip
+    assert len(wanted) == 3
+    for one in wanted:
+        assert one.signed_metadata or one.signed_packages
+        assert re.search(r"^gpgkey=file:///etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-", str(one), re.MULTILINE)
+
+
+def test_withdrawn_keys_and_doubled_names_are_told(facts: HostFacts) -> None:
+    old = SiteRepository("site", URI, f"{URI}/key", "AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80")
+    said = "\n".join(str(problem) for problem in problems(facts, HostSpec(repositories=(old, old))))
+    assert "is withdrawn" in said and "two repositories have the name site" in said
+
+
+def test_a_plan_for_rpm_has_nothing_of_apts(facts: HostFacts) -> None:
+    spec = replace(parse_spec({"driver_version": "550.163.01", "packages": ["gcc"]}), repositories=SITE.repositories)
+    plan = make_plan(facts, spec)
+    assert plan.problems == ()
+    changes = [item.change for item in plan.changes]
+    assert any(isinstance(change, RefreshRpmIndex) for change in changes)
+    (install,) = (change for change in changes if isinstance(change, InstallRpmPackages))
+    assert install == InstallRpmPackages(facts.packages.manager, ("gcc",))
+    assert "apt" not in "\n".join(change.summary() for change in changes)
+
+
+def test_a_bare_machine_gets_the_headers_of_its_very_kernel(facts: HostFacts) -> None:
+    releases = {"dnf": "5.14.0-427.el9.x86_64", "yum": "5.10.220-209.amzn2.x86_64", "zypper": "6.4.0-150600.23-default"}
+    expected = {
+        "dnf": "kernel-devel=5.14.0-427.el9.x86_64", "yum": "kernel-devel=5.10.220-209.amzn2.x86_64",
+        "zypper": "kernel-default-devel=6.4.0-150600.23",
+    }  # fmt: skip
+    manager = facts.packages.manager
+    kernel = replace(facts.kernel, container="", takes_modules=True, release=releases[manager])
+    plan = make_plan(replace(facts, kernel=kernel), parse_spec({"driver_version": "550.163.01"}))
+    (install,) = (item.change for item in plan.changes if isinstance(item.change, InstallRpmPackages))
+    assert expected[manager] in install.names and {"gcc", "make"} <= set(install.names)
+
+
+def test_where_the_next_kernel_would_be_without_a_driver_the_plan_says_so(facts: HostFacts) -> None:
+    metal = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
+    wanted = parse_spec({"driver_version": "550.163.01"})
+    notes = " ".join(make_plan(metal, wanted).notes)
+    assert ("EPEL has" in notes) is (facts.packages.manager != "zypper")
+    with_dkms = replace(metal, packages=replace(metal.packages, installed={"dkms": "3.0-1.noarch"}))
+    assert make_plan(with_dkms, wanted).notes == ()
+    assert make_plan(metal, replace(wanted, packages=("dkms",))).notes == ()
+
+
+def test_where_docker_comes_from(facts: HostFacts) -> None:
+    bare = replace(facts, docker=DockerFacts())
+    own = make_plan(bare, parse_spec({"driver_version": "550.163.01"}))
+    dockers = make_plan(bare, parse_spec({"driver_version": "550.163.01", "docker": "docker-ce"}))
+    if facts.packages.manager == "dnf":
+        assert "Rocky Linux 9 has no docker of its own" in str(own.problems[0])
+        said = "\n".join(item.change.summary() for item in dockers.changes)
+        assert (
+            "install docker-ce, docker-ce-cli, containerd.io; enable docker.service" in said
+            and "gpuprov-docker-ce.repo" in said
+        )
+    else:
+        assert "install docker" in "\n".join(item.change.summary() for item in own.changes)
+        assert "Docker has no repository for" in str(dockers.problems[0])
+
+
+def test_docker_from_its_own_repository_on_debian(debian: HostFacts) -> None:
+    spec = parse_spec({"driver_version": "550.163.01", "docker": "docker-ce"})
+    plan = make_plan(replace(debian, docker=DockerFacts(), packages=PackageFacts("apt", {})), spec)
+    (source,) = (
+        item.change.content.decode()
+        for item in plan.changes
+        if isinstance(item.change, WriteFile) and "docker-ce" in item.change.path
+    )
+    assert "URIs: https://download.docker.com/linux/debian\nSuites: bookworm\nComponents: stable\n" in source
+
+
+def test_a_host_without_its_package_manager_is_refused(facts: HostFacts) -> None:
+    (problem,) = preflight(replace(facts, packages=PackageFacts("", {})), parse_spec({"driver_version": "550.163.01"}))
+    assert f"package manager, {facts.packages.manager}, is missing" in problem.what
+
+
+def test_the_way_to_purge_a_packaged_driver_is_told_in_the_managers_words(facts: HostFacts) -> None:
+    (problem,) = preflight(
+        replace(facts, driver_packaged="nvidia-driver"), parse_spec({"driver_version": "550.163.01"})
+    )
+    assert f"{facts.packages.manager} remove '*nvidia*'" in problem.next_step
+
+
+def test_a_derivative_is_warned_about_in_the_plan(facts: HostFacts) -> None:
+    os = replace(facts.os, id="someone", like=(facts.os.id,), name="Someone's Linux")
+    plan = make_plan(replace(facts, os=os), parse_spec({"driver_version": "550.163.01"}))
+    assert plan.problems == ()
+    assert any("Someone's Linux is not in the table" in note for note in plan.notes)
+
+
+def test_the_place_of_each_file_is_looked_at(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    for path in (KEY_PATH, *(f"{folder}/x.repo" for folder in DIRECTORIES.values())):
+        host.make_directory(path.rpartition("/")[0])
+        host.write(path, b"here")
+        assert gather(host).files[path].content == b"here"

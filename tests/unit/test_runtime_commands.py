@@ -1,0 +1,225 @@
+"""`gpuprov runtime configure` as a user types it, on real files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tomllib
+from click.testing import CliRunner, Result
+
+from gpuprov.cli import cli
+from gpuprov.engines import containerd
+from gpuprov.errors import ExitCode, GpuprovError
+
+CONFIG = 'version = 2\n\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause"  # why\n'
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(cli, ["runtime", "configure", *map(str, words)])
+
+
+def error_of(result: Result) -> GpuprovError:
+    assert isinstance(result.exception, GpuprovError), result.output
+    return result.exception
+
+
+@pytest.fixture
+def main(tmp_path: Path) -> Path:
+    """A containerd's main file, not everybody's to read."""
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+    path.chmod(0o640)
+    return path
+
+
+@pytest.fixture
+def words(main: Path) -> list[object]:
+    """A call for that file, of a containerd 1.7."""
+    program = main.with_name("containerd")
+    program.write_text("#!/bin/sh\necho containerd v1.7.24\n")
+    program.chmod(0o755)
+    return ["--runtime", "containerd", "--config", main, "--executable-path", program]
+
+
+@pytest.mark.parametrize("command", [("runtime",), ("runtime", "configure")], ids=" ".join)
+def test_help_has_examples(command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, [*command, "--help"])
+    assert done.exit_code == 0
+    assert "Examples:" in done.output
+
+
+def test_flags_of_nvidias_tool_are_known() -> None:
+    help_text = run("--help").output
+    for flag in (
+        "--runtime", "--config", "--drop-in-config", "--config-source", "--executable-path", "--config-mode",
+        "--oci-hook-path", "--nvidia-runtime-name", "--nvidia-runtime-path", "--runtime-path",
+        "--nvidia-runtime-hook-path", "--nvidia-set-as-default", "--set-as-default", "--cdi.enabled", "--cdi.enable",
+        "--enable-cdi", "--dry-run",
+    ):  # fmt: skip
+        assert flag in help_text
+
+
+def test_runtime_is_written_and_what_follows_is_said(main: Path, words: list[object]) -> None:
+    done = run(*words, "--nvidia-runtime-path", "/opt/x")
+    assert done.exit_code == 0
+    assert f"wrote {main}\n" in done.output
+    assert "nothing was restarted; the engine reads this after: systemctl restart containerd" in done.output
+    found = tomllib.loads(main.read_text())["plugins"]["io.containerd.grpc.v1.cri"]
+    assert found["containerd"]["runtimes"]["nvidia"]["options"]["BinaryName"] == "/opt/x"
+    assert "default_runtime_name" not in found["containerd"] and "enable_cdi" not in found
+    assert main.read_text().startswith(CONFIG)
+
+
+def test_second_run_touches_no_file_and_mode_and_owner_stay(main: Path, words: list[object]) -> None:
+    if os.geteuid() == 0:
+        os.chown(main, 1234, 1234)
+    owner = main.stat().st_uid
+    run(*words)
+    first = main.stat()
+    assert (first.st_mode & 0o777, first.st_uid) == (0o640, owner)
+    done = run(*words)
+    assert "nothing to change" in done.output and "restart" not in done.output
+    assert (main.stat().st_ino, main.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+
+
+def test_unset_gives_back_every_byte(main: Path, words: list[object]) -> None:
+    run(*words, "--nvidia-set-as-default", "--cdi.enabled")
+    assert main.read_text() != CONFIG
+    done = run(*words, "--unset")
+    assert done.exit_code == 0 and main.read_text() == CONFIG
+    assert "nothing to change" in run(*words, "--unset").output
+
+
+def test_file_that_a_link_names_is_edited_where_it_lies(main: Path, words: list[object]) -> None:
+    real = main.rename(main.with_name("elsewhere.toml"))
+    main.symlink_to(real)
+    run(*words)
+    assert main.is_symlink() and "nvidia" in real.read_text()
+
+
+def test_dry_run_prints_the_file_and_writes_nothing(main: Path, words: list[object]) -> None:
+    done = CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--dry-run"])
+    assert main.read_text() == CONFIG
+    assert tomllib.loads(done.stdout)["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]["nvidia"]
+    assert "nothing was written" in done.stderr
+
+
+def test_diff_shows_what_changes(main: Path, words: list[object]) -> None:
+    done = run(*words, "--dry-run", "--diff")
+    assert f"--- {main}\n+++ {main}\n" in done.output
+    assert [line for line in done.output.splitlines() if line.startswith("-") and not line.startswith("---")] == []
+
+
+def test_drop_in_is_written_and_imported_and_goes_again(
+    tmp_path: Path, main: Path, words: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_in = tmp_path / "conf.d/99-nvidia.toml"
+    monkeypatch.setattr(containerd, "DROP_IN", str(drop_in))
+    main.write_text("version = 2\n")
+    done = run(*words)
+    assert f"wrote {drop_in}\nwrote {main}\n" in done.output
+    assert tomllib.loads(main.read_text())["imports"] == [f"{tmp_path}/conf.d/*.toml"]
+    done = run(*words, "--unset")
+    assert f"removed {drop_in}" in done.output
+    assert not drop_in.exists() and main.read_text() == "version = 2\n"
+
+
+def test_json_for_programs(main: Path, words: list[object]) -> None:
+    done = CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--json"])
+    found = json.loads(done.stdout)
+    assert (found["changed"], found["written"], found["restart"]) == (True, True, "systemctl restart containerd")
+    (file,) = found["files"]
+    assert (file["path"], file["before"], file["after"]) == (str(main), CONFIG, main.read_text())
+    again = json.loads(CliRunner().invoke(cli, ["runtime", "configure", *map(str, words), "--json"]).stdout)
+    assert (again["changed"], again["written"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [(b"version = 2\n[plugins\n", "line 2, column 9"), (b"version = 2\n# \xff\n", "line 2, column 3")],
+)
+def test_file_that_cannot_be_read_is_left_alone(main: Path, words: list[object], content: bytes, seen: str) -> None:
+    main.write_bytes(content)
+    for more in ((), ("--unset",), ("--dry-run",)):
+        error = error_of(run(*words, *more))
+        assert seen in error.problems[0].evidence and str(main) in error.problems[0].what
+    assert main.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    "options", [("--config", "x.toml"), ("--drop-in-config", "x"), ("--nvidia-runtime-path", "runtime")]
+)
+def test_relative_path_is_refused(options: tuple[str, str]) -> None:
+    error = error_of(run("--runtime", "containerd", *options))
+    assert options[0] in str(error) and error.exit_code is ExitCode.USAGE
+
+
+def test_docker_keeps_other_features(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.json"
+    text = '{\n  "features": {\n    "buildkit": true\n  },\n  "live-restore": true,\n  "exec-opts": ["x=y"]\n}'
+    path.write_text(text)
+    run("--config", path, "--cdi.enabled", "--nvidia-runtime-path", "/opt/x")
+    found = json.loads(path.read_text())
+    assert found == {
+        **json.loads(text),
+        "features": {"buildkit": True, "cdi": True},
+        "runtimes": {"nvidia": {"path": "/opt/x", "args": []}},
+    }
+    done = run("--config", path, "--cdi.enabled", "--nvidia-runtime-path", "/opt/x", "--unset")
+    assert path.read_text() == text
+    assert "systemctl restart docker" in done.output
+
+
+def test_docker_file_that_was_ours_alone_goes(tmp_path: Path) -> None:
+    path = tmp_path / "etc/daemon.json"
+    run("--config", path, "--nvidia-set-as-default")
+    assert json.loads(path.read_text())["default-runtime"] == "nvidia"
+    done = run("--config", path, "--unset")
+    assert not path.exists()
+    assert f"removed {path}" in done.output
+
+
+def test_runtime_of_another_program_is_not_taken_out_of_docker(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.json"
+    path.write_text('{"runtimes": {"nvidia": {"path": "/theirs"}}}')
+    done = run("--config", path, "--unset")
+    assert "left alone" in done.output and "/theirs" in path.read_text()
+
+
+def test_broken_daemon_json_is_named_with_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.json"
+    path.write_text('{\n  "a": 1,\n}\n')
+    error = error_of(run("--config", path))
+    assert str(path) in error.problems[0].what and "line 3, column 1" in error.problems[0].evidence
+
+
+def test_docker_has_no_drop_ins(tmp_path: Path) -> None:
+    assert error_of(run("--drop-in-config", tmp_path / "x.json")).exit_code is ExitCode.USAGE
+
+
+def test_hook_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+    path = tmp_path / "hooks.d/hook.json"
+    words = [
+        "--runtime",
+        "podman",
+        "--config-mode",
+        "hook",
+        "--hook-path",
+        path,
+        "--nvidia-runtime-hook-path",
+        "/opt/h",
+    ]
+    done = run(*words)
+    assert json.loads(path.read_text())["hook"]["path"] == "/opt/h"
+    assert "the next container reads this" in done.output
+    run(*words, "--unset")
+    assert not path.exists()
+
+
+def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    error = error_of(run("--config", tmp_path / "file/daemon.json"))
+    assert "can't be written" in str(error)

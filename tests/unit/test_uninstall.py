@@ -1,0 +1,237 @@
+"""Going back all the way: whatever was done in however many runs, the host is as before the first one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.errors import ExitCode
+from gpuprov.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.journal import STATE_DIRECTORY, read_runs
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, spec_to_json
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.unit.fake_host import FakeHost, Tree, write_runfile
+
+pytestmark = pytest.mark.root
+DRIVER = "root/driver.run"
+# What the container runtime makes at container starts; the last is udev's.
+LINKS = {"195:0": "../nvidia0", "195:255": "../nvidiactl", "4:1": "../tty1"}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    (tmp_path / "root").mkdir()
+    write_runfile(tmp_path / DRIVER)
+    (tmp_path / "etc/docker/daemon.json").write_text('{\n  "log-driver": "journald"\n}\n')
+    made.run(("systemctl", "reload", "docker.service"))
+    return made
+
+
+SPEC = HostSpec(driver_version=simgpu.DRIVER_VERSION, driver_url=f"/{DRIVER}", packages=("site-gpu-tools",))
+
+
+def carry_out(host: FakeHost, command: str, spec: HostSpec = SPEC, *, check: bool = False) -> list[Event]:
+    events: list[Event] = []
+    run_request(Request(command, spec_to_json(spec), check=check, diff=check), events.append, host)
+    return events
+
+
+def finished(events: Sequence[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def done(events: Sequence[Event]) -> Finished:
+    assert finished(events).exit_code == ExitCode.DONE, finished(events).problems
+    return finished(events)
+
+
+def install_in_two_runs(host: FakeHost) -> None:
+    """The second run adds packages, changes docker's file again, and containers have been started since."""
+    done(carry_out(host, "install", replace(SPEC, packages=())))
+    done(carry_out(host, "install", replace(SPEC, docker_default_runtime=True)))
+    assert len(read_runs(host)) == 2
+    (host.root / "run/gpuprov").mkdir()
+    (host.root / "run/gpuprov/low-level").write_text("low_level='/usr/bin/runc'\n")
+    (host.root / "dev/char").mkdir(exist_ok=True)
+    for name, target in LINKS.items():
+        (host.root / "dev/char" / name).symlink_to(target)
+
+
+def whole_tree(host: FakeHost) -> Tree:
+    """All below the root, what the other tests leave out as well; the lock's file alone stays, as /run does."""
+    left_out = ("/run/gpuprov.lock", "/dev/char", "/var/cache")
+    return {path: value for path, value in host.everything().items() if not path.startswith(left_out)}
+
+
+def test_after_two_runs_the_host_is_as_before_the_first(host: FakeHost) -> None:
+    before = (whole_tree(host), dict(host.installed), dict(host.docker_loaded))
+    install_in_two_runs(host)
+    ended = done(carry_out(host, "uninstall"))
+    assert (whole_tree(host), dict(host.installed), dict(host.docker_loaded)) == before
+    assert [path.name for path in (host.root / "dev/char").iterdir()] == ["4:1"]
+    assert not (host.root / "var/cache/gpuprov").exists()
+    assert ended.changed > 0 and "as before gpuprov's first run" in ended.summary
+
+
+def test_a_second_uninstall_does_nothing_and_an_installation_starts_afresh(host: FakeHost) -> None:
+    install_in_two_runs(host)
+    done(carry_out(host, "uninstall"))
+    before = host.state()
+    again = carry_out(host, "uninstall")
+    assert (done(again).changed, done(again).summary) == (0, "there is nothing of gpuprov on this host")
+    assert host.state() == before
+    assert done(carry_out(host, "install")).changed > 0
+    assert [run.path.rpartition("/")[2] for run in read_runs(host)] == ["0001.jsonl"]
+
+
+def test_check_tells_what_would_be_done_and_changes_nothing(host: FakeHost) -> None:
+    install_in_two_runs(host)
+    before, journals = host.state(), read_runs(host)
+    foreseen = carry_out(host, "uninstall", check=True)
+    assert (host.state(), read_runs(host)) == (before, journals)
+    (plan,) = (event for event in foreseen if isinstance(event, Planned))
+    assert '"default-runtime": "nvidia"' in "\n".join(change.diff for change in plan.changes)
+    events = carry_out(host, "uninstall")
+    (again,) = (event for event in events if isinstance(event, Planned))
+    assert [change.key for change in again.changes] == [change.key for change in plan.changes]
+    assert done(events).changed == done(foreseen).changed == len(plan.changes)
+
+
+class Killed(BaseException):
+    """As by kill -9: nothing tidies up behind it."""
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 7, 11])
+def test_an_uninstall_that_is_killed_anywhere_is_gone_on_with(host: FakeHost, number: int) -> None:
+    before = (whole_tree(host), dict(host.installed))
+    install_in_two_runs(host)
+    done_before = 0
+
+    def sink(event: Event) -> None:
+        if isinstance(event, ChangeStarted) and event.index == number:
+            raise Killed
+        nonlocal done_before
+        done_before += isinstance(event, ChangeDone)
+
+    with pytest.raises(Killed):
+        run_request(Request("uninstall"), sink, host)
+    assert done_before == number - 1
+    rest = [event.index for event in carry_out(host, "uninstall") if isinstance(event, ChangeStarted)]
+    assert rest[-1] == len(rest) > 0
+    assert (whole_tree(host), dict(host.installed)) == before
+
+
+def test_an_installation_that_was_cut_off_is_undone_too(host: FakeHost) -> None:
+    before = (whole_tree(host), dict(host.installed))
+
+    def sink(event: Event) -> None:
+        if isinstance(event, ChangeStarted) and event.index == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_request(Request("install", spec_to_json(SPEC)), sink, host)
+    assert read_runs(host)[-1].end == ""
+    done(carry_out(host, "uninstall"))
+    assert (whole_tree(host), dict(host.installed)) == before
+
+
+def test_a_rolled_back_run_is_not_undone_again(host: FakeHost) -> None:
+    install_in_two_runs(host)
+    done(carry_out(host, "rollback"))
+    kept = len(read_runs(host)[0].undoable)
+    (plan,) = (event for event in carry_out(host, "uninstall", check=True) if isinstance(event, Planned))
+    assert len([change for change in plan.changes if change.summary.startswith("undo: ")]) == kept
+
+
+def warnings(events: Sequence[Event]) -> list[str]:
+    return [event.message for event in events if isinstance(event, Note) and event.level == "warning"]
+
+
+def test_what_does_not_come_back_is_told_before_anything_is_done(host: FakeHost) -> None:
+    simgpu.install_tree(host.root, version="535.261.03")
+    done(carry_out(host, "install"))
+    daemon = host.root / "etc/docker/daemon.json"
+    daemon.write_text(json.dumps({**json.loads(daemon.read_text()), "debug": True}))
+    events = carry_out(host, "uninstall")
+    first = next(number for number, event in enumerate(events) if isinstance(event, ChangeStarted))
+    told = warnings(events[:first])
+    assert any("driver 535.261.03, which 550.163.01 replaced, does not come back" in line for line in told)
+    assert "/etc/docker/daemon.json was changed after gpuprov wrote it; that change goes too" in told
+
+
+def test_a_roll_back_tells_it_too(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    (host.root / "etc/cdi/nvidia.json").write_text("{}")
+    events = carry_out(host, "rollback")
+    assert warnings(events) == ["/etc/cdi/nvidia.json was changed after gpuprov wrote it; that change goes too"]
+    assert isinstance(events[1], Note)
+
+
+def test_nothing_is_told_where_all_comes_back(host: FakeHost) -> None:
+    install_in_two_runs(host)
+    assert warnings(carry_out(host, "uninstall")) == []
+
+
+class WithContainer(FakeHost):
+    """A host on which a container runs with our runtime."""
+
+    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[0] == "ps" and "--quiet" in words:
+            return 0, "4c5f\n77aa\n"
+        if words[0] == "inspect":
+            return 0, "nvidia /trainer\nrunc /web\n"
+        return super()._docker(words)
+
+
+def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
+    host = WithContainer(tmp_path)
+    (tmp_path / "root").mkdir()
+    write_runfile(tmp_path / DRIVER)
+    done(carry_out(host, "install"))
+    before = host.state()
+    (problem,) = finished(carry_out(host, "uninstall")).problems
+    assert "trainer" in problem.evidence and "web" not in problem.evidence
+    assert problem.next_step.startswith("docker stop trainer")
+    assert host.state() == before
+
+
+class Meddled(FakeHost):
+    """A host where a package's own scripts change a file while the package is taken away."""
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "purge" in words:
+            (self.root / "etc/cdi").mkdir(exist_ok=True)
+            (self.root / "etc/cdi/nvidia.json").write_text("{}")
+        return super()._apt_get(words)
+
+
+def test_a_file_that_is_not_as_before_is_named(tmp_path: Path) -> None:
+    host = Meddled(tmp_path)
+    (tmp_path / "root").mkdir()
+    write_runfile(tmp_path / DRIVER)
+    done(carry_out(host, "install"))
+    (problem,) = finished(carry_out(host, "uninstall")).problems
+    assert problem.evidence == "/etc/cdi/nvidia.json: it was not there before"
+    assert not (host.root / STATE_DIRECTORY.lstrip("/")).exists()
+
+
+def test_images_of_verification_go(tmp_path: Path) -> None:
+    class WithImage(FakeHost):
+        def run(self, argv: Sequence[str], **more: object) -> Completed:
+            if tuple(argv[:2]) == ("docker", "images"):
+                return Completed(tuple(argv), 0, "gpuprov-verify:6d09\n")
+            return super().run(argv, **more)  # type: ignore[arg-type]
+
+    host = WithImage(tmp_path)
+    events = carry_out(host, "uninstall")
+    assert done(events).changed == 1
+    assert ("docker", "rmi", "--force", "gpuprov-verify:6d09") in host.commands
