@@ -37,6 +37,8 @@ def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
         ({"packages": ("htop", "tini=0.19.0-1")}, (HostSpec(),), {"docker.io", "htop", "tini=0.19.0-1"}),
         ({}, (HostSpec(packages=("a",)), HostSpec(packages=("b", "a"))), {"docker.io", "a", "b"}),
         ({}, (HostSpec(toolkit="nvidia"),), {"docker.io", *TOOLKIT}),
+        ({}, (HostSpec(docker="docker-ce"),), {"docker-ce", "docker-ce-cli", "containerd.io"}),
+        ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
     ],
 )
 def test_packages(wishes: dict[str, Any], specs: tuple[HostSpec, ...], packages: set[str]) -> None:
@@ -58,6 +60,15 @@ def test_repositories_are_taken_once_and_the_toolkits_too() -> None:
     spec = HostSpec(repositories=(SITE,), toolkit="nvidia")
     found = recipe(spec, dataclasses.replace(spec, packages=("a",)))
     assert [one.name for one in found.repositories] == ["nvidia-container-toolkit", "site"]
+
+
+def test_what_comes_from_docker_and_nvidia_brings_their_repositories() -> None:
+    found = recipe(HostSpec(docker="docker-ce"), HostSpec(cuda="12.4"))
+    assert [(one.name, one.uri) for one in found.repositories] == [
+        ("cuda", "https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/"),
+        ("docker-ce", "https://download.docker.com/linux/debian"),
+    ]
+    assert found.repositories[1].suite == "bookworm"
 
 
 def test_what_it_is_made_from_holds_no_password() -> None:
@@ -82,6 +93,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
              HostSpec(driver_version="1234.5", driver_sha256="1" * 64)),
         "different digests",
     ),
+    ({}, (HostSpec(driver="packages"),), "holds the driver as a .run file, not as packages"),
     ({}, (HostSpec(repositories=(SITE,)), HostSpec(repositories=(OTHER_SITE,))), "two repositories have the name site"),
 ]  # fmt: skip
 

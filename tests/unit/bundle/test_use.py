@@ -32,8 +32,8 @@ IMAGE_FILE = "images/app_1-00000000.tar"
 class BundleHost(FakeHost):
     """The fake host, with a docker that keeps images, and an eye on what apt finds."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, gpus: int = 2, *, metal: bool = False) -> None:
+        super().__init__(root, gpus, metal=metal)
         self.images: dict[str, str] = {}
         self.sources = ""
         self.seen_by_apt: set[str] = set()
