@@ -29,15 +29,8 @@ def conffiles_left(
     if not names:
         return {}
     words = (
-        "apt-get",
-        *options,
-        "--simulate",
-        "--yes",
-        "--no-install-recommends",
-        "--allow-downgrades",
-        "install",
-        "--",
-    )
+        "apt-get", *options, "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--",
+    )  # fmt: skip
     coming = re.findall(r"^Inst (\S+)", system.run((*words, *wanted), timeout=_SECONDS).stdout, re.MULTILINE)
     names = [name for name in names if name in coming]
     if not names:

@@ -10,7 +10,7 @@ from gpuprov import apt
 from gpuprov.apt import LOCK_SECONDS, lock_holder, repair
 from gpuprov.apt_failures import finish
 from gpuprov.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
-from gpuprov.bundle.manifest import FOLDER
+from gpuprov.bundle.manifest import SOURCES_LIST
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
@@ -198,7 +198,7 @@ class InstallPackages(Change):
         added = (outcome or cls.cut_off(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
         # After its run a bundle is no longer unpacked; then the host's own sources are all there is.
-        options = tuple(before.get("options", ())) if system.exists(FOLDER) else ()
+        options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
         purge(system, added, tuple(left), lock_timeout, options)
         restore_conffiles(system, left, added)
         held_again = [name for name in before.get("unhold", ()) if name in _present(system)]

@@ -22,6 +22,8 @@ REPOSITORY = "repository"
 # Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
 # finds and takes away.
 FOLDER = "/var/cache/gpuprov/bundle"
+# apt's only source while a bundle is unpacked; the last file to come.
+SOURCES_LIST = f"{FOLDER}/sources.list"
 LARGEST_MANIFEST = 16 << 20
 
 # No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.

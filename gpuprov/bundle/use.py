@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO, Callable
 
 from gpuprov.bundle.format import Contents, Progress, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
-from gpuprov.bundle.manifest import FOLDER, REPOSITORY, BundleFacts, Manifest
+from gpuprov.bundle.manifest import FOLDER, REPOSITORY, SOURCES_LIST, BundleFacts, Manifest
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
@@ -175,7 +175,7 @@ def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
     if bundle is None:
         return ()
     settings = {
-        "Dir::Etc::sourcelist": f"{FOLDER}/sources.list",
+        "Dir::Etc::sourcelist": SOURCES_LIST,
         "Dir::Etc::sourceparts": f"{FOLDER}/none",
         "Dir::State::lists": f"{FOLDER}/lists",
         "Dir::Cache::archives": f"{FOLDER}/archives",
@@ -203,7 +203,7 @@ def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) 
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
         unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
-        system.write(f"{FOLDER}/sources.list", _SOURCES.encode())
+        system.write(SOURCES_LIST, _SOURCES.encode())
         yield
     finally:
         system.remove_tree(FOLDER)

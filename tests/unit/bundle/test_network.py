@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov import run as running
-from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundlePackage, Manifest
+from gpuprov.bundle.manifest import FOLDER, SOURCES_LIST, BundleFacts, BundlePackage, Manifest
 from gpuprov.changes import Change
 from gpuprov.cuda import plan_pin
 from gpuprov.errors import ExitCode
@@ -130,8 +130,9 @@ def test_a_roll_back_uses_the_bundle_only_while_it_is_unpacked(tmp_path: Path, *
     """Behind its run there would be no source at all."""
     host = TornHost(tmp_path)
     before = InstallPackages(("site-gpu-tools",), options=("-o", ONLY_SOURCE)).capture(host)
+    host.make_directory(FOLDER)
     if there:
-        host.make_directory(FOLDER)
+        host.write(SOURCES_LIST, b"")
     host.commands.clear()
     InstallPackages.undo(host, before, {"added": []})
     (reinstallation,) = calls(host)
