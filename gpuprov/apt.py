@@ -100,10 +100,13 @@ def _package(row: list[str], native: str) -> Package:
 
 def run_apt(
     system: System, words: tuple[str, ...], tell: Tell, *, seconds: float = INSTALL_SECONDS,
-    lock_timeout: int = LOCK_SECONDS,
+    lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (),
 ) -> Completed:  # fmt: skip
-    """Run apt-get once nobody else holds a lock. Raises GpuprovError, naming the holder, if that takes too long."""
-    return _run_unlocked(system, (*_APT, *words), tell, seconds, lock_timeout)
+    """Run apt-get once nobody else holds a lock; `options` are further words for it, such as name other sources.
+
+    Raises GpuprovError, naming the holder, if the lock takes too long.
+    """
+    return _run_unlocked(system, (*_APT, *options, *words), tell, seconds, lock_timeout)
 
 
 def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS) -> Completed:
@@ -159,7 +162,7 @@ def _tell_progress(line: str, tell: Tell) -> None:
         tell(line.strip(), 0, 0)
 
 
-def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS) -> None:
+def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = ()) -> None:
     """Finish what an interrupted dpkg left half done: what is unpacked is configured, half of a package unpacked anew.
 
     apt-get itself may answer 0 over such packages. Raises GpuprovError if they can't be finished.
@@ -169,9 +172,8 @@ def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS) -> None
         done = run_dpkg(system, ("dpkg", "--force-confold", "--configure", "-a"), tell, lock_timeout)
         halves = half_installed(system)
         if halves:
-            done = run_apt(
-                system, ("install", "--reinstall", "--no-remove", "--", *halves), tell, lock_timeout=lock_timeout
-            )
+            words = ("install", "--reinstall", "--no-remove", "--", *halves)
+            done = run_apt(system, words, tell, lock_timeout=lock_timeout, options=options)
         finish(done, "an interrupted package installation could not be finished")
 
 

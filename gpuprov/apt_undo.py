@@ -18,15 +18,19 @@ _PURGES_DATA = "docker.io"
 _SECONDS = 60
 
 
-def conffiles_left(system: System, packages: Iterable[Package], wanted: Sequence[str]) -> Mapping[str, list[Json]]:
+def conffiles_left(
+    system: System, packages: Iterable[Package], wanted: Sequence[str], options: Sequence[str] = ()
+) -> Mapping[str, list[Json]]:
     """Return name → images of the configuration that packages left when they were removed, and not purged.
 
-    Only those count that apt would install again for `wanted`.
+    Only those count that apt would install again for `wanted`; `options` are further words for it.
     """
     names = [one.name for one in packages if one.status == "config-files"]
     if not names:
         return {}
-    words = ("apt-get", "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--")
+    words = (
+        "apt-get", *options, "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--",
+    )  # fmt: skip
     coming = re.findall(r"^Inst (\S+)", system.run((*words, *wanted), timeout=_SECONDS).stdout, re.MULTILINE)
     names = [name for name in names if name in coming]
     if not names:
@@ -48,9 +52,11 @@ def parse_conffiles(text: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
     return {package: tuple(files) for package, files in found.items()}
 
 
-def purge(system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int) -> None:
+def purge(
+    system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
+) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    apt.repair(system, _nobody, lock_timeout)
+    apt.repair(system, _nobody, lock_timeout, options)
     there = {one.name for one in apt.query(system) if one.present}
     gone = [name for name in added if name in there]
     kept = needed_by_others(system, gone)

@@ -35,9 +35,12 @@ _LIBTIRPC = {
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that a driver's services need."""
-    if not _has_persistence(facts, spec):
-        return ()
-    release = (facts.os.id, facts.os.version)
+    return service_packages(facts.os.id, facts.os.version) if _has_persistence(facts, spec) else ()
+
+
+def service_packages(distribution: str, version: str) -> tuple[str, ...]:
+    """Return the packages that a driver's services need on a distribution."""
+    release = (distribution, version)
     return tuple(name for name, releases in _LIBTIRPC.items() if release in releases)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuprov import __version__
+from gpuprov.bundle_commands import bundle
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.hook_commands import hook
@@ -81,8 +82,11 @@ def cli() -> None:
 @cli.command()
 @_CHECK_OPTION
 @_DIFF_OPTION
+@click.option("--bundle", "bundle_file", metavar="FILE", default="", help="Install from this file alone, without a "
+              "network (`gpuprov bundle create` makes it).")  # fmt: skip
+@click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed the bundle.")
 @_fleet_options
-def install(check: bool, diff: bool, **options: Any) -> None:
+def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
 
     Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
@@ -93,7 +97,7 @@ def install(check: bool, diff: bool, **options: Any) -> None:
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
     """
-    _run("install", options, check=check, diff=diff)
+    _run("install", options, check=check, diff=diff, bundle=bundle_file, bundle_key=bundle_key)
 
 
 @cli.command()
@@ -250,6 +254,7 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
 
 
+cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(hook)
 cli.add_command(runtime)

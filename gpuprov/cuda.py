@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov import generations
+from gpuprov.bundle import use
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, WriteFile
 from gpuprov.distros import NVIDIA_ARCHITECTURES, Distribution, distribution_of
@@ -44,8 +45,13 @@ def _wants_repository(spec: HostSpec) -> bool:
 def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with NVIDIA's CUDA repository among its repositories, if something is to come from there."""
     row = distribution_of(facts.os)
-    folder = NVIDIA_ARCHITECTURES.get(facts.architecture)
-    if not _wants_repository(spec) or row is None or not row.nvidia_repository or not folder:
+    return spec if row is None else with_repository_of(row, facts.architecture, spec)
+
+
+def with_repository_of(row: Distribution, architecture: str, spec: HostSpec) -> HostSpec:
+    """Return the same for a row of the table and an architecture."""
+    folder = NVIDIA_ARCHITECTURES.get(architecture)
+    if not _wants_repository(spec) or not row.nvidia_repository or not folder:
         return spec
     base = f"{spec.cuda_repository.rstrip('/')}/{row.nvidia_repository}/{folder}"
     file, fingerprint = next(
@@ -121,8 +127,18 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     driver: tuple[str, ...] = ()
     if spec.driver == "packages":
         driver = ("nvidia-open" if _module_type(facts, spec) == "open" else "cuda-drivers",)
-    toolkit = (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda else ()
-    return (*driver, *toolkit)
+    return (*driver, *toolkit_packages(spec))
+
+
+def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the CUDA toolkit as a package, if it is asked for."""
+    return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda else ()
+
+
+def pin_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return the package that makes apt keep to the branch or version that is asked for, if one is."""
+    wanted = spec.driver == "packages" and spec.driver_version
+    return (f"nvidia-driver-pinning-{spec.driver_version}",) if wanted else ()
 
 
 def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -131,10 +147,9 @@ def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if row is None or spec.driver != "packages":
         return ()
     if row.package_manager == "apt":
-        names = missing(
-            facts.packages, (f"nvidia-driver-pinning-{spec.driver_version}",) if spec.driver_version else ()
-        )
-        return (RefreshPackageIndex(), InstallPackages(names)) if names else ()
+        names = missing(facts.packages, pin_packages(spec))
+        options = use.apt_options(facts.bundle)
+        return (RefreshPackageIndex(options=options), InstallPackages(names, options=options)) if names else ()
     if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
         return ()
     stream = _stream(spec.driver_version, _module_type(facts, spec))

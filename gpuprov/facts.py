@@ -12,6 +12,7 @@ import distro
 
 from gpuprov import boot_files, packages_rpm, repos_rpm
 from gpuprov.boot_files import BootFacts, gather_boot
+from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.distros import distribution_of
@@ -114,6 +115,7 @@ class HostFacts:
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
+    `bundle`: what stands in for the network, if the installation is given one.
     """
 
     os: OperatingSystem
@@ -137,6 +139,7 @@ class HostFacts:
     free_bytes: Mapping[str, int]
     displays: tuple[str, ...]
     clock: int
+    bundle: BundleFacts | None = None
 
     @property
     def driver_installed_version(self) -> str:

@@ -10,6 +10,7 @@ from gpuprov import apt
 from gpuprov.apt import LOCK_SECONDS, lock_holder, repair
 from gpuprov.apt_failures import finish
 from gpuprov.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
+from gpuprov.bundle.manifest import SOURCES_LIST
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
@@ -99,9 +100,10 @@ def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int =
 
 @dataclass(frozen=True)
 class RefreshPackageIndex(Change):
-    """apt shall know what its repositories hold now."""
+    """apt shall know what its repositories hold now; `options` are further words for it."""
 
     lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
@@ -112,7 +114,9 @@ class RefreshPackageIndex(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         # Without the option, apt-get answers 0 even if no repository could be reached.
         command = ("-o", "APT::Update::Error-Mode=any", "update")
-        done = apt.run_apt(system, command, tell, seconds=_REFRESH_SECONDS, lock_timeout=self.lock_timeout)
+        done = apt.run_apt(
+            system, command, tell, seconds=_REFRESH_SECONDS, lock_timeout=self.lock_timeout, options=self.options
+        )
         finish(done, "the package index could not be refreshed")
         return {}
 
@@ -122,11 +126,13 @@ class InstallPackages(Change):
     """These packages (`NAME[:ARCHITECTURE][=VERSION]`) shall be installed. None is ever removed for them.
 
     Those of `unhold` are held in another version than the asked one: the hold is taken off, for the version is asked.
+    `options` are further words for apt, such as name a bundle as its only source.
     """
 
     names: tuple[str, ...]
     unhold: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
 
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
     # again only to install them anew would gain nothing and could fail.
@@ -145,13 +151,14 @@ class InstallPackages(Change):
         return {
             "installed": sorted(one.name for one in packages if one.present),
             "versions": {one.name: one.version for one in packages if one.present},
-            "left": conffiles_left(system, packages, self.names),
+            "left": conffiles_left(system, packages, self.names, self.options),
             "unhold": list(self.unhold),
             "lock_timeout": self.lock_timeout,
+            "options": list(self.options),
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        repair(system, tell, self.lock_timeout)
+        repair(system, tell, self.lock_timeout, self.options)
         before = _present(system)
         if self.unhold:
             _mark(system, "unhold", self.unhold, tell, self.lock_timeout)
@@ -163,10 +170,11 @@ class InstallPackages(Change):
         # A version that is asked for may be an older one.
         older = ("--allow-downgrades",) if pinned(self.names) else ()
         words = ("install", "--no-remove", *older, "--", *self.names)
-        finish(apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout), what)
+        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish(done, what)
         if apt.unfinished(system) or missing(gather_packages(system), self.names):
             # apt-get answers 0 over a package of which an earlier, killed run unpacked one half.
-            repair(system, tell, self.lock_timeout)
+            repair(system, tell, self.lock_timeout, self.options)
         left = apt.unfinished(system)
         lacking = missing(gather_packages(system), self.names)
         if left or lacking:
@@ -189,7 +197,9 @@ class InstallPackages(Change):
         lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
         added = (outcome or cls.cut_off(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
-        purge(system, added, tuple(left), lock_timeout)
+        # After its run a bundle is no longer unpacked; then the host's own sources are all there is.
+        options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
+        purge(system, added, tuple(left), lock_timeout, options)
         restore_conffiles(system, left, added)
         held_again = [name for name in before.get("unhold", ()) if name in _present(system)]
         if held_again:

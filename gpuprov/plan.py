@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import boot, cuda, driver_run, kernel, nouveau, packages_rpm, reboot, repos, repos_rpm, software, toolkit
+from gpuprov.bundle import images, use
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker, more
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
@@ -48,6 +49,9 @@ class Plan:
 
 
 def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    if facts.bundle:
+        # A host with a bundle reaches no repository: its sources stay as they are.
+        return ()
     spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         return repos_rpm.plan_repositories(facts, spec, docker)
@@ -55,6 +59,8 @@ def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.bundle:
+        return ()
     spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         return repos_rpm.problems(facts, spec, docker)
@@ -96,6 +102,7 @@ STEPS = (
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
+    Step("images", images.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -106,7 +113,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
         driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        boot.PrepareBoot, reboot.Reboot,
+        boot.PrepareBoot, reboot.Reboot, images.LoadImage,
     )
 }  # fmt: skip
 
@@ -137,19 +144,28 @@ def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
     # On a machine of the wrong kind the rest would only be noise.
-    return _machine_problems(facts) or (
-        *_gpu_problems(facts),
-        *_room_problems(facts),
-        *_clock_problems(facts),
-        *kernel.problems(facts, spec),
-        *reboot.problems(facts, spec),
-        *driver_run.problems(facts, spec),
-        *cuda.problems(facts, spec),
-        *software.problems(facts, spec),
-        *_repository_problems(facts, spec),
-        *docker.problems(facts.docker),
-        *more.problems(facts.engines),
+    return (
+        _machine_problems(facts)
+        or _bundle_problems(facts, spec)
+        or (
+            *_gpu_problems(facts),
+            *_room_problems(facts),
+            *_clock_problems(facts),
+            *kernel.problems(facts, spec),
+            *reboot.problems(facts, spec),
+            *driver_run.problems(facts, spec),
+            *cuda.problems(facts, spec),
+            *software.problems(facts, spec),
+            *_repository_problems(facts, spec),
+            *docker.problems(facts.docker),
+            *more.problems(facts.engines),
+        )
     )
+
+
+def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    names = missing(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
+    return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
 
 
 def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:

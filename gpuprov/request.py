@@ -21,6 +21,8 @@ class Request:
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
     `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
+    `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
+    manifest must have, empty for any.
     """
 
     command: str
@@ -31,6 +33,8 @@ class Request:
     wait_seconds: int = 120
     steps: tuple[str, ...] = ()
     run_id: str = ""
+    bundle: str = ""
+    bundle_digest: str = ""
 
 
 def request_to_line(request: Request) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Callable
 
 from gpuprov import __version__
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.bundle import use
 from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
@@ -67,7 +70,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     if request.command == "verify":
         return _verify(spec, sink, system)
     if request.command == "install" and request.check:
-        return _check(request, spec, sink, system)
+        with _bundle(request, sink, system) as bundle:
+            return _check(request, spec, sink, system, bundle)
     if request.command == "uninstall" and request.check:
         return _check_uninstall(request, sink, system)
     with host_lock(
@@ -82,28 +86,50 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
             return _roll_back(sink, system)
         if request.command == "uninstall":
             return _uninstall(request, sink, system, stop_requested)
-        return _install(request, spec, sink, system, stop_requested)
+        with _bundle(request, sink, system) as bundle:
+            return _install(request, spec, sink, system, stop_requested, bundle)
 
 
-def _check(request: Request, spec: HostSpec, sink: Sink, system: System) -> Finished:
-    """Say what an installation would do."""
+@contextlib.contextmanager
+def _bundle(request: Request, sink: Sink, system: System) -> Iterator[use.OpenBundle | None]:
+    """Give the bundle that the request names, checked, or None if it names none."""
+    if not request.bundle:
+        yield None
+        return
+    sink(Note("checking every digest of the bundle", "debug"))
+    with use.opened(system, request.bundle, request.bundle_digest) as bundle:
+        yield bundle
+
+
+def _gather(system: System, spec: HostSpec, bundle: use.OpenBundle | None) -> HostFacts:
     facts = gather(system, engine_wishes(spec))
+    return facts if bundle is None else replace(facts, bundle=use.gather(system, bundle.manifest))
+
+
+def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle: use.OpenBundle | None) -> Finished:
+    """Say what an installation would do."""
+    spec = use.completed(spec, bundle)
+    facts = _gather(system, spec, bundle)
     plan = _announced_plan(facts, spec, request, sink, system)
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 
-def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+def _install(
+    request: Request, spec: HostSpec, sink: Sink, system: System, stop_requested: StopRequested,
+    bundle: use.OpenBundle | None,
+) -> Finished:  # fmt: skip
     forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
-    facts = gather(system, engine_wishes(spec))
+    spec = use.completed(spec, bundle)
+    facts = _gather(system, spec, bundle)
     plan = _announced_plan(facts, spec, request, sink, system)
     count = 0
     if plan.changes:
         journal = interrupted or journal_for(system, request.command, request.run_id)
         try:
-            count, facts, plan = _apply(plan, spec, request, sink, system, journal, stop_requested)
+            count, facts, plan = _apply(plan, spec, request, sink, system, journal, stop_requested, bundle)
         except PlanAfresh as reboot:
             return _reboot(request, reboot.made, facts, sink, system)
         except (GpuprovError, Stopped) as error:
@@ -122,7 +148,7 @@ def _install(request: Request, spec: HostSpec, sink: Sink, system: System, stop_
 
 def _apply(
     plan: Plan, spec: HostSpec, request: Request, sink: Sink, system: System, journal: Journal,
-    stop_requested: StopRequested,
+    stop_requested: StopRequested, bundle: use.OpenBundle | None,
 ) -> tuple[int, HostFacts, Plan]:  # fmt: skip
     """Make the changes; return how many were made, the facts afterwards, and the plan that is left.
 
@@ -132,13 +158,15 @@ def _apply(
     made, stale = 0, True
     for _ in range(_MOST_ROUNDS):
         try:
-            made += apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
+            # Each round takes out of the bundle what its own steps need.
+            with use.unpacked(system, bundle, {item.step for item in plan.changes}):
+                made += apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
             stale = False
         except PlanAfresh as afresh:
             made, stale = made + afresh.made, True
             if afresh.reboot:
                 raise PlanAfresh(made, reboot=True) from None
-        facts = gather(system, engine_wishes(spec))
+        facts = _gather(system, spec, bundle)
         plan = make_plan(facts, spec, request.steps)
         if not stale and not any(isinstance(item.change, Reboot) for item in plan.changes):
             break

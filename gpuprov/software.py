@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpuprov import boot, cuda, kernel, packages_rpm
+from gpuprov.bundle import use
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
@@ -51,7 +52,7 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         next_step = "install it, or set gpuprov_docker: distribution"
         return (Problem("docker is not installed", "there is no dockerd", next_step),)
     row = distribution_of(facts.os)
-    if row is None or _engine(row, spec):
+    if row is None or engine_packages(row, spec):
         return ()
     here = f"{row.name} {row.version}"
     if spec.docker == "distribution":
@@ -71,7 +72,7 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     )
 
 
-def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of docker from where it shall come."""
     if spec.docker == "docker-ce":
         return _DOCKER_CE if row.docker_repository else ()
@@ -94,12 +95,18 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = distribution_of(facts.os)
-    engine = _engine(row, spec) if row is not None and not facts.docker.installed else ()
-    ours = (*kernel.packages(facts, spec), *cuda.packages(facts, spec), *boot.packages(facts, spec), *_toolkit(spec))
+    engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+    ours = (
+        *kernel.packages(facts, spec),
+        *cuda.packages(facts, spec),
+        *boot.packages(facts, spec),
+        *toolkit_packages(spec),
+    )
     return (*engine, *ours, *spec.packages)
 
 
-def _toolkit(spec: HostSpec) -> tuple[str, ...]:
+def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
+    """Return NVIDIA's toolkit as packages, if it is asked for."""
     if spec.toolkit != "nvidia":
         return ()
     pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
@@ -114,9 +121,10 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return packages_rpm.plan(facts.packages, names, enable)
     lacking = missing(facts.packages, names)
     held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
+    options = use.apt_options(facts.bundle)
     installation: tuple[Change, ...] = (
-        RefreshPackageIndex(spec.lock_timeout),
-        InstallPackages(lacking, held, spec.lock_timeout),
+        RefreshPackageIndex(spec.lock_timeout, options),
+        InstallPackages(lacking, held, spec.lock_timeout, options),
     )
     # A hold that the installation takes off is to be made anew.
     packages = replace(facts.packages, held=facts.packages.held - {own_name(facts.packages, name) for name in held})

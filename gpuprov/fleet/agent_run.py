@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
+from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
 from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
 from gpuprov.push import STORE, agent_command, said, unfinished_problem
@@ -59,6 +60,8 @@ def run_agent(
         raise _error(problem)
     if probe.agent_digest != agent.digest:
         _upload(connection, agent)
+    if request.bundle:
+        request = replace(request, bundle=_upload_bundle(connection, target, probe, request, sink))
     command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
     strays: list[str] = []
@@ -72,7 +75,8 @@ def run_agent(
         else:
             sink(event)
 
-    done = _as_root(connection, target, probe, command, request_to_line(request), on_line, timeout=host_timeout)
+    line = _line(request_to_line(request))
+    done = _as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
     # One that says that the host reboots is not the last word.
@@ -114,10 +118,21 @@ def _upload(connection: Connection, agent: Agent) -> None:
         )  # fmt: skip
 
 
+def _upload_bundle(connection: Connection, target: HostTarget, probe: Probe, request: Request, sink: Sink) -> str:
+    def as_root(command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None]) -> Completed:
+        return _as_root(connection, target, probe, command, stdin, on_line)
+
+    return upload_bundle(request.bundle, request.bundle_digest, as_root, sink)
+
+
+def _line(text: str) -> tuple[bytes, ...]:
+    return (f"{text}\n".encode(),)
+
+
 def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None:
     output: list[str] = []
     command = ("sh", "-c", BOOTSTRAP)
-    done = _as_root(connection, target, probe, command, "", output.append, timeout=_BOOTSTRAP_PATIENCE)
+    done = _as_root(connection, target, probe, command, _line(""), output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
             Problem("Python cannot be installed on the host", _said(done, output[-5:]),
@@ -130,13 +145,12 @@ def _as_root(
     target: HostTarget,
     probe: Probe,
     command: tuple[str, ...],
-    line: str,
+    stdin: Iterable[bytes],
     on_line: Callable[[str], None],
     *,
     timeout: float | None = None,
 ) -> Completed:
-    """Run a command as root and write one line to its stdin. Raises GpuprovError if sudo refuses."""
-    stdin = f"{line}\n".encode()
+    """Run a command as root and write to its stdin. Raises GpuprovError if sudo refuses."""
     if probe.uid == 0 or probe.sudo_code == 0:
         words = command if probe.uid == 0 else ("sudo", "-n", "--", *command)
         return remote.stream(connection, shlex.join(words), on_line, stdin=stdin, timeout=timeout)
@@ -144,7 +158,7 @@ def _as_root(
     answer = _SudoAnswer(stdin)
     done = remote.stream(
         connection, "env LC_ALL=C " + shlex.join(words), on_line,
-        stdin=f"{target.become_password}\n".encode(), answer=answer, timeout=timeout,
+        stdin=_line(target.become_password), answer=answer, timeout=timeout,
     )  # fmt: skip
     if not answer.went_through:
         said = "\n".join(text for text in done.stderr.splitlines() if text.startswith(("sudo:", "Sorry")))
@@ -156,19 +170,19 @@ def _as_root(
 class _SudoAnswer:
     """What to do on each line of sudo's stderr: one wrong password is enough, a second try might lock the account."""
 
-    def __init__(self, stdin: bytes) -> None:
+    def __init__(self, stdin: Iterable[bytes]) -> None:
         self.stdin = stdin
         self.went_through = False
         self.wrong_password = False
 
-    def __call__(self, line: str) -> bytes | None:
+    def __call__(self, line: str) -> Iterable[bytes] | None:
         if not self.went_through and any(text in line for text in _WRONG_PASSWORD):
             self.wrong_password = True
             return None
         if line.strip() == _THROUGH:
             self.went_through = True
             return self.stdin
-        return b""
+        return ()
 
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:

@@ -56,6 +56,8 @@ class Options:
     bootstrap_python: bool = False
     report: str = ""
     overrides: tuple[tuple[str, str], ...] = ()
+    bundle: str = ""
+    bundle_key: str = ""
 
 
 def run_command(options: Options) -> ExitCode:
@@ -63,10 +65,11 @@ def run_command(options: Options) -> ExitCode:
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     if options.report:
         require_writable(options.report)
+    bundle, digest = _checked_bundle(options)
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff)
+    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     run = Run(
@@ -95,6 +98,18 @@ def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
         save(run, (*passwords, options.password, options.become_password))
     except OSError as error:
         print(f"warning: the run is not kept for `gpuprov report`: {error}", file=sys.stderr)  # noqa: T201
+
+
+def _checked_bundle(options: Options) -> tuple[str, str]:
+    """Return the bundle's absolute path and its digest: a bad one is refused before any host is asked."""
+    if not options.bundle:
+        if options.bundle_key:
+            raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
+        return "", ""
+    from gpuprov.bundle.check import checked
+
+    path = str(Path(options.bundle).absolute())
+    return path, checked(path, options.bundle_key).digest
 
 
 def _inventory(options: Options) -> Inventory:

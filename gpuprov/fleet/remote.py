@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.system import Completed
@@ -34,7 +34,7 @@ class TooMuchError(Exception):
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
     """Run a command to its end. `returncode` is one of the constants above if it does not come to it."""
     output: list[str] = []
-    done = stream(connection, command, output.append, stdin=stdin, timeout=timeout, most=_MOST_OF_A_SHORT_COMMAND)
+    done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout, most=_MOST_OF_A_SHORT_COMMAND)
     return Completed((command,), done.returncode, "".join(f"{line}\n" for line in output), done.stderr)
 
 
@@ -43,15 +43,16 @@ def stream(
     command: str,
     on_line: Callable[[str], None],
     *,
-    stdin: bytes = b"",
-    answer: Callable[[str], bytes | None] | None = None,
+    stdin: Iterable[bytes] = (),
+    answer: Callable[[str], Iterable[bytes] | None] | None = None,
     timeout: float | None = None,
     most: int = _MOST_OUTPUT,
 ) -> Completed:
     """Run a command and hand each line of its stdout to `on_line` as it comes; `stderr` in the result is its end.
 
-    `answer` sees each line of stderr and returns what to write to stdin then; returning None gives up. `returncode` is
-    255 if the connection breaks, 253 after `timeout` seconds of silence, 254 if there are more than `most` bytes.
+    `stdin` comes in pieces, so that it may be longer than memory. `answer` sees each line of stderr and returns what to
+    write to stdin then; returning None gives up. `returncode` is 255 if the connection breaks, 253 after `timeout`
+    seconds of silence, 254 if there are more than `most` bytes.
     """
     from paramiko.ssh_exception import SSHException
 
@@ -109,20 +110,21 @@ def _is_alive(connection: Connection) -> bool:
     return bool(connection.transport.is_active())
 
 
-def _write(channel: Any, data: bytes, *, last: bool) -> None:
+def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:
     try:
-        channel.sendall(data)
+        for piece in pieces:
+            channel.sendall(piece)
         if last:
             channel.shutdown_write()
     except OSError:
         pass  # the command ended without reading it all; its exit code and stderr say why
 
 
-def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], bytes | None] | None) -> None:
+def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Iterable[bytes] | None] | None) -> None:
     try:
         for line in _lines(channel.recv_stderr, _MOST_OUTPUT):
             errors.append(line[:_LONGEST_KEPT])
-            reply = b"" if answer is None else answer(line)
+            reply = () if answer is None else answer(line)
             if reply is None:
                 channel.close()
                 return

@@ -18,7 +18,9 @@ from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
 from gpuprov.spec import option_names
 
-COMMANDS = ("install", "verify", "facts", "rollback", "uninstall", "report", "options", "agent", "completion")
+COMMANDS = (
+    "install", "verify", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle", "completion",
+)  # fmt: skip
 
 
 def gpuprov(
@@ -44,7 +46,9 @@ def called_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> Options:
     return seen[0]
 
 
-@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("agent", "build")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [(), *((name,) for name in COMMANDS), ("agent", "build"), ("bundle", "create")], ids=" ".join
+)
 def test_help_has_examples(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, (*words, "--help"))
     assert result.exit_code == 0
@@ -74,13 +78,13 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, "install", "--hosts", "a", "--hosts", "b", "--limit", "x", "-e", "k=1", "-e", "@f", "--check",
         "--diff", "--json", "--forks", "3", "-k", "-K", "--accept-new-host-keys", "--connect-timeout", "2.5",
         "--bootstrap-python", "-v", "--vault-password-file", "p", "--serial", "1,50%", "--max-fail", "5%",
-        "--canary", "x", "--host-timeout", "9", "--report", "r.html",
+        "--canary", "x", "--host-timeout", "9", "--report", "r.html", "--bundle", "b.tar", "--bundle-key", "AB CD",
     )  # fmt: skip
     assert options == Options(
         command="install", hosts=("a", "b"), limit="x", extra_vars=("k=1", "@f"), vault_password_file="p", check=True,
         diff=True, json=True, verbose=True, forks=3, password="secret", become_password="hunter2",
         accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True, serial="1,50%", max_fail="5%",
-        canary="x", host_timeout=9, report="r.html",
+        canary="x", host_timeout=9, report="r.html", bundle="b.tar", bundle_key="AB CD",
     )  # fmt: skip
     assert "secret" not in repr(options)
     assert "hunter2" not in repr(options)

@@ -1,0 +1,220 @@
+"""The bundle as a tar file: written in one way only, and read only if it is written in that way.
+
+Members: the manifest, every file that it lists in order of their paths, and a detached signature of the manifest if
+there is one. A header is accepted if it is byte for byte what we would write for its name and size: so there are no
+links, devices, modes, owners, extensions or sparse files to be careful about. `tar -tf` reads it all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Callable
+
+from gpuprov.bundle.manifest import (
+    LARGEST_MANIFEST,
+    LONGEST_PATH,
+    MANIFEST,
+    SIGNATURE,
+    Manifest,
+    manifest_from_bytes,
+    manifest_to_bytes,
+)
+from gpuprov.errors import GpuprovError
+
+# POSIX.1-1988, ustar: blocks of 512 bytes; an archive ends with two of zeros.
+_BLOCK = 512
+_END = bytes(2 * _BLOCK)
+_SIZE_FIELD = slice(124, 136)
+_LARGEST_OCTAL = 8**11
+_CHUNK = 1 << 20
+_LARGEST_SIGNATURE = 1 << 16
+_NEXT = "get the bundle again, whole; or make it anew: gpuprov bundle create"
+
+# Told after each chunk: bytes done, bytes in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A bundle whose manifest was read: its bytes, what they say, the signature (or nothing), where files begin."""
+
+    manifest: Manifest
+    manifest_bytes: bytes
+    signature: bytes
+    offsets: Mapping[str, int]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.manifest_bytes).hexdigest()
+
+
+def header(name: str, size: int) -> bytes:
+    """Return the tar header of a plain file of root's, readable by all, of no time."""
+    block = bytearray(_BLOCK)
+    encoded = name.encode("ascii")
+    if not 0 < len(encoded) <= LONGEST_PATH or size < 0:
+        raise ValueError(f"no tar header for {name[:120]!r} of {size} bytes")
+    block[0 : len(encoded)] = encoded
+    block[100:124] = b"0000644\0" + b"0000000\0" * 2
+    # GNU's way for what has more than eleven octal digits: 8 GiB and more.
+    block[_SIZE_FIELD] = b"%011o\0" % size if size < _LARGEST_OCTAL else b"\x80" + size.to_bytes(11, "big")
+    block[136:148] = b"00000000000\0"
+    block[156:157] = b"0"
+    block[257:265] = b"ustar\x0000"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def write_bundle(target: BinaryIO, manifest: Manifest, open_file: Callable[[str], BinaryIO], signature: bytes) -> None:
+    """Write a bundle; `open_file` gives the content of each path in the manifest."""
+    _write_bytes(target, MANIFEST, manifest_to_bytes(manifest))
+    for one in manifest.files:
+        target.write(header(one.path, one.size))
+        with open_file(one.path) as source:
+            size = _copy(source, target)
+        if size != one.size:
+            raise GpuprovError(f"{one.path} changed while the bundle was written", f"{size} bytes", "run it again")
+        target.write(_padding(size))
+    if signature:
+        _write_bytes(target, SIGNATURE, signature)
+    target.write(_END)
+
+
+def _write_bytes(target: BinaryIO, name: str, content: bytes) -> None:
+    target.write(header(name, len(content)) + content + _padding(len(content)))
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> int:
+    size = 0
+    while chunk := source.read(_CHUNK):
+        target.write(chunk)
+        size += len(chunk)
+    return size
+
+
+def read_contents(file: BinaryIO) -> Contents:
+    """Return what a bundle holds, by its manifest and its layout; the files' own digests are not looked at yet.
+
+    Raises GpuprovError for anything that gpuprov did not write, and for a bundle that is cut off.
+    """
+    length = file.seek(0, 2)
+    file.seek(0)
+    manifest_bytes = _read_small(file, MANIFEST, LARGEST_MANIFEST)
+    manifest = manifest_from_bytes(manifest_bytes)
+    offsets = {}
+    for one in manifest.files:
+        if _header_at(file) != header(one.path, one.size):
+            raise _foreign(f"at byte {file.tell() - _BLOCK}: not the file {one.path} that the manifest lists")
+        offsets[one.path] = file.tell()
+        end = file.tell() + one.size
+        if end > length:
+            raise _cut_off(f"{one.path} ends at byte {end}, the bundle at {length}")
+        file.seek(end)
+        _require_padding(file, one.size)
+    signature = b"" if _peek(file) == bytes(_BLOCK) else _read_small(file, SIGNATURE, _LARGEST_SIGNATURE)
+    rest = file.read(len(_END) + 1)
+    if rest != _END:
+        place = f"{len(rest)} bytes follow the last file"
+        raise _cut_off(place) if len(rest) < len(_END) else _foreign(place)
+    return Contents(manifest, manifest_bytes, signature, offsets)
+
+
+def verify_files(file: BinaryIO, contents: Contents, progress: Progress = lambda done, total: None) -> None:
+    """Raise GpuprovError that names every file whose digest is not the manifest's."""
+    total = sum(one.size for one in contents.manifest.files)
+    done = 0
+    wrong = []
+    for one in contents.manifest.files:
+        digest = hashlib.sha256()
+        for chunk in chunks(file, contents.offsets[one.path], one.size):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(done, total)
+        if digest.hexdigest() != one.sha256:
+            wrong.append(f"{one.path}: its SHA-256 is {digest.hexdigest()}, the manifest says {one.sha256}")
+    if wrong:
+        count = f"{len(wrong)} files" if len(wrong) > 1 else "a file"
+        raise GpuprovError(f"{count} in the bundle was tampered with or damaged", "\n".join(wrong[:5]), _NEXT)
+
+
+def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
+    """Yield a part of a file. Raises GpuprovError if it ends too early."""
+    file.seek(offset)
+    while size > 0:
+        chunk = file.read(min(_CHUNK, size))
+        if not chunk:
+            raise _cut_off(f"{size} bytes are missing")
+        size -= len(chunk)
+        yield chunk
+
+
+def unpack(file: BinaryIO, contents: Contents, paths: Iterable[str], open_new: Callable[[str], BinaryIO]) -> None:
+    """Copy files out, their digests checked once more on the way: nobody can change them after the check.
+
+    `open_new` opens a new file for a path of the manifest. Raises GpuprovError if a digest is wrong.
+    """
+    for path in paths:
+        one = contents.manifest.file(path)
+        digest = hashlib.sha256()
+        with open_new(path) as target:
+            for chunk in chunks(file, contents.offsets[path], one.size):
+                digest.update(chunk)
+                target.write(chunk)
+        if digest.hexdigest() != one.sha256:
+            raise GpuprovError("a file in the bundle changed while it was unpacked", path, _NEXT)
+
+
+def _header_at(file: BinaryIO) -> bytes:
+    block = file.read(_BLOCK)
+    if len(block) < _BLOCK:
+        raise _cut_off(f"it ends within a header, after {file.tell()} bytes")
+    return block
+
+
+def _peek(file: BinaryIO) -> bytes:
+    block = file.read(_BLOCK)
+    file.seek(-len(block), 1)
+    return block
+
+
+def _read_small(file: BinaryIO, name: str, largest: int) -> bytes:
+    """Return the content of the member that must come next and be called so."""
+    block = _header_at(file)
+    size = _size_in(block)
+    if size is None or size > largest or header(name, size) != block:
+        raise _foreign(f"at byte {file.tell() - _BLOCK}: expected {name}, found {block[:40].rstrip(bytes(1))!r}")
+    content = file.read(size)
+    if len(content) < size:
+        raise _cut_off(f"it ends within {name}")
+    _require_padding(file, size)
+    return content
+
+
+def _size_in(block: bytes) -> int | None:
+    digits = block[_SIZE_FIELD].rstrip(b"\0")
+    # int() would take more than octal digits: blanks, signs, underscores.
+    return int(digits, 8) if digits and all(one in b"01234567" for one in digits) else None
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % _BLOCK)
+
+
+def _require_padding(file: BinaryIO, size: int) -> None:
+    padding = _padding(size)
+    found = file.read(len(padding))
+    if len(found) < len(padding):
+        raise _cut_off(f"it ends after {file.tell()} bytes")
+    if found != padding:
+        raise _foreign(f"before byte {file.tell()}: something is hidden behind a file")
+
+
+def _cut_off(evidence: str) -> GpuprovError:
+    return GpuprovError("the bundle is cut off", evidence, _NEXT)
+
+
+def _foreign(evidence: str) -> GpuprovError:
+    return GpuprovError("this is no bundle that gpuprov wrote, or it was changed since", evidence, _NEXT)

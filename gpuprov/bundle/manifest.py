@@ -1,0 +1,179 @@
+"""The manifest: what a bundle is for and what it holds, every file with its SHA-256. Pure.
+
+The manifest's own SHA-256 is the bundle's digest: it stands for all that the bundle holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from gpuprov.errors import GpuprovError
+from gpuprov.system import sha256_of
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SIGNATURE = "manifest.json.asc"
+SIGNING_KEY = "keys/bundle.gpg"
+REPOSITORY = "repository"
+# Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
+# finds and takes away.
+FOLDER = "/var/cache/gpuprov/bundle"
+# apt's only source while a bundle is unpacked; the last file to come.
+SOURCES_LIST = f"{FOLDER}/sources.list"
+LARGEST_MANIFEST = 16 << 20
+
+# No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.
+_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._~-]*(?:/[A-Za-z0-9][A-Za-z0-9+._~-]*)*")
+LONGEST_PATH = 100
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    """One file of a bundle; `size` is in bytes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BundlePackage:
+    """A package, and which file of the bundle it is."""
+
+    name: str
+    version: str
+    architecture: str
+    file: str
+
+
+@dataclass(frozen=True)
+class BundleImage:
+    """A container image as `docker save` wrote it: its name, its identity (images.py), its file."""
+
+    reference: str
+    identity: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle is for and what it holds. `architecture` is `uname -m`'s word, `inputs` what it was made from."""
+
+    distribution: str
+    version: str
+    architecture: str
+    gpuprov: str
+    driver_version: str = ""
+    driver_file: str = ""
+    packages: tuple[BundlePackage, ...] = ()
+    images: tuple[BundleImage, ...] = ()
+    files: tuple[BundleFile, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """What hosts the bundle is for, in a word for messages."""
+        return f"{self.distribution} {self.version} on {self.architecture}"
+
+    def file(self, path: str) -> BundleFile:
+        """Return a file by its path; the manifest was checked, so it is there."""
+        return next(one for one in self.files if one.path == path)
+
+
+@dataclass(frozen=True)
+class BundleFacts:
+    """The bundle that an installation uses instead of a network, and which of its images docker has already."""
+
+    manifest: Manifest
+    loaded_images: frozenset[str] = frozenset()
+
+
+def is_safe_path(path: str) -> bool:
+    """Say whether a path may stand in a bundle: relative, plain letters, no way out."""
+    return len(path) <= LONGEST_PATH and _PATH.fullmatch(path) is not None
+
+
+def manifest_to_bytes(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON; the same manifest, the same bytes."""
+    data = {"format": FORMAT, **asdict(manifest)}
+    return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Return the bundle's digest."""
+    return sha256_of(manifest_to_bytes(manifest))
+
+
+def manifest_from_bytes(content: bytes) -> Manifest:
+    """Return the manifest that these bytes hold. Raises GpuprovError for anything else, or for one that lies."""
+    try:
+        data = json.loads(content)
+        if not isinstance(data, dict):
+            raise ValueError("it is not a mapping")
+        if data.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}, the only one that this gpuprov reads")
+        rows: dict[str, Any] = {
+            "packages": _rows(data.pop("packages"), BundlePackage),
+            "images": _rows(data.pop("images"), BundleImage),
+            "files": _rows(data.pop("files"), BundleFile),
+            "inputs": data.pop("inputs"),
+        }
+        if not isinstance(rows["inputs"], dict):
+            raise ValueError("its inputs are no mapping")
+        manifest = Manifest(**_texts(data), **rows)
+        _require_sound(manifest)
+        if manifest_to_bytes(manifest) != content:
+            raise ValueError("it is not written as gpuprov writes manifests")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise GpuprovError(
+            "the bundle's manifest is damaged or not gpuprov's",
+            f"{MANIFEST}: {str(error)[:200]}",
+            "make the bundle again: gpuprov bundle create",
+        ) from None
+    return manifest
+
+
+def _texts(data: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in data.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is no text")
+    return dict(data)
+
+
+def _rows(rows: Any, kind: type[_Row]) -> tuple[_Row, ...]:
+    """Return rows of JSON as dataclasses, every field there and of its type."""
+    wanted = {one.name: int if one.type == "int" else str for one in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(rows, list):
+        raise ValueError(f"no list of {kind.__name__}")
+    for row in rows:
+        if not isinstance(row, dict) or {name: type(value) for name, value in row.items()} != wanted:
+            raise ValueError(f"not a {kind.__name__}: {str(row)[:80]}")
+    return tuple(kind(**row) for row in rows)
+
+
+def _require_sound(manifest: Manifest) -> None:
+    """Raise ValueError if paths could lead out of the bundle, or name what is not in it."""
+    paths = [one.path for one in manifest.files]
+    for one in manifest.files:
+        if not is_safe_path(one.path) or one.path in (MANIFEST, SIGNATURE):
+            raise ValueError(f"{one.path[:120]!r} is no path for a bundle")
+        if one.size < 0 or not _SHA256.fullmatch(one.sha256):
+            raise ValueError(f"size or digest of {one.path} is none")
+    if paths != sorted(set(paths)):
+        raise ValueError("its files are not in order, or one is there twice")
+    # A file where another path needs a folder can't be unpacked.
+    folders = {path.rpartition("/")[0] for path in paths}
+    if any(folder == path or folder.startswith(f"{path}/") for folder in folders for path in paths if folder):
+        raise ValueError("a file is named like a folder")
+    named = [one.file for one in manifest.packages] + [one.file for one in manifest.images]
+    if manifest.driver_file:
+        named.append(manifest.driver_file)
+    for path in named:
+        if path not in paths:
+            raise ValueError(f"it names {path[:120]!r}, which it does not list")

@@ -1,0 +1,219 @@
+"""A bundle on a host: opened and checked, held against the host, unpacked for a run and gone after it.
+
+Nothing of it is trusted before every digest was compared with the manifest's. Who trusts the manifest is decided where
+the command was typed: by a signature, or by having made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, BinaryIO, Callable
+
+from gpuprov.bundle.format import Contents, Progress, read_contents, unpack, verify_files
+from gpuprov.bundle.images import image_identity
+from gpuprov.bundle.manifest import FOLDER, REPOSITORY, SOURCES_LIST, BundleFacts, Manifest
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+if TYPE_CHECKING:
+    from gpuprov.facts import HostFacts
+
+CACHE = FOLDER.rpartition("/")[0]
+# What each step takes from a bundle: the folder in it.
+_STEP_FOLDERS = {"packages": f"{REPOSITORY}/", "driver": "driver/", "images": "images/"}
+_SOURCES = f"deb [trusted=yes] file:{FOLDER}/{REPOSITORY} ./\n"
+
+
+@dataclass(frozen=True)
+class OpenBundle:
+    """A bundle whose every digest was right when it was opened; its file stays open, so it can't be exchanged."""
+
+    file: BinaryIO
+    contents: Contents
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.contents.manifest
+
+
+@contextlib.contextmanager
+def opened(
+    system: System, path: str, digest: str = "", progress: Progress = lambda done, total: None
+) -> Iterator[OpenBundle]:
+    """Give a bundle, all of it checked; `digest` is the one that its manifest must have, empty for any.
+
+    Raises GpuprovError if anything is wrong with it.
+    """
+    try:
+        file = system.open(path)
+    except OSError as error:
+        raise GpuprovError(f"the bundle {path} can't be read", str(error), "check the path") from None
+    with file:
+        try:
+            contents = read_contents(file)
+            _require_digest(contents, path, digest)
+            verify_files(file, contents, progress)
+        except GpuprovError:
+            # What an upload left damaged would be found again by the next run, and never be mended.
+            if path.startswith(f"{CACHE}/"):
+                system.remove(path)
+            raise
+        yield OpenBundle(file, contents)
+
+
+def _require_digest(contents: Contents, path: str, digest: str) -> None:
+    if digest not in ("", contents.digest):
+        raise GpuprovError(
+            "this is not the bundle that was asked for",
+            f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
+            "run the same command again: the bundle is uploaded anew",
+        )
+
+
+def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
+    """Return the spec with the driver taken from the bundle; what the user pinned stays, and is checked against it."""
+    if bundle is None or spec.driver != "runfile" or not bundle.manifest.driver_file:
+        return spec
+    manifest = bundle.manifest
+    return replace(
+        spec,
+        driver_version=spec.driver_version or manifest.driver_version,
+        driver_url=f"{FOLDER}/{manifest.driver_file}",
+        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
+    )
+
+
+def gather(system: System, manifest: Manifest) -> BundleFacts:
+    """Return the bundle as a fact about the host, with those of its images that docker has."""
+    found = (one for one in manifest.images if image_identity(system, one.reference) == one.identity)
+    return BundleFacts(manifest, frozenset(one.reference for one in found))
+
+
+def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], installs_driver: bool) -> tuple[Problem, ...]:
+    """Return why the bundle can't serve this host. `packages`: those that are to be installed."""
+    if facts.bundle is None:
+        return ()
+    manifest = facts.bundle.manifest
+    if (manifest.distribution, manifest.version, manifest.architecture) != (
+        facts.os.id, facts.os.version, facts.architecture,
+    ):  # fmt: skip
+        return (
+            Problem(
+                f"the bundle is for {manifest.target}, this host is another",
+                f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}",
+                f"make one: gpuprov bundle create --distro {facts.os.id}-{facts.os.version} "
+                f"--arch {facts.architecture} …",
+            ),
+        )
+    return (
+        *(_driver_problems(manifest, spec) if installs_driver else ()),
+        *_package_problems(manifest, packages, facts.kernel.release),
+        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver)),
+    )
+
+
+def _folders(facts: HostFacts, packages: tuple[str, ...], installs_driver: bool) -> tuple[str, ...]:
+    """Return the folders of the bundle that will be unpacked here."""
+    assert facts.bundle is not None
+    images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
+    needed = {"packages": bool(packages), "driver": installs_driver, "images": images}
+    return tuple(_STEP_FOLDERS[step] for step, is_needed in needed.items() if is_needed)
+
+
+def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+    if not manifest.driver_file or spec.driver_version != manifest.driver_version:
+        seen = f"its driver is {manifest.driver_version or '(none)'}, asked for is {spec.driver_version or '(none)'}"
+        next_step = (
+            f"gpuprov bundle create --driver {spec.driver_version or 'VERSION'} …, or set gpuprov_driver_version"
+        )
+        return (Problem("the bundle does not hold the driver that is asked for", seen, next_step),)
+    held = manifest.file(manifest.driver_file).sha256
+    if spec.driver_sha256 != held:
+        seen = f"{manifest.driver_file} has SHA-256 {held}, gpuprov_driver_sha256 is {spec.driver_sha256}"
+        return (Problem("the bundle's driver file is not the one that is pinned", seen, "correct one of the two"),)
+    return ()
+
+
+def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
+    held = {text for one in manifest.packages for text in (one.name, f"{one.name}={one.version}")}
+    lacking = [name for name in packages if name not in held]
+    if not lacking:
+        return ()
+    words = [f"--kernel {kernel}" if name == f"linux-headers-{kernel}" else f"--package {name}" for name in lacking]
+    return (
+        Problem(
+            "the bundle lacks packages that this host needs",
+            ", ".join(lacking),
+            f"make it again with: gpuprov bundle create {' '.join(words)} …",
+        ),
+    )
+
+
+def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
+    """What is unpacked lies beside the bundle for a while."""
+    need = sum(one.size for one in manifest.files if one.path.startswith(folders))
+    free = facts.free_bytes.get(CACHE, need)
+    if free >= need:
+        return ()
+    return (
+        Problem(
+            "not enough room to unpack the bundle",
+            f"{free // 2**20} MiB free on the file system of {CACHE}, {need // 2**20} MiB needed",
+            f"make room: df -h {CACHE}",
+        ),
+    )
+
+
+def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
+    """Return the words that make the unpacked bundle apt's only source, and keep its lists apart from the host's.
+
+    Without a bundle there are none.
+    """
+    if bundle is None:
+        return ()
+    settings = {
+        "Dir::Etc::sourcelist": SOURCES_LIST,
+        "Dir::Etc::sourceparts": f"{FOLDER}/none",
+        "Dir::State::lists": f"{FOLDER}/lists",
+        "Dir::Cache::archives": f"{FOLDER}/archives",
+        # The host's own would be rebuilt from the bundle's lists.
+        "Dir::Cache::pkgcache": "",
+        "Dir::Cache::srcpkgcache": "",
+        "Acquire::Languages": "none",
+        # Nothing is downloaded, and the folder is closed to apt's own user.
+        "APT::Sandbox::User": "root",
+    }
+    return tuple(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))
+
+
+@contextlib.contextmanager
+def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) -> Iterator[None]:
+    """Unpack what the steps of a run need, and take it away after the run, however that ends."""
+    # What a killed run left there.
+    system.remove_tree(FOLDER)
+    if bundle is None:
+        yield
+        return
+    try:
+        folders = tuple(_STEP_FOLDERS[step] for step in steps if step in _STEP_FOLDERS)
+        paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
+        for folder in ("none", "lists/partial", "archives/partial"):
+            system.make_directory(f"{FOLDER}/{folder}", 0o700)
+        unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
+        system.write(SOURCES_LIST, _SOURCES.encode())
+        yield
+    finally:
+        system.remove_tree(FOLDER)
+
+
+def _new_file_in(system: System) -> Callable[[str], BinaryIO]:
+    def open_new(path: str) -> BinaryIO:
+        place = f"{FOLDER}/{path}"
+        system.make_directory(place.rpartition("/")[0], 0o700)
+        # "x": a file that is there already, or a link, is an error.
+        return system.path(place).open("xb")
+
+    return open_new

@@ -1,0 +1,231 @@
+"""Hosts without a network: a bundle from the real mirror, and a real host that has nothing else to install from."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpg import signing_key
+from tests.integration.dockerd import docker_host
+from tests.integration.test_install import etc, packages
+from tests.lab import Host
+from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.sources import source_lines
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_IMAGE = "site/app:1"
+# SSH goes on; every other packet that the host would send is refused.
+_CUT_OFF = (
+    "ip route del default; rm -f /etc/resolv.conf; "
+    "iptables -I OUTPUT -o host0 -p tcp --sport 22 -j ACCEPT; iptables -I OUTPUT 2 -o host0 -j REJECT"
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A signed bundle, the fingerprint of its key, the kernel whose headers it holds, and the command that made it."""
+
+    file: Path
+    fingerprint: str
+    kernel: str
+    words: tuple[str, ...]
+
+
+def inventory(site: Site, kernel: str, name: str = "ops") -> Path:
+    """Write an inventory that asks for the headers too: nothing is built in a container, but they can be installed."""
+    login: dict[str, Any] = {"ansible_user": "ops", "ansible_become_password": "correct horse"} if name == "ops" else {}
+    wanted = ["site-gpu-tools", f"linux-headers-{kernel}", "dkms", "gcc"]
+    return site.inventory(name, **login, gpuprov_packages=wanted)
+
+
+def newest_kernel(host: Host) -> str:
+    """Return the release of the newest kernel that the mirror has headers for."""
+    host.ssh("apt-get -qq update")
+    found = re.search(r"Depends: linux-headers-(\S+)", host.ssh("apt-cache depends linux-headers-amd64").stdout)
+    assert found is not None
+    return found[1]
+
+
+def source_words(release: str) -> list[str]:
+    sources = [line.replace("deb ", f"deb [signed-by={_KEYRING}] ", 1) for line in source_lines(release)]
+    return [word for line in sources for word in ("--source", line)]
+
+
+def create_words(site: Site, kernel: str) -> tuple[str, ...]:
+    """Return the command that makes a bundle of what the inventory asks for, from this machine's own mirror."""
+    hosts = ("--hosts", str(inventory(site, kernel)))
+    return ("bundle", "create", "--distro", "debian-12", *hosts, "--kernel", kernel, *source_words("bookworm"))
+
+
+@pytest.fixture(scope="module")
+def made(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("bundle")
+    home = folder / "gnupg"
+    fingerprint = signing_key(home, "ops@example.org")
+    kernel = newest_kernel(site.hosts["ops"])
+    words = create_words(site, kernel)
+    with pytest.MonkeyPatch.context() as patch, docker_host() as docker:
+        docker.docker("import", "-", _IMAGE, stdin=one_file())
+        patch.setenv("GNUPGHOME", str(home))
+        patch.setenv("DOCKER_HOST", docker.socket)
+        done = gpuprov(*words, "--image", _IMAGE, "--sign", "ops@example.org", "-o", folder / "bundle.tar")
+    assert done.returncode == 0, done.stdout
+    yield Made(folder / "bundle.tar", fingerprint, kernel, words)
+    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+
+
+def one_file() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        entry = tarfile.TarInfo("hello")
+        entry.size = 5
+        archive.addfile(entry, io.BytesIO(b"hello"))
+    return content.getvalue()
+
+
+@contextmanager
+def without_network(host: Host) -> Iterator[Host]:
+    """Give the host pristine and without any way out; other tests get it back as it was."""
+    host.reset()
+    host.ssh(_CUT_OFF)
+    yield host
+    host.reset()
+
+
+@pytest.fixture
+def cut_off(site: Site) -> Iterator[Host]:
+    """A host without docker, and without any way out."""
+    with without_network(site.hosts["ops"]) as host:
+        yield host
+
+
+def install(site: Site, made: Made, *words: str, name: str = "ops") -> subprocess.CompletedProcess[str]:
+    bundle = ("--bundle", made.file, "--bundle-key", made.fingerprint)
+    return gpuprov("install", "--hosts", inventory(site, made.kernel, name), *bundle, *words)
+
+
+def apt_files(host: Host) -> dict[str, Any]:
+    return host.snapshot("/var/lib/apt", "/var/cache/apt", "/etc/apt")
+
+
+def test_a_host_without_a_network_is_installed_and_the_second_run_is_empty(
+    site: Site, made: Made, cut_off: Host
+) -> None:
+    before = apt_files(cut_off)
+    without = gpuprov("install", "--hosts", inventory(site, made.kernel))
+    assert without.returncode == 1, "the host has a way out, so this test would prove nothing"
+    foreseen = install(site, made, "--check")
+    assert foreseen.returncode == 0, foreseen.stdout
+    done = install(site, made)
+    assert done.returncode == 0, done.stdout
+    again = install(site, made)
+    assert again.returncode == 0, again.stdout
+    assert "0 changes" in again.stdout
+    # Uploaded for the forecast, and never again.
+    assert [("uploading" in run.stdout) for run in (foreseen, done, again)] == [True, False, False]
+    verified = gpuprov("verify", "--hosts", inventory(site, made.kernel))
+    assert verified.returncode == 0, verified.stdout
+    installed = packages(cut_off)
+    assert {f"linux-headers-{made.kernel}\t", "docker.io\t", "site-gpu-tools\t", "dkms\t"} <= set(
+        re.findall(r"^\S+\t", installed, re.MULTILINE)
+    )
+    assert DRIVER in cut_off.ssh("nvidia-smi").stdout
+    assert _IMAGE in cut_off.ssh("docker images --format '{{.Repository}}:{{.Tag}}'").stdout
+    after = apt_files(cut_off)
+    changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+    assert changed <= {"/var/lib/apt/extended_states"}
+    left = [path.name for path in (cut_off.root / "var/cache/gpuprov").iterdir()]
+    assert [name for name in left if not name.startswith("agent-")] == [
+        name for name in left if re.fullmatch(r"bundle-[0-9a-f]{32}-\d+\.tar", name)
+    ]
+    by_the_agent_in_it(cut_off)
+
+
+def by_the_agent_in_it(host: Host) -> None:
+    """A host that no controller reaches: the bundle on it brings the program too."""
+    host.ssh("tar -xf /var/cache/gpuprov/bundle-*.tar -C /root agent/gpuprov-agent.pyz")
+    bundle = host.ssh("ls /var/cache/gpuprov/bundle-*.tar").stdout.strip()
+    request = json.dumps({"command": "install", "bundle": bundle})
+    said = host.ssh("python3 -I /root/agent/gpuprov-agent.pyz", stdin=request + "\n").stdout.splitlines()
+    last = json.loads(said[-1])
+    assert (last["event"], last["exit_code"], last["changed"]) == ("Finished", 0, 0), said
+
+
+def test_roll_back_of_an_installation_from_a_bundle(site: Site, made: Made, cut_off: Host) -> None:
+    before = (etc(cut_off), packages(cut_off))
+    assert install(site, made).returncode == 0
+    done = gpuprov("rollback", "--hosts", inventory(site, made.kernel))
+    assert done.returncode == 0, done.stdout
+    assert packages(cut_off) == before[1]
+    after = etc(cut_off)
+    assert not [
+        path for path in {*before[0], *after} if path.startswith("/etc/apt") and before[0].get(path) != after.get(path)
+    ]
+
+
+@pytest.mark.parametrize(("release", "distro"), [("bullseye", "debian-11"), ("trixie", "debian-13")])
+def test_other_releases(site: Site, tmp_path: Path, release: str, distro: str) -> None:
+    """Debian 11 has apt 2.2 and Python 3.9; Debian 13 has apt 3.0, which checks signatures in another way."""
+    wanted = site.inventory(release, gpuprov_docker="preinstalled", gpuprov_packages=["site-gpu-tools", "jq"])
+    bundle = tmp_path / "bundle.tar"
+    words = ("--distro", distro, "--hosts", wanted, *source_words(release), "-o", bundle)
+    done = gpuprov("bundle", "create", *words)
+    assert done.returncode == 0, done.stdout
+    with without_network(site.hosts[release]) as host:
+        done = gpuprov("install", "--hosts", wanted, "--bundle", bundle)
+        assert done.returncode == 0, done.stdout
+        assert "jq\t" in packages(host)
+        assert "0 changes" in gpuprov("install", "--hosts", wanted, "--bundle", bundle).stdout
+        verified = gpuprov("verify", "--hosts", wanted)
+        assert verified.returncode == 0, verified.stdout
+
+
+def test_a_bundle_for_another_release_is_refused(site: Site, made: Made) -> None:
+    host = site.hosts["trixie"]
+    before = (etc(host), packages(host))
+    done = install(site, made, name="trixie")
+    assert done.returncode == 1
+    assert "the bundle is for debian 12 on x86_64, this host is another" in done.stdout
+    assert "ID=debian VERSION_ID=13" in done.stdout
+    assert "gpuprov bundle create --distro debian-13" in done.stdout
+    assert (etc(host), packages(host)) == before
+
+
+def test_a_tampered_bundle_is_refused_before_any_host_is_asked(site: Site, made: Made, tmp_path: Path) -> None:
+    content = bytearray(made.file.read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "bundle.tar").write_bytes(content)
+    done = gpuprov("install", "--hosts", inventory(site, made.kernel), "--bundle", tmp_path / "bundle.tar")
+    assert done.returncode == 1
+    assert "a file in the bundle was tampered with or damaged" in done.stdout
+    assert "ops" not in done.stdout
+
+
+def test_the_same_input_gives_the_same_bytes_and_no_key_of_the_mirror_is_missing(made: Made, tmp_path: Path) -> None:
+    for name in ("one.tar", "two.tar"):
+        done = gpuprov(*made.words, "-o", tmp_path / name)
+        assert done.returncode == 0, done.stdout
+    assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
+    shown = json.loads(gpuprov("bundle", "show", tmp_path / "one.tar", "--json").stdout)
+    assert {"keys/site.gpg", "agent/gpuprov-agent.pyz"} <= {one["path"] for one in shown["files"]}
+
+
+def test_a_mirror_signed_by_a_key_that_is_not_named_is_refused(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "empty.gpg").touch()
+    words = [word.replace(_KEYRING, str(tmp_path / "empty.gpg")) for word in made.words]
+    done = gpuprov(*words, "-o", tmp_path / "bundle.tar")
+    assert done.returncode == 1
+    assert "the repositories' lists can't be had" in done.stdout
+    assert "is not signed" in done.stdout or "NO_PUBKEY" in done.stdout
+    assert list(tmp_path.iterdir()) == [tmp_path / "empty.gpg"]

@@ -1,0 +1,133 @@
+"""Signatures of bundles by the real gpg and gpgv: the pinned key's, and every other kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.bundle.check import checked
+from gpuprov.bundle.format import write_bundle
+from gpuprov.bundle.manifest import SIGNING_KEY, Manifest, manifest_to_bytes
+from gpuprov.bundle.signature import export_key, parse_fingerprint, sign
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.system import System
+from tests.bundles import FILES, MANIFEST, listed
+from tests.gpg import signing_key
+
+
+class Signer:
+    """A gpg with two keys; `pinned` is the one that users trust."""
+
+    def __init__(self, home: Path) -> None:
+        self.environment = {"GNUPGHOME": str(home)}
+        self.home = home
+        self.pinned = signing_key(home, "ops@example.org")
+        self.other = signing_key(home, "mallory@example.org")
+
+    def key(self, name: str) -> bytes:
+        return export_key(System(), name, self.environment)
+
+    def sign(self, content: bytes, name: str) -> bytes:
+        return sign(System(), content, name, self.environment)
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signer]:
+    home = tmp_path_factory.mktemp("gnupg")
+    yield Signer(home)
+    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+
+
+def write(path: Path, key: bytes, signature: bytes, manifest: Manifest = MANIFEST) -> str:
+    """Write a bundle that brings this key and this signature."""
+    files = {**FILES, SIGNING_KEY: key}
+    with path.open("wb") as target:
+        write_bundle(target, listed(manifest, files), lambda name: io.BytesIO(files[name]), signature)
+    return str(path)
+
+
+def manifest_with(key: bytes, manifest: Manifest = MANIFEST) -> bytes:
+    return manifest_to_bytes(listed(manifest, {**FILES, SIGNING_KEY: key}))
+
+
+def refusal(path: str, fingerprint: str) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        checked(path, fingerprint)
+    assert caught.value.problems[0].next_step
+    return str(caught.value)
+
+
+def test_the_pinned_keys_signature_is_good(signer: Signer, tmp_path: Path) -> None:
+    key = signer.key("ops@example.org")
+    path = write(tmp_path / "b.tar", key, signer.sign(manifest_with(key), "ops@example.org"))
+    spaced = " ".join(signer.pinned[at : at + 4] for at in range(0, 40, 4)).lower()
+    assert checked(path, spaced).manifest.distribution == "debian"
+    assert checked(path).signature
+
+
+def test_an_unsigned_bundle_is_refused_if_a_key_is_pinned(signer: Signer, tmp_path: Path) -> None:
+    assert "the bundle is not signed" in refusal(write(tmp_path / "b.tar", b"", b""), signer.pinned)
+
+
+def test_another_key_is_refused_whatever_it_signed(signer: Signer, tmp_path: Path) -> None:
+    key = signer.key("mallory@example.org")
+    path = write(tmp_path / "b.tar", key, signer.sign(manifest_with(key), "mallory@example.org"))
+    said = refusal(path, signer.pinned)
+    assert signer.other in said and signer.pinned in said
+
+
+def test_the_pinned_key_beside_another_keys_signature_is_refused(signer: Signer, tmp_path: Path) -> None:
+    key = signer.key("ops@example.org")
+    path = write(tmp_path / "b.tar", key, signer.sign(manifest_with(key), "mallory@example.org"))
+    assert "the signature of the bundle's manifest is wrong" in refusal(path, signer.pinned)
+
+
+def test_both_keys_in_one_file_are_refused(signer: Signer, tmp_path: Path) -> None:
+    key = signer.key("ops@example.org") + signer.key("mallory@example.org")
+    path = write(tmp_path / "b.tar", key, signer.sign(manifest_with(key), "mallory@example.org"))
+    assert "another key than the one that is pinned" in refusal(path, signer.pinned)
+
+
+def test_a_manifest_changed_after_the_signature_is_refused(signer: Signer, tmp_path: Path) -> None:
+    """Digests and all: the change is consistent, and only the signature tells."""
+    key = signer.key("ops@example.org")
+    signature = signer.sign(manifest_with(key), "ops@example.org")
+    path = write(tmp_path / "b.tar", key, signature, dataclasses.replace(MANIFEST, gpuprov="6.6"))
+    assert checked(path).manifest.gpuprov == "6.6"
+    assert "BADSIG" in refusal(path, signer.pinned)
+
+
+def test_rubbish_for_a_signature_is_refused(signer: Signer, tmp_path: Path) -> None:
+    path = write(tmp_path / "b.tar", signer.key("ops@example.org"), os.urandom(200))
+    assert "signature of the bundle's manifest is wrong" in refusal(path, signer.pinned)
+
+
+def test_an_expired_signature_is_refused(signer: Signer, tmp_path: Path) -> None:
+    key = signer.key("ops@example.org")
+    command = (
+        "gpg", "--homedir", str(signer.home), "--batch", "--local-user", "ops@example.org", "--armor", "--output", "-",
+        "--default-sig-expire", "seconds=1", "--detach-sign",
+    )  # fmt: skip
+    signature = subprocess.run(command, check=True, capture_output=True, input=manifest_with(key)).stdout
+    path = write(tmp_path / "b.tar", key, signature)
+    time.sleep(2)
+    assert "EXPSIG" in refusal(path, signer.pinned)
+
+
+@pytest.mark.parametrize("text", ["", "ops@example.org", "ABCD1234", "A" * 41, "0x" + "A" * 40])
+def test_only_a_full_fingerprint_pins(text: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_fingerprint(text)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_a_key_that_gpg_does_not_have_is_told(signer: Signer) -> None:
+    with pytest.raises(GpuprovError, match="gpg has no key nobody"):
+        signer.key("nobody@example.org")

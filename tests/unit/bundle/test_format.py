@@ -1,0 +1,259 @@
+"""Bundles as tar files: what gpuprov writes is read again, and nothing else is, whoever made it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpack, verify_files
+from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
+from gpuprov.bundle.manifest import Manifest, digest_of, is_safe_path, manifest_from_bytes, manifest_to_bytes
+from gpuprov.errors import GpuprovError
+from tests.bundles import FILES, MANIFEST, bundle_bytes, listed
+
+BUNDLE = bundle_bytes()
+SIGNED = bundle_bytes(signature=b"a signature")
+names = st.from_regex(r"[a-z0-9]{1,12}(/[A-Za-z0-9][a-z0-9+._~-]{0,10}){0,3}", fullmatch=True)
+
+
+def read(content: bytes) -> Contents:
+    """Read a bundle as an installation does: layout, then every digest."""
+    file = io.BytesIO(content)
+    contents = read_contents(file)
+    verify_files(file, contents)
+    return contents
+
+
+def refusal(content: bytes) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        read(content)
+    problem = caught.value.problems[0]
+    assert problem.what and problem.evidence and problem.next_step
+    return str(caught.value)
+
+
+def test_what_is_written_is_read() -> None:
+    contents = read(SIGNED)
+    assert contents.manifest == listed(MANIFEST, FILES)
+    assert contents.digest == digest_of(contents.manifest)
+    assert contents.signature == b"a signature"
+    file = io.BytesIO(SIGNED)
+    found = {path: b"".join(chunks(file, contents.offsets[path], len(FILES[path]))) for path in FILES}
+    assert found == FILES
+
+
+def test_the_same_input_gives_the_same_bytes() -> None:
+    assert bundle_bytes(files=dict(reversed(list(FILES.items())))) == BUNDLE
+
+
+def test_tar_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "bundle.tar").write_bytes(SIGNED)
+    listed_names = subprocess.run(("tar", "-tf", tmp_path / "bundle.tar"), check=True, capture_output=True, text=True)
+    assert listed_names.stdout.split() == ["manifest.json", *sorted(FILES), "manifest.json.asc"]
+    assert listed_names.stderr == ""
+    with tarfile.open(tmp_path / "bundle.tar") as archive:
+        assert {one.mode for one in archive} == {0o644}
+
+
+def test_tar_reads_the_sizes_of_large_files() -> None:
+    for size in (0, 8**11 - 1, 8**11, 1 << 40):
+        found = tarfile.TarInfo.frombuf(header("images/large.tar", size), "ascii", "strict")
+        assert (found.name, found.size, found.isreg()) == ("images/large.tar", size, True)
+
+
+@given(files=st.dictionaries(names, st.binary(max_size=1500), max_size=6))
+def test_any_files_come_back(files: dict[str, bytes]) -> None:
+    # A name that is also another's folder can't be: such a manifest is refused, below.
+    kept = {path: files[path] for path in files if not any(other.startswith(f"{path}/") for other in files)}
+    plain = Manifest("debian", "12", "x86_64", "0.1.0")
+    content = bundle_bytes(plain, kept)
+    contents = read(content)
+    written: dict[str, io.BytesIO] = {}
+
+    class Kept(io.BytesIO):
+        def close(self) -> None:
+            """Its content is looked at after the end."""
+
+    def open_new(path: str) -> io.BytesIO:
+        return written.setdefault(path, Kept())
+
+    unpack(io.BytesIO(content), contents, kept, open_new)
+    assert {path: file.getvalue() for path, file in written.items()} == kept
+
+
+@given(place=st.integers(0, len(BUNDLE) - 1), bit=st.integers(0, 7))
+@settings(max_examples=400)
+def test_no_bit_can_be_changed(place: int, bit: int) -> None:
+    changed = bytearray(BUNDLE)
+    changed[place] ^= 1 << bit
+    try:
+        found = read(bytes(changed))
+    except GpuprovError:
+        return
+    # The manifest may be changed into another one that is valid; its digest, which is the bundle's, tells.
+    assert 512 <= place < 512 + len(found.manifest_bytes)
+    assert found.digest != read(BUNDLE).digest
+
+
+@given(length=st.integers(0, len(SIGNED) - 1))
+def test_no_byte_may_be_missing(length: int) -> None:
+    assert "cut off" in refusal(SIGNED[:length])
+
+
+@given(more=st.binary(min_size=1, max_size=1200))
+def test_no_byte_may_follow(more: bytes) -> None:
+    refusal(BUNDLE + more)
+
+
+@given(content=st.binary(max_size=4000))
+def test_any_bytes_are_refused_in_words(content: bytes) -> None:
+    refusal(content)
+
+
+@given(content=st.binary(max_size=600))
+def test_any_bytes_for_a_manifest_are_refused_in_words(content: bytes) -> None:
+    refusal(header(MANIFEST_NAME, len(content)) + content + bytes(-len(content) % 512 + 1024))
+
+
+def tar_of(*members: tuple[str, bytes, dict[str, Any]], form: int = tarfile.USTAR_FORMAT) -> bytes:
+    """Return a tar file as Python's own tarfile writes it."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=form) as archive:
+        for name, content, fields in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            for field, value in fields.items():
+                setattr(entry, field, value)
+            archive.addfile(entry, io.BytesIO(content) if entry.isreg() else None)
+    return made.getvalue()
+
+
+def with_member(name: str, **fields: Any) -> bytes:
+    """Return a bundle whose first file is replaced by another member, and with the manifest for the good one."""
+    first = min(FILES)
+    content = FILES[first]
+    fields = {"size": 0 if fields.get("type", b"0") != b"0" else len(content), **fields}
+    good = manifest_to_bytes(listed(MANIFEST, FILES))
+    manifest = header(MANIFEST_NAME, len(good)) + good + bytes(-len(good) % 512)
+    return manifest + tar_of((name, content, fields))
+
+
+FIRST = min(FILES)
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a way up": lambda: with_member("../../etc/cron.d/evil"),
+    "an absolute path": lambda: with_member("/etc/cron.d/evil"),
+    "a symbolic link": lambda: with_member(FIRST, type=tarfile.SYMTYPE, linkname="/etc"),
+    "a hard link": lambda: with_member(FIRST, type=tarfile.LNKTYPE, linkname="etc/shadow"),
+    "a device": lambda: with_member(FIRST, type=tarfile.BLKTYPE, devmajor=8),
+    "a pipe": lambda: with_member(FIRST, type=tarfile.FIFOTYPE),
+    "a folder": lambda: with_member(FIRST, type=tarfile.DIRTYPE),
+    "a mode": lambda: with_member(FIRST, mode=0o4755),
+    "an owner": lambda: with_member(FIRST, uid=1000),
+    "a name of the owner": lambda: with_member(FIRST, uname="root"),
+    "a time": lambda: with_member(FIRST, mtime=1),
+    "an extended header": lambda: tar_of(("x" * 300, b"", {}), form=tarfile.PAX_FORMAT),
+    "a long name of GNU's": lambda: tar_of(("x" * 300, b"", {}), form=tarfile.GNU_FORMAT),
+    "gzip": lambda: b"\x1f\x8b\x08" + bytes(2000),
+    "another first member": lambda: tar_of(("README", b"", {})),
+    "a size below zero": lambda: BUNDLE[:124] + b"\xff" * 12 + BUNDLE[136:],
+    "a manifest of eight gigabytes": lambda: header(MANIFEST_NAME, 8 << 30),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tar_is_refused(name: str) -> None:
+    assert "no bundle that gpuprov wrote" in refusal(HOSTILE[name]())
+
+
+def test_a_damaged_file_is_named_with_both_digests() -> None:
+    place = read(BUNDLE).offsets["repository/site-gpu-tools_1.0_all.deb"]
+    said = refusal(BUNDLE[:place] + b"?" + BUNDLE[place + 1 :])
+    assert "tampered with or damaged" in said
+    assert "repository/site-gpu-tools_1.0_all.deb: its SHA-256 is" in said
+
+
+def test_something_hidden_in_the_padding_is_refused() -> None:
+    place = read(BUNDLE).offsets[FIRST] + len(FILES[FIRST])
+    assert "hidden" in refusal(BUNDLE[:place] + b"x" + BUNDLE[place + 1 :])
+
+
+def test_a_file_that_changes_after_the_check_is_not_unpacked_unnoticed() -> None:
+    contents = read(BUNDLE)
+    changed = bytearray(BUNDLE)
+    changed[contents.offsets[FIRST]] ^= 1
+    with pytest.raises(GpuprovError, match="changed while it was unpacked"):
+        unpack(io.BytesIO(bytes(changed)), contents, [FIRST], lambda path: io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/", "/etc/passwd", "..", "../a", "a/../b", "a/..", "./a", "a//b", "a/", ".hidden", "a/.b", "a\\b", "a b",
+     "a\nb", "a\0b", "a:b", "ä", "-rf", "a/-rf", "~root", "x" * 101],
+)  # fmt: skip
+def test_paths_that_lead_out_or_surprise_are_none(path: str) -> None:
+    assert not is_safe_path(path)
+    files = [{"path": path, "size": 0, "sha256": "0" * 64}]
+    assert "is no path for a bundle" in manifest_refusal(files=files)
+
+
+@given(path=st.text(max_size=30))
+def test_a_safe_path_stays_inside(path: str) -> None:
+    if is_safe_path(path):
+        assert (Path("/inside") / path).resolve().is_relative_to("/inside")
+        assert not path.startswith(("/", "."))
+
+
+def manifest_refusal(**changes: Any) -> str:
+    data = {**json.loads(manifest_to_bytes(listed(MANIFEST, FILES))), **changes}
+    with pytest.raises(GpuprovError) as caught:
+        manifest_from_bytes((json.dumps(data, indent=1, sort_keys=True) + "\n").encode())
+    return str(caught.value)
+
+
+def file(path: str, size: Any = 0, sha256: str = "0" * 64) -> dict[str, Any]:
+    return {"path": path, "size": size, "sha256": sha256}
+
+
+PLAIN = {"packages": [], "images": [], "driver_file": ""}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": 2}, "its format is not 1"),
+        ({"version": 12}, "version is no text"),
+        ({"surprise": "x"}, "surprise"),
+        ({"files": {}}, "no list of BundleFile"),
+        ({"files": [file("a", size=True)], **PLAIN}, "not a BundleFile"),
+        ({"files": [file("a", size=-1)], **PLAIN}, "size or digest of a"),
+        ({"files": [file("a", sha256="0")], **PLAIN}, "size or digest of a"),
+        ({"files": [file("b"), file("a")], **PLAIN}, "not in order"),
+        ({"files": [file("a"), file("a")], **PLAIN}, "not in order"),
+        ({"files": [file("a"), file("a/b/c")], **PLAIN}, "a file is named like a folder"),
+        ({"files": [file("a/b"), file("a/b/c")], **PLAIN}, "a file is named like a folder"),
+        ({"files": [file("manifest.json")], **PLAIN}, "is no path for a bundle"),
+        ({"files": []}, "which it does not list"),
+        ({"driver_file": "/root/evil.run"}, "which it does not list"),
+        ({"inputs": []}, "its inputs are no mapping"),
+        ({"packages": [{"name": "a"}]}, "not a BundlePackage"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(changes: dict[str, Any], says: str) -> None:
+    assert says in manifest_refusal(**changes)
+
+
+def test_a_manifest_in_another_hand_is_refused() -> None:
+    data = json.loads(manifest_to_bytes(listed(MANIFEST, FILES)))
+    with pytest.raises(GpuprovError, match="not written as gpuprov writes"):
+        manifest_from_bytes(json.dumps(data).encode())
+    with pytest.raises(GpuprovError):
+        manifest_from_bytes(b"[" * 100_000)

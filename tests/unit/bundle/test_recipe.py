@@ -1,0 +1,122 @@
+"""What a bundle shall hold, from the command line and the specifications of hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
+from gpuprov.bundle.sources import ARCHIVES, default_sources
+from gpuprov.distros import find_distribution
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.spec import HostSpec, SiteRepository
+
+WISHES = Wishes("debian-12", "x86_64")
+SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
+KERNEL = "6.1.0-37-amd64"
+HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
+TOOLKIT = (
+    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
+)  # fmt: skip
+
+
+def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
+    return make_recipe(dataclasses.replace(WISHES, **wishes), specs or (HostSpec(),))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "specs", "packages"),
+    [
+        ({}, (HostSpec(),), {"docker.io"}),
+        ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli"}),
+        ({}, (HostSpec(docker="preinstalled"),), set()),
+        ({}, (HostSpec(docker="preinstalled"), HostSpec()), {"docker.io"}),
+        ({"kernels": (KERNEL,)}, (HostSpec(),), {"docker.io", *HEADERS}),
+        ({"packages": ("htop", "tini=0.19.0-1")}, (HostSpec(),), {"docker.io", "htop", "tini=0.19.0-1"}),
+        ({}, (HostSpec(packages=("a",)), HostSpec(packages=("b", "a"))), {"docker.io", "a", "b"}),
+        ({}, (HostSpec(toolkit="nvidia"),), {"docker.io", *TOOLKIT}),
+        ({}, (HostSpec(docker="docker-ce"),), {"docker-ce", "docker-ce-cli", "containerd.io"}),
+        ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
+    ],
+)
+def test_packages(wishes: dict[str, Any], specs: tuple[HostSpec, ...], packages: set[str]) -> None:
+    found = recipe(*specs, **wishes)
+    assert set(found.packages) == packages
+    assert list(found.packages) == sorted(found.packages)
+
+
+def test_the_driver_is_the_one_that_the_hosts_ask_for() -> None:
+    found = recipe(HostSpec(driver_version="550.163.01"), HostSpec(driver="preinstalled"))
+    assert found.driver_version == "550.163.01"
+    assert found.driver_url.endswith("/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run")
+    own = recipe(HostSpec(driver_version="550.163.01", driver_url="https://a/b.run", driver_sha256="0" * 64))
+    assert (own.driver_url, own.driver_sha256) == ("https://a/b.run", "0" * 64)
+    assert recipe(HostSpec()).driver_url == ""
+
+
+def test_repositories_are_taken_once_and_the_toolkits_too() -> None:
+    spec = HostSpec(repositories=(SITE,), toolkit="nvidia")
+    found = recipe(spec, dataclasses.replace(spec, packages=("a",)))
+    assert [one.name for one in found.repositories] == ["nvidia-container-toolkit", "site"]
+
+
+def test_what_comes_from_docker_and_nvidia_brings_their_repositories() -> None:
+    found = recipe(HostSpec(docker="docker-ce"), HostSpec(cuda="12.4"))
+    assert [(one.name, one.uri) for one in found.repositories] == [
+        ("cuda", "https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/"),
+        ("docker-ce", "https://download.docker.com/linux/debian"),
+    ]
+    assert found.repositories[1].suite == "bookworm"
+
+
+def test_what_it_is_made_from_holds_no_password() -> None:
+    url = "https://u:secret@mirror.example/driver.run"
+    spec = HostSpec(repositories=(SITE,), driver_version="550.163.01", driver_url=url)
+    found = recipe(spec, sources=("deb https://u:secret@mirror.example/debian bookworm main",)).inputs()
+    assert "secret" not in str(found)
+    assert "https://u:***@mirror.example/debian" in str(found)
+
+
+OTHER_SITE = dataclasses.replace(SITE, uri="https://elsewhere.example")
+REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
+    ({"distro": "fedora-40"}, (HostSpec(),), "--distro fedora-40 is none that bundles are made for"),
+    ({"distro": "debian"}, (HostSpec(),), "supported are: Debian 11"),
+    ({"architecture": "riscv64"}, (HostSpec(),), "riscv64 is not supported"),
+    (
+        {}, (HostSpec(driver_version="550.163.01"), HostSpec(driver_version="535.261.03")),
+        "the hosts ask for different drivers",
+    ),
+    (
+        {}, (HostSpec(driver_version="1234.5", driver_sha256="0" * 64),
+             HostSpec(driver_version="1234.5", driver_sha256="1" * 64)),
+        "different digests",
+    ),
+    ({}, (HostSpec(driver="packages"),), "holds the driver as a .run file, not as packages"),
+    ({}, (HostSpec(repositories=(SITE,)), HostSpec(repositories=(OTHER_SITE,))), "two repositories have the name site"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wishes", "specs", "says"), REFUSED)
+def test_what_can_not_be_is_a_wrong_call(wishes: dict[str, Any], specs: tuple[HostSpec, ...], says: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        recipe(*specs, **wishes)
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(("distribution", "version"), ARCHIVES)
+def test_every_archive_is_of_a_release_that_gpuprov_supports(distribution: str, version: str) -> None:
+    assert find_distribution(distribution, version) is not None
+    for architecture in ("x86_64", "aarch64"):
+        lines = default_sources(distribution, version, architecture)
+        assert len(lines) == 3
+        assert all("signed-by=/usr/share/keyrings/" in line for line in lines)
+        assert sum("-security" in line for line in lines) == 1
+
+
+def test_ubuntu_for_arm_is_on_the_ports_server() -> None:
+    assert all("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "aarch64"))
+    assert not any("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "x86_64"))

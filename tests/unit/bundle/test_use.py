@@ -1,0 +1,263 @@
+"""A bundle on a host: what is refused before anything changes, what it is used for, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.images import LoadImage, image_identity
+from gpuprov.bundle.manifest import FOLDER, BundleImage, Manifest
+from gpuprov.errors import ExitCode
+from gpuprov.events import ChangeDone, Event, Finished, Planned
+from gpuprov.journal import read_runs
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, spec_to_json
+from gpuprov.system import sha256_of
+from tests.bundles import DRIVER, FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
+from tests.unit.fake_host import RELEASE, FakeHost
+
+pytestmark = pytest.mark.root
+BUNDLE = "/root/bundle.tar"
+# An inventory may name repositories that a host without a network can't reach.
+SPEC = HostSpec(packages=("site-gpu-tools",))
+IMAGE_FILE = "images/app_1-00000000.tar"
+
+
+class BundleHost(FakeHost):
+    """The fake host, with a docker that keeps images, and an eye on what apt finds."""
+
+    def __init__(self, root: Path, gpus: int = 2, *, metal: bool = False) -> None:
+        super().__init__(root, gpus, metal=metal)
+        self.images: dict[str, str] = {}
+        self.sources = ""
+        self.seen_by_apt: set[str] = set()
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "install" in words:
+            settings = [word for option, word in zip(words, words[1:]) if option == "-o"]
+            listed_in = dict(setting.split("=", 1) for setting in settings).get("Dir::Etc::sourcelist", "")
+            self.sources = self.read_text(listed_in) or ""
+            self.seen_by_apt = set(self.list_directory(f"{FOLDER}/repository"))
+        return super()._apt_get(words)
+
+    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[:2] == ("image", "inspect"):
+            found = self.images.get(words[-1])
+            return (0, f"{found}\n") if found else (1, f"Error: No such image: {words[-1]}")
+        if words[0] == "load":
+            self.images["app:1"] = self.read_text(words[-1]) or ""
+            return 0, "Loaded image: app:1"
+        if words[0] in ("rmi", "tag"):
+            found = self.images.pop("app:1", "")
+            if words[0] == "tag":
+                self.images[words[2]] = words[1]
+            return 0, found
+        return super()._docker(words)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> BundleHost:
+    made = BundleHost(tmp_path)
+    write_test_bundle(tmp_path / "root/bundle.tar")
+    return made
+
+
+def with_image() -> tuple[Manifest, dict[str, bytes]]:
+    image = BundleImage("app:1", sha256_of(b"what is in app:1"), IMAGE_FILE)
+    return dataclasses.replace(MANIFEST, images=(image,)), {**FILES, IMAGE_FILE: b"what is in app:1"}
+
+
+def run(
+    host: FakeHost, spec: HostSpec = SPEC, *, check: bool = False, digest: str = "", bundle: str = BUNDLE
+) -> Finished:
+    return events(host, spec, check=check, digest=digest, bundle=bundle)[1]
+
+
+def events(
+    host: FakeHost, spec: HostSpec = SPEC, *, check: bool = False, digest: str = "", bundle: str = BUNDLE
+) -> tuple[list[Event], Finished]:
+    found: list[Event] = []
+    request = Request("install", spec_to_json(spec), check=check, bundle=bundle, bundle_digest=digest)
+    run_request(request, found.append, host)
+    assert isinstance(found[-1], Finished)
+    return found, found[-1]
+
+
+def problem(finished: Finished) -> str:
+    assert finished.exit_code == ExitCode.FAILED
+    for one in finished.problems:
+        assert one.what and one.evidence and one.next_step
+    return "\n".join(str(one) for one in finished.problems)
+
+
+def test_it_is_all_that_an_installation_needs(host: BundleHost) -> None:
+    """The driver's version too; nothing is fetched, and apt is shown nothing else."""
+    finished = run(host)
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert host.installed["site-gpu-tools"] == "1.0"
+    assert host.sources == f"deb [trusted=yes] file:{FOLDER}/repository ./\n"
+    assert host.seen_by_apt == {"Packages", "Release", "site-gpu-tools_1.0_all.deb"}
+    (installer,) = [command for command in host.commands if command[0] == "sh"]
+    assert installer[1] == f"{FOLDER}/{DRIVER}"
+
+
+def test_nothing_of_it_stays_and_the_second_run_is_empty(host: BundleHost) -> None:
+    run(host)
+    assert host.list_directory("/var/cache/gpuprov") == ()
+    before = host.state()
+    assert run(host).changed == 0
+    assert host.state() == before
+    assert not any("gpuprov" in name for name in host.list_directory("/etc/apt/sources.list.d"))
+
+
+def test_sources_that_an_inventory_names_are_left_as_they_are(host: BundleHost) -> None:
+    """They can't be reached; and one that an earlier run wrote is not this run's to remove."""
+    host.write("/etc/apt/sources.list.d/gpuprov-old.sources", b"Types: deb\n")
+    assert run(host, dataclasses.replace(SPEC, toolkit_repository="https://unreachable.example")).exit_code == 0
+    assert host.list_directory("/etc/apt/sources.list.d") == ("gpuprov-old.sources",)
+
+
+def test_what_a_killed_run_left_is_gone_afterwards(host: BundleHost) -> None:
+    host.make_directory(f"{FOLDER}/repository")
+    host.make_link(f"{FOLDER}/repository/Packages", "/etc/passwd")
+    run(host)
+    assert host.list_directory("/var/cache/gpuprov") == ()
+
+
+def test_it_is_gone_after_a_run_that_failed_too(host: BundleHost) -> None:
+    host.available.clear()
+    assert "no repository has such a package" in problem(run(host))
+    assert host.list_directory("/var/cache/gpuprov") == ()
+
+
+def test_check_says_what_an_installation_would_do(host: BundleHost) -> None:
+    before = host.state()
+    planned = next(event for event in events(host, check=True)[0] if isinstance(event, Planned))
+    assert host.state() == before
+    done = [event.key for event in events(host)[0] if isinstance(event, ChangeDone)]
+    assert [change.key for change in planned.changes] == done
+
+
+def tampered() -> bytes:
+    content = bundle_bytes()
+    place = content.index(b"Package: site-gpu-tools\n")
+    return content[:place] + b"p" + content[place + 1 :]
+
+
+def for_other(**fields: Any) -> Callable[[], bytes]:
+    return lambda: bundle_bytes(dataclasses.replace(MANIFEST, **fields))
+
+
+OTHER_DRIVER = dataclasses.replace(SPEC, driver_version="535.261.03")
+REFUSED: dict[str, tuple[Callable[[], bytes], HostSpec, str]] = {
+    "tampered": (tampered, SPEC, "a file in the bundle was tampered with or damaged"),
+    "truncated": (lambda: bundle_bytes()[:-700], SPEC, "the bundle is cut off"),
+    "not one": (lambda: b"#!/bin/sh\n" * 100, SPEC, "no bundle that gpuprov wrote"),
+    "another release": (for_other(version="11"), SPEC, "the bundle is for debian 11 on x86_64, this host is another"),
+    "another distribution": (for_other(distribution="ubuntu", version="22.04"), SPEC, "ID=debian VERSION_ID=12"),
+    "another architecture": (for_other(architecture="aarch64"), SPEC, "uname -m: x86_64"),
+    "another driver": (
+        bundle_bytes, OTHER_DRIVER, "its driver is 550.163.01, asked for is 535.261.03",
+    ),
+    "another digest of the driver": (
+        bundle_bytes, dataclasses.replace(SPEC, driver_sha256="0" * 64), "gpuprov_driver_sha256 is 0000",
+    ),
+    "no driver": (
+        for_other(driver_version="", driver_file=""), OTHER_DRIVER, "its driver is (none)",
+    ),
+    "a package less": (
+        bundle_bytes, dataclasses.replace(SPEC, packages=("site-gpu-tools=2.0",)), "--package site-gpu-tools=2.0",
+    ),
+    "no headers": (
+        bundle_bytes, dataclasses.replace(SPEC, kernel_modules="build"), f"--kernel {RELEASE}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bundle_that_does_not_serve_is_refused_before_anything_changes(host: BundleHost, name: str) -> None:
+    make, spec, says = REFUSED[name]
+    host.path(BUNDLE).write_bytes(make())
+    if name == "no headers":
+        host.path("/proc").mkdir(exist_ok=True)
+        host.path("/proc/modules").write_text("loop 1 0 - Live 0x0\n")
+    before = host.state()
+    assert says in problem(run(host, spec))
+    assert host.state() == before
+    assert not host.exists("/var/cache/gpuprov/bundle")
+    assert host.exists(BUNDLE)
+
+
+def test_a_disk_that_is_too_small_is_told_before(host: BundleHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(3 << 20)
+    write_test_bundle(host.path(BUNDLE), files={**FILES, "repository/zzz.deb": content})
+    monkeypatch.setattr(host, "free_bytes", lambda path: 2 << 20)
+    before = host.state()
+    assert "2 MiB free on the file system of /var/cache/gpuprov, 3 MiB needed" in problem(run(host))
+    assert host.state() == before
+
+
+def test_another_bundle_than_the_one_that_was_asked_for_is_refused(host: BundleHost) -> None:
+    assert "expected 1111" in problem(run(host, digest="1" * 64))
+    manifest = listed(MANIFEST, FILES)
+    assert manifest.files
+    assert "can't be read" in problem(run(host, bundle="/root/no-such.tar"))
+
+
+def test_an_upload_that_arrived_damaged_is_removed_so_that_the_next_run_brings_it_anew(host: BundleHost) -> None:
+    place = "/var/cache/gpuprov/bundle-1.tar"
+    host.make_directory("/var/cache/gpuprov")
+    host.path(place).write_bytes(tampered())
+    assert "tampered" in problem(run(host, bundle=place))
+    assert not host.exists(place)
+    host.path(place).write_bytes(bundle_bytes())
+    assert run(host, bundle=place).exit_code == ExitCode.DONE
+    assert host.exists(place)
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_is_loaded_once(host: BundleHost) -> None:
+    write_test_bundle(host.path(BUNDLE), *with_image())
+    keys = [event.key for event in events(host)[0] if isinstance(event, ChangeDone)]
+    assert keys[-1] == "load image app:1 from the bundle"
+    assert image_identity(host, "app:1") == sha256_of(b"what is in app:1")
+    assert run(host).changed == 0
+
+
+def test_another_image_of_that_name_is_replaced_and_comes_back(host: BundleHost) -> None:
+    write_test_bundle(host.path(BUNDLE), *with_image())
+    host.images["app:1"] = "an older one"
+    assert run(host).exit_code == ExitCode.DONE
+    entry = next(entry for entry in read_runs(host)[-1].entries if entry.kind == "LoadImage")
+    LoadImage.undo(host, entry.before, entry.outcome)
+    assert host.images == {"app:1": "an older one"}
+
+
+def test_undo_takes_a_loaded_image_away(host: BundleHost) -> None:
+    write_test_bundle(host.path(BUNDLE), *with_image())
+    run(host)
+    run_request(Request("rollback"), lambda event: None, host)
+    assert host.images == {}
+
+
+def test_an_image_that_is_not_the_manifests_is_an_error(host: BundleHost) -> None:
+    manifest, files = with_image()
+    image = dataclasses.replace(manifest.images[0], identity=sha256_of(b"another"))
+    write_test_bundle(host.path(BUNDLE), dataclasses.replace(manifest, images=(image,)), files)
+    assert "the image that docker loaded is not the app:1 of the manifest" in problem(run(host))
+    assert host.images == {}
+
+
+def test_the_request_of_an_older_controller_still_works(host: BundleHost) -> None:
+    """A request without the two fields is one without a bundle."""
+    from gpuprov.request import request_from_line
+
+    assert request_from_line(json.dumps({"command": "facts"})) == Request("facts", bundle="", bundle_digest="")
