@@ -159,7 +159,8 @@ class Host:
 
         systemd-nspawn gives a host an id of its own by a mount, which the host's shutdown undoes: the machine's shows.
         """
-        line = '[ "$(systemctl is-system-running)" = stopping ] || cat /proc/sys/kernel/random/boot_id'
+        state = "initializing|starting|running|degraded|maintenance"
+        line = f"case $(systemctl is-system-running) in {state}) cat /proc/sys/kernel/random/boot_id ;; esac"
         return self.ssh(line, check=False, timeout=10).stdout.strip()
 
     # -- use -----------------------------------------------------------------------------------------------------
