@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tomllib
+
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.runtime_hook.settings import _KEYS
 from tests.distributions_page import PAGE, with_lists
@@ -48,3 +50,15 @@ def test_every_key_of_the_runtimes_configuration_is_explained() -> None:
         if f"`{key.removeprefix('nvidia-container-runtime.').removeprefix('features.')}`" not in text
     ]
     assert missing == []
+
+
+def test_every_module_is_on_one_side_of_the_import_contracts() -> None:
+    """A module that stands in neither list could import what it likes."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    hook, host = contracts
+    there = {f"gpuprov.{path.stem}" for path in (ROOT / "gpuprov").iterdir() if not path.name.startswith("__")}
+    there -= {"gpuprov.py"}
+    ours = {name for name in hook["forbidden_modules"] if name.startswith("gpuprov.")}
+    assert ours | {"gpuprov.runtime_hook"} == there
+    controller = {name for name in host["forbidden_modules"] if name.startswith("gpuprov.")}
+    assert {*host["source_modules"], *controller} == ours
