@@ -41,7 +41,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         try:
-            names = ("main", "metal")
+            # Not "main": a host's name is its network interface's too, and the session's lab is up beside this one.
+            names = ("boots", "metal")
             hosts = lab.up([HostRequest(name, gpus=2, bind=(str(REPOSITORY),)) for name in names])
             run_file = simgpu.build_run(lab.www)
             variables = {
@@ -59,9 +60,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def main(site: Site) -> Host:
     """A host that is installed, and whose own boot makes no device nodes any more."""
-    done = gpuprov("install", "--hosts", site.inventory("main"))
+    done = gpuprov("install", "--hosts", site.inventory("boots"))
     assert done.returncode == 0, done.stdout
-    host = site.hosts["main"]
+    host = site.hosts["boots"]
     attach = host.root / "usr/lib/simgpu/attach"
     attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
     return host
@@ -72,7 +73,7 @@ def active(host: Host, *units: str) -> list[str]:
 
 
 def test_a_second_run_has_nothing_to_do(site: Site, main: Host) -> None:
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("boots")).stdout
 
 
 def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_see_gpus(site: Site, main: Host) -> None:
@@ -87,9 +88,9 @@ def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_s
         "systemctl show gpuprov-nodes docker --property=ActiveEnterTimestampMonotonic --value"
     ).stdout.split()
     assert int(times[0]) <= int(times[1])
-    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    done = gpuprov("verify", "--hosts", site.inventory("boots"))
     assert done.returncode == 0, done.stdout
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("boots")).stdout
 
 
 def test_another_set_of_libraries_changes_the_specification_without_anybody(main: Host) -> None:
@@ -103,7 +104,7 @@ def test_another_set_of_libraries_changes_the_specification_without_anybody(main
 
 
 def test_roll_back_takes_units_links_and_program_away(site: Site, main: Host) -> None:
-    done = gpuprov("rollback", "--hosts", site.inventory("main"))
+    done = gpuprov("rollback", "--hosts", site.inventory("boots"))
     assert done.returncode == 0, done.stdout
     found = main.ssh("find /etc /usr/lib/gpuprov -name '*gpuprov*' 2>&1", check=False).stdout
     assert "gpuprov-" not in found
