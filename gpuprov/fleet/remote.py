@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -79,8 +80,10 @@ def stream(
         errors.append(str(error) or type(error).__name__)
         code = CONNECTION_LOST
     finally:
-        if channel is not None:
-            channel.close()
+        # A connection that breaks just now can't take leave.
+        with contextlib.suppress(OSError, EOFError, SSHException):
+            if channel is not None:
+                channel.close()
     return Completed((command,), code, "", "\n".join(errors))
 
 
