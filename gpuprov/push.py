@@ -25,8 +25,8 @@ def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
     return (probe.python.path, "-I", f"{probe.cache}/agent-{digest}.pyz")
 
 
-def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False) -> Problem:
-    """Return why a run ended without saying how it ended. `lost`: the connection broke."""
+def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False, ended: str = "") -> Problem:
+    """Return why a run ended without saying how it ended. `lost`: the connection broke; `ended`: said() knows it."""
     if lost:
         return Problem(
             "the connection to the host dropped during the run",
@@ -35,11 +35,11 @@ def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False
         )
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
-            "the host's Python lacks a part of its standard library", said(done),
+            "the host's Python lacks a part of its standard library", said(done, ended=ended),
             "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
         )  # fmt: skip
     return Problem(
-        "the agent ended without a result", said(done, strays),
+        "the agent ended without a result", said(done, strays, ended=ended),
         "run the same command again; it takes up what was begun",
     )  # fmt: skip
 

@@ -198,7 +198,9 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
             "the host sends no events but a flood", done.stderr.strip().rpartition("\n")[2],
             "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass",
         )  # fmt: skip
-    return unfinished_problem(done, strays, lost=done.returncode == remote.CONNECTION_LOST)
+    return unfinished_problem(
+        done, strays, lost=done.returncode == remote.CONNECTION_LOST, ended=_ENDS.get(done.returncode, "")
+    )
 
 
 def _said(done: Completed, output: list[str] | None = None) -> str:
