@@ -133,7 +133,7 @@ def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Itera
                 return
             if reply:
                 _write(channel, reply, last=True)
-    except OSError:
+    except (OSError, EOFError):
         pass  # the same break shows on stdout
     except TooMuchError as error:
         errors.append(str(error))
