@@ -173,16 +173,19 @@ def test_live_table_is_drawn_while_many_hosts_print() -> None:
         drawing = threading.Event()
 
         def draw() -> None:
-            while not drawing.is_set():
+            # Without a pause it would hardly ever leave rich's lock to the others.
+            while not drawing.wait(0.001):
                 table._live.refresh()
 
         drawer = threading.Thread(target=draw, daemon=True)
         drawer.start()
-        with ThreadPoolExecutor(20) as pool:
-            for number in range(80):
-                pool.submit(table, f"lab-{number % 20}", Note("slow", "warning"))
-        drawing.set()
-        drawer.join()
+        try:
+            with ThreadPoolExecutor(20) as pool:
+                for number in range(80):
+                    pool.submit(table, f"lab-{number % 20}", Note("slow", "warning"))
+        finally:
+            drawing.set()
+            drawer.join()
     assert output(to).count("slow") >= 80
 
 
