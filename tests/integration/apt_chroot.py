@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import Completed, System
@@ -30,17 +30,9 @@ class ChrootHost(System):
     def which(self, program: str) -> str | None:
         return super().which(program)
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         words = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
-        done = super().run(("chroot", str(self.root), *words), timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        done = super().run(("chroot", str(self.root), *words), **more)
         return Completed(tuple(argv), done.returncode, done.stdout, done.stderr, done.seconds)
 
 

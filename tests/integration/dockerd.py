@@ -8,9 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 from gpuprov.system import Completed, System
 
@@ -55,22 +55,14 @@ class DockerHost(System):
     def which(self, program: str) -> str | None:
         return System().which(program)
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         if argv[0] == "systemctl":
             return self._systemctl(argv)
         if argv[0] == "journalctl":
             return Completed(argv, 0, "\n".join(self._log().splitlines()[-30:]))
-        environment = {**(env or {}), "DOCKER_HOST": self.socket}
-        return super().run(argv, timeout=timeout, stdin=stdin, env=environment, on_line=on_line)
+        environment = {**(more.pop("env", None) or {}), "DOCKER_HOST": self.socket}
+        return super().run(argv, env=environment, **more)
 
     def now(self) -> float:
         """Return a clock that runs faster, so that waiting in vain for docker costs seconds, not a quarter minute."""

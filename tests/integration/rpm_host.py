@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 from gpuprov.system import Completed, System
 from tests.lab.rpm_repository import BASE, RPM_MACROS, build_package
@@ -61,14 +61,6 @@ class RpmHost(System):
         """Return the command that runs `argv` on this host."""
         return ("unshare", "--mount", "sh", "-c", _ENTER, "sh", str(self.root), *argv)
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
-        done = super().run(self.entered(argv), timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        done = super().run(self.entered(argv), **more)
         return replace(done, argv=tuple(argv))

@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
@@ -48,19 +48,11 @@ class AptHost(System):
     def which(self, program: str) -> str | None:
         return System().which(program)
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         # Attempts that only lengthen the test are left out.
         argv = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
         command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
-        done = super().run(command, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        done = super().run(command, **more)
         return replace(done, argv=argv)
 
 

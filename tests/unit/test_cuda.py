@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
@@ -165,10 +165,7 @@ class Loading(System):
         super().__init__(str(root))
         self.loads, self.refuses = loads, refuses
 
-    def run(
-        self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:  # fmt: skip
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         if argv == ("dmesg",):
             return Completed(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 
@@ -89,15 +89,7 @@ class RecordedApt(System):
     def which(self, program: str) -> str | None:
         return f"/usr/bin/{program}"
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         if argv[0] == "dpkg-query" and "${Conffiles}" in argv[2]:
             return Completed(argv, 0, "")
@@ -110,6 +102,7 @@ class RecordedApt(System):
         self.asked.append(argv)
         if argv[0] == "apt-get" and "install" in argv and self.answer[0] == 0:
             self.packages += self.installs
+        on_line = more.get("on_line")
         for line in self.answer[1].splitlines():
             assert on_line is None or on_line(line) is None
         return Completed(argv, *self.answer)

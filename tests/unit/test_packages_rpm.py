@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 import pytest
 
@@ -120,15 +120,7 @@ class RecordedRpm(System):
     def sleep(self, seconds: float) -> None:
         self.slept += seconds
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         if argv[:2] == ("rpm", "-qa"):
             text = RPM if "--queryformat" in argv else "".join(f"{name}\n" for name in self.packages)
@@ -138,6 +130,7 @@ class RecordedRpm(System):
         self.asked.append(argv)
         if self.answer[0] == 0:
             self.packages += self.installs
+        on_line = more.get("on_line")
         for line in self.answer[1].splitlines():
             assert on_line is None or on_line(line) is None
         return Completed(argv, *self.answer)

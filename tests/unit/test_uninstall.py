@@ -229,7 +229,7 @@ def test_images_of_verification_go(tmp_path: Path) -> None:
         def run(self, argv: Sequence[str], **more: object) -> Completed:
             if tuple(argv[:2]) == ("docker", "images"):
                 return Completed(tuple(argv), 0, "gpuprov-verify:6d09\n")
-            return super().run(argv, **more)  # type: ignore[arg-type]
+            return super().run(argv, **more)
 
     host = WithImage(tmp_path)
     events = carry_out(host, "uninstall")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
@@ -150,15 +150,7 @@ class RecordedHost(System):
     def which(self, program: str) -> str | None:
         return f"/usr/bin/{program}"
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         self.asked.append(argv)
         return Completed(argv, *self.answers[self._key(argv)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 import pytest
 
@@ -38,10 +38,7 @@ class Host(System):
         self.config.write_text(CONTAINERD)
         self.config.chmod(0o640)
 
-    def run(
-        self, argv: Sequence[str], *, timeout: float = 60, stdin: bytes = b"", env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:  # fmt: skip
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         self.asked.append(argv)
         if argv == ("/usr/bin/containerd", "--version"):

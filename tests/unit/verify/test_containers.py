@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
@@ -30,15 +30,7 @@ class Docker(System):
         self.answers = {"inspect": (0, "[]", ""), "pull": (0, "", ""), "rm": (0, "", "")}
         self.asked: list[tuple[str, ...]] = []
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout: float = 60,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         self.asked.append(argv)
         return Completed(argv, *(self.runs.pop(0) if argv[1] == "run" else self.answers[argv[1]]))
