@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpuprov import package_lock
 from gpuprov.apt_failures import finish
 from gpuprov.changes import Tell
-from gpuprov.errors import GpuprovError
+from gpuprov.package_lock import LOCK_SECONDS
 from gpuprov.system import Completed, System
 
-# Longer than unattended-upgrades usually takes.
-LOCK_SECONDS = 300
 INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.
 _LOCKS = (
@@ -117,7 +116,8 @@ def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: i
 def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
     deadline = system.now() + lock_timeout
     while True:
-        wait_for_locks(system, tell, deadline, lock_timeout)
+        # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
+        package_lock.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
         done = system.run(command, timeout=seconds, on_line=lambda line: _tell_progress(line, tell))
         # Somebody may have been faster, after we looked and before apt did.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
@@ -125,36 +125,9 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
         system.sleep(1)
 
 
-def wait_for_locks(system: System, tell: Tell, deadline: float, lock_timeout: int) -> None:
-    """Wait until the package manager's locks are free.
-
-    apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
-    """
-    told = ""
-    while holder := lock_holder(system):
-        if system.now() > deadline:
-            raise GpuprovError(
-                "another program holds the package manager's lock",
-                f"{holder}; waited {lock_timeout} s for its end",
-                "wait for it, or set gpuprov_lock_timeout (seconds) higher, then run the same command again",
-            )
-        if holder != told:
-            tell(f"waiting up to {lock_timeout} s for {holder}, which holds the package manager's lock", 0, 0)
-            told = holder
-        system.sleep(0.5)
-
-
-def lock_holder(system: System, locks: Iterable[str] = _LOCKS) -> str:
-    """Return `NAME (pid N: COMMAND LINE)` of the process that holds a lock of the package manager, or nothing."""
-    for path in locks:
-        pid = system.lock_holder(path)
-        if pid:
-            name = (system.read_text(f"/proc/{pid}/comm") or "a process").strip()
-            line = (system.read_text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-            return f"{name} (pid {pid}{': ' + line if line else ''})"
-        if pid == 0:
-            return "a process that can't be seen from here"
-    return ""
+def lock_holder(system: System) -> str:
+    """Return who holds a lock of apt's or dpkg's, or nothing."""
+    return package_lock.lock_holder(system, _LOCKS)
 
 
 def _tell_progress(line: str, tell: Tell) -> None:

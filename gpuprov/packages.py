@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpuprov import apt
-from gpuprov.apt import LOCK_SECONDS, lock_holder, repair
+from gpuprov.apt import lock_holder, repair
 from gpuprov.apt_failures import finish
 from gpuprov.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
 from gpuprov.bundle.manifest import SOURCES_LIST
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
+from gpuprov.package_lock import LOCK_SECONDS
 from gpuprov.system import System
 
 __all__ = [

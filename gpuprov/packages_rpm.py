@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from gpuprov.changes import Change, Json, Tell
 from gpuprov.errors import GpuprovError
-from gpuprov.packages import LOCK_SECONDS, PackageFacts, lock_holder
+from gpuprov.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
+from gpuprov.packages import PackageFacts
 from gpuprov.pgp import fingerprints
 from gpuprov.rpm_failures import finish
 from gpuprov.system import Completed, System
@@ -23,7 +24,6 @@ _PID_FILES = (
 )  # fmt: skip
 # Files that rpm itself locks, by fcntl(2), whoever drives it; the second place is SUSE's and newer Fedoras'.
 _LOCKS = ("/var/lib/rpm/.rpm.lock", "/usr/lib/sysimage/rpm/.rpm.lock")
-_LOCK_POLL_SECONDS = 1.0
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
 _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 
@@ -129,11 +129,14 @@ def _versions(installed: str, *, rebuilt: bool) -> set[str]:
     return names
 
 
-def plan(packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = ()) -> tuple[Change, ...]:
+def plan(
+    packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = (), lock_timeout: int = LOCK_SECONDS
+) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, or nothing."""
     names = missing(packages, wanted)
     manager = packages.manager
-    return (RefreshRpmIndex(manager), InstallRpmPackages(manager, names, enable)) if names else ()
+    installation = InstallRpmPackages(manager, names, enable, lock_timeout)
+    return (RefreshRpmIndex(manager, lock_timeout), installation) if names else ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class RefreshRpmIndex(Change):
     """dnf, yum or zypper shall know what its repositories hold now."""
 
     manager: str
+    lock_timeout: int = LOCK_SECONDS
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
@@ -150,7 +154,7 @@ class RefreshRpmIndex(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         how = MANAGERS[self.manager]
-        done = _run(system, how.refresh, tell, _REFRESH_SECONDS)
+        done = _run(system, how.refresh, tell, _REFRESH_SECONDS, self.lock_timeout)
         finish(done, "the package index could not be refreshed", how.good_codes)
         return {}
 
@@ -165,6 +169,7 @@ class InstallRpmPackages(Change):
     manager: str
     names: tuple[str, ...]
     enable: tuple[str, ...] = ()
+    lock_timeout: int = LOCK_SECONDS
 
     # The next run plans afresh, from what rpm says is there.
     undo_when_interrupted: ClassVar[bool] = False
@@ -174,13 +179,13 @@ class InstallRpmPackages(Change):
         return f"install {', '.join(self.names)}{enabled}"
 
     def capture(self, system: System) -> Json:
-        return {"installed": sorted(_installed(system))}
+        return {"installed": sorted(_installed(system)), "lock_timeout": self.lock_timeout}
 
     def apply(self, system: System, tell: Tell) -> Json:
         how = MANAGERS[self.manager]
         before = _installed(system)
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
-        done = _run(system, (*how.install, *names), tell, _INSTALL_SECONDS)
+        done = _run(system, (*how.install, *names), tell, _INSTALL_SECONDS, self.lock_timeout)
         finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
@@ -200,7 +205,8 @@ class InstallRpmPackages(Change):
             name for name in (outcome or {}).get("added", sorted(added(set(before["installed"]), now))) if name in now
         ]
         if gone:
-            done = _run(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS)
+            lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
+            done = _run(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS, lock_timeout)
             finish(done, f"{', '.join(gone)} could not be removed")
 
 
@@ -221,31 +227,15 @@ def _name(package: str) -> str:
     return package.rsplit("-", 2)[0]
 
 
-def _run(system: System, command: tuple[str, ...], tell: Tell, seconds: float) -> Completed:
-    wait_for_lock(system, tell)
+def _run(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+    # dnf would wait for ever, and say nothing.
+    wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
     return system.run(
         command,
         timeout=seconds,
-        env={"ZYPP_LOCK_TIMEOUT": str(LOCK_SECONDS)},
+        env={"ZYPP_LOCK_TIMEOUT": str(lock_timeout)},
         on_line=lambda line: _progress(line, tell),
     )
-
-
-def wait_for_lock(system: System, tell: Tell) -> None:
-    """Wait until nobody holds the package manager's lock: dnf would wait for ever. Raises GpuprovError naming them."""
-    deadline = system.now() + LOCK_SECONDS
-    told = ""
-    while holder := rpm_lock_holder(system):
-        if system.now() > deadline:
-            raise GpuprovError(
-                "another program holds the package manager's lock",
-                f"{holder}, for more than {LOCK_SECONDS} s",
-                "wait for its end, then run the same command again",
-            )
-        if holder != told:
-            tell(f"waiting up to {LOCK_SECONDS} s for {holder}, which holds the package manager's lock", 0, 0)
-            told = holder
-        system.sleep(_LOCK_POLL_SECONDS)
 
 
 def rpm_lock_holder(system: System) -> str:

@@ -118,7 +118,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = wanted(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         enable = () if facts.docker.installed else ("docker.service",)
-        return packages_rpm.plan(facts.packages, names, enable)
+        return packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout)
     lacking = missing(facts.packages, names)
     held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
     options = use.apt_options(facts.bundle)

@@ -316,9 +316,17 @@ def test_the_wait_for_the_lock_is_told_and_has_an_end(tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.raises(GpuprovError, match="another program holds the package manager's lock") as caught:
         RefreshRpmIndex("zypper").apply(host, lambda message, *_: told.append(message))
-    assert "YaST2 (pid 77), for more than 300 s" in str(caught.value)
+    assert "YaST2 (pid 77); waited 300 s for its end" in str(caught.value)
     assert told == ["waiting up to 300 s for YaST2 (pid 77), which holds the package manager's lock"]
     assert host.asked == [] and 300 <= host.slept < 305
+    with pytest.raises(GpuprovError, match="waited 7 s"):
+        InstallRpmPackages("zypper", ("gcc",), lock_timeout=7).apply(host, lambda *_: None)
+    assert host.asked == [] and 307 <= host.slept < 313
+
+
+def test_the_limit_is_the_users() -> None:
+    refresh, install = plan(facts(), ("gcc",), lock_timeout=7)
+    assert (refresh, install) == (RefreshRpmIndex("dnf", 7), InstallRpmPackages("dnf", ("gcc",), lock_timeout=7))
 
 
 class WithLocks(System):
