@@ -12,7 +12,7 @@ import click
 from gpuprov.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
-    from gpuprov.cdi.specification import Device, Specification
+    from gpuprov.cdi.specification import Specification
 
 _MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management", "csv", "wsl")
 _NOT_HERE = {"csv": "Tegra", "wsl": "WSL"}
@@ -155,17 +155,29 @@ def generate(
       gpuprov cdi generate --mode gds --output /etc/cdi/nvidia-gds.json
       gpuprov cdi generate --device-name-strategy uuid --no-all-device
     """
+    from gpuprov.cdi.transform import with_device_root
+
+    if mode in _NOT_HERE:
+        raise GpuprovError(f"--mode {mode} is for {_NOT_HERE[mode]}, which gpuprov does not serve", "",
+                           "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)  # fmt: skip
+    found = _generated(mode, driver_root, library_folders, configuration_folders)
+    if dev_root:
+        found = with_device_root(found, dev_root)
+    _write(_chosen(found, **options), output, form or _form_of(output))
+
+
+def _generated(
+    mode: str, driver_root: str, library_folders: tuple[str, ...], configuration_folders: tuple[str, ...]
+) -> Specification:
+    """Return what the driver below that root, or what goes with it, calls for."""
     from dataclasses import replace
 
     from gpuprov.cdi.discover import ask_nvml, discover
     from gpuprov.cdi.generate import specification
     from gpuprov.cdi.other_devices import specification_of
-    from gpuprov.cdi.transform import with_device_root, with_root
+    from gpuprov.cdi.transform import with_root
     from gpuprov.system import System
 
-    if mode in _NOT_HERE:
-        raise GpuprovError(f"--mode {mode} is for {_NOT_HERE[mode]}, which gpuprov does not serve", "",
-                           "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)  # fmt: skip
     system = System(driver_root)
     if mode in ("auto", "nvml"):
         driver = discover(system, library_folders, configuration_folders)
@@ -175,13 +187,11 @@ def generate(
         found = specification(ask_nvml(system, driver) if driver_root == "/" else driver)
     else:
         found = specification_of(system, mode)
-    if driver_root != "/":
-        # The hook is this host's, wherever the driver lies.
-        moved = with_root(found, "/", driver_root)
-        found = replace(moved, edits=replace(moved.edits, hooks=found.edits.hooks))
-    if dev_root:
-        found = with_device_root(found, dev_root)
-    _write(_chosen(found, **options), output, form or _form_of(output))
+    if driver_root == "/":
+        return found
+    # The hook is this host's, wherever the driver lies.
+    moved = with_root(found, "/", driver_root)
+    return replace(moved, edits=replace(moved.edits, hooks=found.edits.hooks))
 
 
 def _chosen(
@@ -190,44 +200,14 @@ def _chosen(
 ) -> Specification:  # fmt: skip
     from dataclasses import replace
 
+    from gpuprov.cdi.choice import chosen_devices
+
     devices = chosen_devices(found, strategies=strategies, ids=ids, no_all_device=no_all_device)
     hooks = () if "all" in disabled and not enabled else found.edits.hooks
     if hook_path:
         hooks = tuple(replace(hook, path=hook_path) for hook in hooks)
     kind = f"{vendor or found.kind.partition('/')[0]}/{class_ or found.kind.partition('/')[2]}"
     return replace(found, devices=devices, edits=replace(found.edits, hooks=hooks), kind=kind)
-
-
-def chosen_devices(
-    found: Specification, *, strategies: tuple[str, ...], ids: tuple[str, ...], no_all_device: bool
-) -> tuple[Device, ...]:
-    """Return the devices that go by the wanted kinds of names. Raises GpuprovError for an id that none has."""
-    from dataclasses import replace
-
-    devices = [device for device in found.devices if not (no_all_device and device.name == "all")]
-    if strategies:
-        devices = [device for device in devices if _is_named(device.name, strategies)]
-    if ids:
-        unknown = sorted(set(ids) - {device.name for device in devices})
-        if unknown:
-            raise GpuprovError(f"there is no device {', '.join(unknown)}", "", "gpuprov cdi generate shows all names")
-        devices = [device for device in devices if device.name in ids]
-    if "type-index" in strategies and "index" not in strategies:
-        devices = [replace(one, name=f"{_type(one.name)}{one.name}") for one in devices]
-    return tuple(devices)
-
-
-def _type(name: str) -> str:
-    if name.isdigit():
-        return "gpu"
-    return "mig" if name.replace(":", "", 1).isdigit() else ""
-
-
-def _is_named(name: str, strategies: tuple[str, ...]) -> bool:
-    by_index = name.replace(":", "").isdigit() and name.count(":") <= 1
-    by_uuid = name.startswith(("GPU-", "MIG-"))
-    wanted = ("index" in strategies or "type-index" in strategies, "uuid" in strategies)
-    return name == "all" or (by_index and wanted[0]) or (by_uuid and wanted[1])
 
 
 @cdi.command("list")
