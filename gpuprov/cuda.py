@@ -102,8 +102,7 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "leave gpuprov_driver_version out (and lock it: dnf versionlock), or set gpuprov_driver: runfile",
             ),
         )
-    ids = tuple(gpu.device_id for gpu in facts.gpus)
-    return generations.problems(ids, _comparable(spec.driver_version), spec.kernel_module_type)
+    return generations.problems(facts.gpu_device_ids, _comparable(spec.driver_version), spec.kernel_module_type)
 
 
 def _comparable(version: str) -> str:
@@ -117,8 +116,9 @@ def _can_pin(row: Distribution) -> bool:
 
 def _module_type(facts: HostFacts, spec: HostSpec) -> str:
     """Return open or proprietary; open where both would do, as NVIDIA recommends from 560 on."""
-    ids = tuple(gpu.device_id for gpu in facts.gpus)
-    kind = generations.module_type(ids, _comparable(spec.driver_version) or "580.999", spec.kernel_module_type)
+    kind = generations.module_type(
+        facts.gpu_device_ids, _comparable(spec.driver_version) or "580.999", spec.kernel_module_type
+    )
     return "open" if kind == "auto" else kind
 
 

@@ -9,7 +9,7 @@ from gpuprov import generations, releases, runfile
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.errors import GpuprovError
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.kernel import builds_modules
@@ -24,67 +24,9 @@ _INSTALLER_SECONDS = 3600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
 _HEADER_BYTES = 8192
-# The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
-_ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
 # installer takes it away before it looks.
 _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
-
-
-def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps the asked driver from being installed."""
-    if spec.driver == "preinstalled":
-        if facts.driver_installed_version:
-            return ()
-        return (
-            Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
-        )
-    if spec.driver != "runfile":
-        return ()
-    if not spec.driver_version:
-        return (
-            Problem(
-                "which driver version to install is not said",
-                "gpuprov_driver is runfile and gpuprov_driver_version is not set",
-                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
-            ),
-        )
-    if facts.driver_packaged:
-        return (
-            Problem(
-                "the driver on this host comes from packages; a .run over them would break both",
-                f"package {facts.driver_packaged} is installed",
-                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
-            ),
-        )
-    unserved: tuple[Problem, ...] = ()
-    if builds_modules(facts, spec):
-        unserved = generations.problems(_device_ids(facts), spec.driver_version, spec.kernel_module_type)
-    return (*unserved, *_room_problems(facts, spec)) if installs(facts, spec) else unserved
-
-
-def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """NVIDIA's own file is known to be large; one from elsewhere is looked at when it is there."""
-    if spec.driver_url:
-        return ()
-    return tuple(
-        Problem(
-            f"not enough room on the file system of {place} for the driver",
-            f"{facts.free_bytes[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
-            f"make room: df -h {place}",
-        )
-        for place, needed in _ROOM.items()
-        if facts.free_bytes.get(place, needed) < needed
-    )
-
-
-def _device_ids(facts: HostFacts) -> tuple[str, ...]:
-    return tuple(gpu.device_id for gpu in facts.gpus)
-
-
-def _purge(facts: HostFacts) -> str:
-    manager = facts.packages.manager
-    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -108,7 +50,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             sha256=_sha256(facts, spec),
             architecture=facts.architecture,
             kernel_modules=builds_modules(facts, spec),
-            module_type=generations.module_type(_device_ids(facts), spec.driver_version, spec.kernel_module_type),
+            module_type=generations.module_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
             signing_key=spec.module_signing_key,

@@ -142,6 +142,11 @@ class HostFacts:
     bundle: BundleFacts | None = None
 
     @property
+    def gpu_device_ids(self) -> tuple[str, ...]:
+        """The PCI device ids of the GPUs, which tell their generations."""
+        return tuple(gpu.device_id for gpu in self.gpus)
+
+    @property
     def driver_installed_version(self) -> str:
         """The version of the driver's libraries on disk, or nothing."""
         return self.driver.library_version

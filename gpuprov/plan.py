@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import boot, cuda, driver_run, kernel, nouveau, packages_rpm, reboot, repos, repos_rpm, software, toolkit
+from gpuprov import (
+    boot,
+    cuda,
+    driver_problems,
+    driver_run,
+    kernel,
+    nouveau,
+    packages_rpm,
+    reboot,
+    repos,
+    repos_rpm,
+    software,
+    toolkit,
+)
 from gpuprov.bundle import images, use
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
@@ -153,7 +166,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_clock_problems(facts),
             *kernel.problems(facts, spec),
             *reboot.problems(facts, spec),
-            *driver_run.problems(facts, spec),
+            *driver_problems.problems(facts, spec),
             *cuda.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),

@@ -1,0 +1,65 @@
+"""What keeps the asked driver from being installed, told before anything is changed. Pure."""
+
+from __future__ import annotations
+
+from gpuprov import generations
+from gpuprov.driver_run import installs
+from gpuprov.errors import Problem
+from gpuprov.facts import CACHE_DIRECTORY, HostFacts
+from gpuprov.kernel import builds_modules
+from gpuprov.spec import HostSpec
+
+# The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
+_ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what keeps the asked driver from being installed."""
+    if spec.driver == "preinstalled":
+        if facts.driver_installed_version:
+            return ()
+        return (
+            Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
+        )
+    if spec.driver != "runfile":
+        return ()
+    if not spec.driver_version:
+        return (
+            Problem(
+                "which driver version to install is not said",
+                "gpuprov_driver is runfile and gpuprov_driver_version is not set",
+                "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
+            ),
+        )
+    if facts.driver_packaged:
+        return (
+            Problem(
+                "the driver on this host comes from packages; a .run over them would break both",
+                f"package {facts.driver_packaged} is installed",
+                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
+            ),
+        )
+    unserved: tuple[Problem, ...] = ()
+    if builds_modules(facts, spec):
+        unserved = generations.problems(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
+    return (*unserved, *_room_problems(facts, spec)) if installs(facts, spec) else unserved
+
+
+def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """NVIDIA's own file is known to be large; one from elsewhere is looked at when it is there."""
+    if spec.driver_url:
+        return ()
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place} for the driver",
+            f"{facts.free_bytes[place] // 2**20} MiB free, {needed // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, needed in _ROOM.items()
+        if facts.free_bytes.get(place, needed) < needed
+    )
+
+
+def _purge(facts: HostFacts) -> str:
+    manager = facts.packages.manager
+    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"
