@@ -16,7 +16,6 @@ from gpuprov.lock import try_lock
 from gpuprov.runtime_hook.dev_char import link_nodes
 from gpuprov.system import System
 
-_SPECIFICATION = "/etc/cdi/nvidia.json"
 _LOAD_SECONDS = 120
 # nvidia-modprobe loads the modules and makes the first nodes; without it modprobe loads them and we make all.
 _LOADERS = (("nvidia-modprobe", "-u", "-c", "0"), ("modprobe", "-a", "nvidia", "nvidia-uvm"))
@@ -74,7 +73,7 @@ def refresh(system: System) -> str:
     """Write the CDI specifications anew if they no longer say what is there; return what was done."""
     # Here, because making nodes, which docker waits for at boot, needs none of it.
     from gpuprov.cdi import other_devices
-    from gpuprov.cdi.generate import difference, specification
+    from gpuprov.cdi.generate import PATH, difference, specification
     from gpuprov.cdi.specification import render_json
 
     with try_lock(system) as ours:
@@ -87,10 +86,10 @@ def refresh(system: System) -> str:
         if _make_missing(system, driver):
             driver = discover(system)
         wanted = dict(other_devices.specifications(system))
-        found = system.read_bytes(_SPECIFICATION)
+        found = system.read_bytes(PATH)
         reason = "it is missing" if found is None else difference(found, driver)
         if reason:
-            wanted[_SPECIFICATION] = render_json(specification(ask_nvml(system, driver)))
+            wanted[PATH] = render_json(specification(ask_nvml(system, driver)))
         changed = {path: content for path, content in wanted.items() if system.read_bytes(path) != content}
         for path, content in changed.items():
             system.make_directory(parent_of(path))

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.system import System
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_STATE_DIRECTORY = "/var/lib/gpuprov"
-_ASKED = f"{_STATE_DIRECTORY}/reboot.json"
+_ASKED = f"{STATE_DIRECTORY}/reboot.json"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def gather_reboot(system: System) -> RebootFacts:
 
 def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
     """Write down that a reboot is asked for."""
-    system.make_directory(_STATE_DIRECTORY, 0o700)
+    system.make_directory(STATE_DIRECTORY, 0o700)
     content = json.dumps({"boot_id": boot_id, "reasons": list(reasons)}) + "\n"
     system.write(_ASKED, content.encode(), mode=0o600)
 

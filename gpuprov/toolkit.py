@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
-from gpuprov.cdi.generate import difference, specification
+from gpuprov.cdi.generate import PATH, difference, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.cuda import plan_driver
@@ -17,7 +17,7 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
-CDI_SPECIFICATION = "/etc/cdi/nvidia.json"
+CDI_SPECIFICATION = PATH
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
 
 

@@ -18,6 +18,8 @@ from gpuprov.errors import GpuprovError
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
 
+# Where an installation puts it, and every boot keeps it right.
+PATH = "/etc/cdi/nvidia.json"
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
 _WORLD = 0o006  # read and write for others
 # What the host is stands among the hook's arguments: annotations would need CDI 0.6.0, which podman 4 does not know.

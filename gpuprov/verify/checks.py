@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuprov import toolkit
 from gpuprov.cdi.discover import discover, missing_nodes
-from gpuprov.cdi.generate import difference
+from gpuprov.cdi.generate import PATH, difference
 from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.engines import docker
 from gpuprov.events import Sink
@@ -104,7 +104,7 @@ def _device_nodes(system: System) -> Shown:
 
 
 def _cdi(system: System) -> Shown:
-    path = toolkit.CDI_SPECIFICATION
+    path = PATH
     content = system.read_bytes(path)
     if content is None:
         raise Failed(f"{path} is missing; run gpuprov install")
