@@ -37,7 +37,8 @@ install_items+=" {BLACKLIST} "
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the blacklist's writing and the rebuilding of each initramfs that lacks it, or nothing."""
-    if spec.driver != "runfile" or not builds_modules(facts, spec):
+    # NVIDIA's packages blacklist nouveau themselves, and know nothing of nova.
+    if spec.driver == "preinstalled" or not builds_modules(facts, spec):
         return ()
     files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
     if facts.initramfs.dracut:

@@ -98,6 +98,10 @@ def test_dracut_is_told_to_omit_the_drivers(host: FakeHost) -> None:
     assert [path for path, _ in change.files] == [BLACKLIST, DRACUT_CONFIGURATION]
 
 
+def test_a_driver_from_packages_needs_the_gpus_as_much(host: FakeHost) -> None:
+    assert nouveau.plan(gather(host), spec(driver="packages")) == nouveau.plan(gather(host), spec())
+
+
 @pytest.mark.parametrize("values", [{"kernel_modules": "none"}, {"driver": "preinstalled"}])
 def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(host: FakeHost, values: dict[str, str]) -> None:
     assert nouveau.plan(gather(host), spec(**values)) == ()
