@@ -85,8 +85,10 @@ def cli() -> None:
 @click.option("--bundle", "bundle_file", metavar="FILE", default="", help="Install from this file alone, without a "
               "network (`gpuprov bundle create` makes it).")  # fmt: skip
 @click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed the bundle.")
+@click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
+              "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
 @_fleet_options
-def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, **options: Any) -> None:
+def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: str | None, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
 
     Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
@@ -97,7 +99,8 @@ def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, **option
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
     """
-    _run("install", options, check=check, diff=diff, bundle=bundle_file, bundle_key=bundle_key)
+    more = {"check": check, "diff": diff, "bundle": bundle_file, "bundle_key": bundle_key}
+    _run("install", options, overrides=_given(reboot=reboot), **more)
 
 
 @cli.command()
@@ -114,8 +117,7 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
       gpuprov verify --hosts inventory.ini
       gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
     """
-    chosen = {"verify_image": image, "torch_image": torch_image}
-    _run("verify", options, overrides=tuple((name, value) for name, value in chosen.items() if value))
+    _run("verify", options, overrides=_given(verify_image=image, torch_image=torch_image))
 
 
 @cli.command()
@@ -258,6 +260,11 @@ cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(hook)
 cli.add_command(runtime)
+
+
+def _given(**variables: str | None) -> tuple[tuple[str, str], ...]:
+    """Return what wins over the inventory: the variables that the command line has."""
+    return tuple((name, value) for name, value in variables.items() if value)
 
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:

@@ -79,12 +79,14 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         "--diff", "--json", "--forks", "3", "-k", "-K", "--accept-new-host-keys", "--connect-timeout", "2.5",
         "--bootstrap-python", "-v", "--vault-password-file", "p", "--serial", "1,50%", "--max-fail", "5%",
         "--canary", "x", "--host-timeout", "9", "--report", "r.html", "--bundle", "b.tar", "--bundle-key", "AB CD",
+        "--reboot", "if-needed",
     )  # fmt: skip
     assert options == Options(
         command="install", hosts=("a", "b"), limit="x", extra_vars=("k=1", "@f"), vault_password_file="p", check=True,
         diff=True, json=True, verbose=True, forks=3, password="secret", become_password="hunter2",
         accept_new_host_keys=True, connect_timeout=2.5, bootstrap_python=True, serial="1,50%", max_fail="5%",
         canary="x", host_timeout=9, report="r.html", bundle="b.tar", bundle_key="AB CD",
+        overrides=(("reboot", "if-needed"),),
     )  # fmt: skip
     assert "secret" not in repr(options)
     assert "hunter2" not in repr(options)
