@@ -117,6 +117,13 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pristine(site: Site) -> None:
+    """The hosts that are broken here have neither docker nor, one of them, Python: other tests may have given them."""
+    for name in ("ops", "bare"):
+        site.hosts[name].reset()
+
+
 @pytest.fixture(scope="module")
 def state() -> Callable[[Host], tuple[object, ...]]:
     """Return what tells whether a host was changed: configuration, packages, the driver, docker's process."""
