@@ -14,13 +14,15 @@ HOSTS = {"bullseye": 1, "main": 2, "trixie": 2}
 _IMAGE = r"""
 cd / && tar --exclude='*nvidia*' --exclude='*libcuda*' --exclude='*libnvcuvid*' --exclude='*dist-packages*' \
   -c bin sbin lib lib64 usr/lib64 usr/bin/python3* usr/bin/bash usr/bin/sh usr/bin/dash usr/bin/ls usr/bin/grep \
-  usr/sbin/ldconfig usr/lib/python3.* usr/lib/x86_64-linux-gnu etc/ld.so.conf etc/ld.so.conf.d 2>/dev/null |
+  usr/bin/cat usr/bin/stat usr/bin/true usr/sbin/ldconfig usr/lib/python3.* usr/lib/x86_64-linux-gnu \
+  etc/ld.so.conf etc/ld.so.conf.d 2>/dev/null |
   docker import - full:1
 """
 _FINDS = """python3 -c 'import ctypes, ctypes.util
 library, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 assert library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0
 print(count.value)'"""
+_RESTART = "systemctl reset-failed docker; systemctl restart docker"
 _WAYS = ("--gpus all", "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all")
 
 
@@ -99,7 +101,7 @@ def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) ->
     daemon = host.ssh("cat /etc/docker/daemon.json").stdout
     try:
         host.ssh("cat > /etc/docker/daemon.json", stdin='{"features": {"cdi": true},' + daemon.strip()[1:])
-        host.ssh("systemctl restart docker")
+        host.ssh(_RESTART)
         assert run(host, "--device nvidia.com/gpu=all", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
         assert run(host, "--device nvidia.com/gpu=1", "nvidia-smi -L").count("UUID: GPU-") == 1
         assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
@@ -110,7 +112,86 @@ def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) ->
         assert '"cdi"' in host.ssh("cat /etc/docker/daemon.json").stdout
     finally:
         host.ssh("cat > /etc/docker/daemon.json", stdin=daemon)
-        host.ssh("systemctl restart docker")
+        host.ssh(_RESTART)
+
+
+@pytest.mark.parametrize("flags", _WAYS)
+def test_what_a_start_leaves_in_the_writable_layer_is_little_and_never_grows(host: Host, flags: str) -> None:
+    """Links, empty targets of mounts and the loader's cache: the cache alone has a size."""
+    layer = host.ssh(
+        f"docker create --name layer --network=none {flags} full:1 true >&2 &&"
+        " docker inspect --format '{{.GraphDriver.Data.UpperDir}}' layer"
+    ).stdout.strip()
+    listing = (
+        f"docker start --attach layer && cd {layer} && find . -type f -printf '%s %p\\n' -o -printf '%y %p\\n' | sort"
+    )
+    try:
+        first = host.ssh(listing).stdout
+        assert [host.ssh(listing).stdout for _ in range(3)] == [first] * 3
+    finally:
+        host.ssh("docker rm layer")
+    sizes = {name: int(size) for size, name in (line.split() for line in first.splitlines()) if size.isdigit()}
+    assert {name for name, size in sizes.items() if size} == {"./etc/ld.so.cache"}
+    assert sizes["./etc/ld.so.cache"] <= 2 * int(host.ssh("stat -c %s /etc/ld.so.cache").stdout)
+
+
+# docker asks for more controllers than this machine has; so crun is given its container by hand.
+_CRUN = r"""
+set -e
+command -v crun >/dev/null || { apt-get -q update && apt-get -qy install --no-install-recommends crun; } >/dev/null
+mkdir -p /root/oci/rootfs && cd /root/oci
+[ -e rootfs/usr/bin ] || { docker create --name oci full:1 true
+  docker export oci | tar -xC rootfs; docker rm oci; } >/dev/null
+rm -f config.json && crun spec
+python3 - "$@" <<'END'
+import json, sys
+config = json.load(open("config.json"))
+config["process"].update(terminal=False, args=["sh", "-c", "nvidia-smi -L; ldconfig -p | grep libcuda.so.1"])
+config["process"]["env"].append("NVIDIA_VISIBLE_DEVICES=all")
+config["root"]["readonly"] = False
+if "hook" in sys.argv:
+    hook = {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["nvidia-container-runtime-hook", "prestart"]}
+    config["hooks"] = {"prestart": [hook]}
+json.dump(config, open("config.json", "w"))
+END
+"$1" create --bundle . oci >out 2>&1 </dev/null || { cat out >&2; exit 1; }
+"$1" start oci
+for _ in $(seq 100); do crun state oci | grep -q '"stopped"' && break; sleep 0.1; done
+"$1" delete --force oci
+cat out
+"""
+
+
+@pytest.mark.parametrize("words", ["gpuprov-container-runtime runtime", "/usr/bin/crun hook"])
+def test_crun_on_cgroup_version_2(host: Host, words: str) -> None:
+    if host.name != "trixie":
+        pytest.skip("of the hosts' releases only trixie has a crun (1.21) that starts here")
+    settings = "/etc/gpuprov/container-runtime.toml"
+    host.ssh(f"mkdir -p /etc/gpuprov && cat > {settings}", stdin='[nvidia-container-runtime]\nruntimes = ["crun"]\n')
+    try:
+        out = host.ssh(f"sh -s {words}", stdin=_CRUN).stdout
+    finally:
+        host.ssh("rm -r /etc/gpuprov")
+    assert out.startswith(host.ssh("nvidia-smi -L").stdout)
+    assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in out
+
+
+def test_containers_whose_root_is_nobody_on_the_host(host: Host) -> None:
+    """docker with userns-remap: files belong to the container's root, devices are the host's."""
+    daemon = host.ssh("cat /etc/docker/daemon.json").stdout
+    try:
+        host.ssh("cat > /etc/docker/daemon.json", stdin='{"userns-remap": "default",' + daemon.strip()[1:])
+        host.ssh(_RESTART)
+        host.ssh(_IMAGE)
+        for flags in _WAYS:
+            assert run(host, flags, "cat /proc/self/uid_map").split()[1] != "0"
+            assert run(host, flags, "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+            assert run(host, f"{flags} --read-only", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+            assert run(host, flags, _FINDS).strip() == str(HOSTS[host.name])
+            assert run(host, flags, "stat -c %u /etc/ld.so.cache").strip() == "0"
+    finally:
+        host.ssh("cat > /etc/docker/daemon.json", stdin=daemon)
+        host.ssh(_RESTART)
 
 
 _DIVIDE = r"""
