@@ -20,6 +20,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.more import gather as gather_engines
+from gpuprov.holders import RunningDriver
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.reboot_state import RebootFacts, gather_reboot
@@ -43,6 +44,7 @@ _MANAGED_FILES = (
     deploy.NVIDIA_HOOK_PATH,
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
+    "/var/lib/gpuprov/driver-in-use",
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
 )
@@ -115,7 +117,8 @@ class HostFacts:
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
-    `bundle`: what stands in for the network, if the installation is given one.
+    `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
+    users, if another is to be installed.
     """
 
     os: OperatingSystem
@@ -140,6 +143,7 @@ class HostFacts:
     displays: tuple[str, ...]
     clock: int
     bundle: BundleFacts | None = None
+    running: RunningDriver | None = None
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:

@@ -9,12 +9,14 @@ from typing import Callable
 from gpuprov import (
     boot,
     cuda,
+    driver_install,
     driver_problems,
     driver_run,
     kernel,
     nouveau,
     packages_rpm,
     reboot,
+    release,
     repos,
     repos_rpm,
     software,
@@ -98,7 +100,7 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*driver_run.plan(facts, spec), *cuda.plan_driver(facts, spec))
+    return (*driver_install.plan(facts, spec), *cuda.plan_driver(facts, spec))
 
 
 STEPS = (
@@ -124,9 +126,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
-        driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        boot.PrepareBoot, reboot.Reboot, images.LoadImage,
+        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver,
     )
 }  # fmt: skip
 

@@ -177,6 +177,12 @@ class HostSpec:
         "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
         "never", "if-needed",
     )  # fmt: skip
+    stop_containers: bool = _flag(
+        False,
+        "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
+        "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
+    )
+    stop_display_manager: bool = _flag(False, "Whether the display manager may be stopped for it, and started again.")
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
