@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import distro
@@ -20,8 +20,10 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.more import gather as gather_engines
+from gpuprov.fabric_manager import FabricFacts, gather_fabric
 from gpuprov.holders import RunningDriver
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.mig import MigGpu
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
@@ -118,7 +120,7 @@ class HostFacts:
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
-    users, if another is to be installed.
+    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for.
     """
 
     os: OperatingSystem
@@ -144,6 +146,8 @@ class HostFacts:
     clock: int
     bundle: BundleFacts | None = None
     running: RunningDriver | None = None
+    fabric: FabricFacts = field(default_factory=FabricFacts)
+    mig: tuple[MigGpu, ...] = ()
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
@@ -191,6 +195,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
         displays=gather_displays(system),
         clock=system.clock(),
+        fabric=gather_fabric(system),
     )
 
 

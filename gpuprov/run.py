@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Callable
 
-from gpuprov import __version__, running_driver
+from gpuprov import __version__, mig, running_driver
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
 from gpuprov.download import unreachable
@@ -105,6 +105,8 @@ def _gather(system: System, spec: HostSpec, bundle: use.OpenBundle | None) -> Ho
     facts = gather(system, engine_wishes(spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
+    if spec.mig_layout:
+        facts = replace(facts, mig=mig.gather_mig(system))
     return facts if bundle is None else replace(facts, bundle=use.gather(system, bundle.manifest))
 
 

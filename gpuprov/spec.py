@@ -45,6 +45,10 @@ _PACKAGE = validate.Regexp(
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )
+_MIG_LAYOUT = validate.Regexp(
+    r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
+    error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
+)
 _ENGINES = ("containerd", "crio", "podman")
 _WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
@@ -109,6 +113,20 @@ def _flag(default: bool, text: str) -> Any:
 def _number(default: int, text: str, largest: int) -> Any:
     check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
     return _option(schema_fields.Integer(validate=check), default, text)
+
+
+class _TextOrList(schema_fields.Field):
+    """One text, or a list of texts; either becomes a tuple."""
+
+    def __init__(self, check: validate.Validator, **more: Any) -> None:
+        super().__init__(**more)
+        self._check = check
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> list[str]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValidationError("must be text or a list of texts")
+        return [self._check(text) for text in texts if len(texts) > 1 or text]
 
 
 class _StrictBoolean(schema_fields.Boolean):
@@ -183,6 +201,19 @@ class HostSpec:
         "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
     )
     stop_display_manager: bool = _flag(False, "Whether the display manager may be stopped for it, and started again.")
+    fabric_manager: str = _choice(
+        "auto",
+        "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
+        "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
+        "auto", "preinstalled",
+    )  # fmt: skip
+    mig_layout: tuple[str, ...] = _option(
+        _TextOrList(_MIG_LAYOUT),
+        (),
+        "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
+        "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
+        "they are.",
+    )
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
