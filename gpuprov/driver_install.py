@@ -16,6 +16,8 @@ from gpuprov.kernel import builds_modules
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.release import Release, release, start_again
 from gpuprov.spec import HostSpec
+from gpuprov.supported_gpus import module_type as choose_modules
+from gpuprov.supported_gpus import read_supported_gpus
 from gpuprov.system import Completed, System
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
@@ -56,6 +58,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             signing_certificate=spec.module_signing_certificate,
             release=way.release,
             beside=way.beside,
+            gpu_device_ids=facts.gpu_device_ids,
+            asked_module_type=spec.kernel_module_type,
         ),
     )
 
@@ -79,6 +83,8 @@ class InstallDriver(Change):
     signing_certificate: str = ""
     release: Release | None = None
     beside: bool = False
+    gpu_device_ids: tuple[str, ...] = ()
+    asked_module_type: str = "auto"
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
@@ -107,14 +113,15 @@ class InstallDriver(Change):
         }
 
     def apply(self, system: System, tell: Tell) -> Json:
-        self._inspect(system)
+        header = self._inspect(system)
         self._require_space(system)
+        module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
         if self.release is not None and not self._make_way(system, self.release, tell):
             # Planned afresh, it is installed beside the one that can't be unloaded.
             return {"reboot": False, "installed": False}
         system.make_directory(STATE_DIRECTORY, 0o700)
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
-        done, dkms = self._install(system, tell)
+        done, dkms = self._install(system, module_type, tell)
         self._prove(system, done, dkms)
         start_again(system, tell)
         if self.release is not None:
@@ -138,7 +145,12 @@ class InstallDriver(Change):
             return False
         return True
 
-    def _inspect(self, system: System) -> None:
+    def _choose_modules(self, system: System, header: runfile.Header) -> str:
+        """Return which modules to build, by what the file itself says of the GPUs; `module_type` where it is silent."""
+        chips = read_supported_gpus(system, self.path, header.skip)
+        return choose_modules(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
+
+    def _inspect(self, system: System) -> runfile.Header:
         """Read the header before anything runs: right file, right version, right architecture."""
         start = system.read_start(self.path, _HEADER_BYTES)
         if start is None:
@@ -157,6 +169,7 @@ class InstallDriver(Change):
                 f"{self.path}: {header.label}",
                 "correct gpuprov_driver_url or gpuprov_driver_version",
             )
+        return header
 
     def _require_space(self, system: System) -> None:
         """A full disk shows up as exit code 15 or a SIGBUS in the middle: look before."""
@@ -171,7 +184,7 @@ class InstallDriver(Change):
                     f"make room: df -h {place}",
                 )
 
-    def _install(self, system: System, tell: Tell) -> tuple[Completed, bool]:
+    def _install(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
         # Always the same folder, root's own: what a killed run left there goes now.
         temporary = _UNPACK
@@ -179,7 +192,7 @@ class InstallDriver(Change):
         system.make_directory(temporary, 0o700)
         try:
             arguments = runfile.install_arguments(
-                self.version, kernel_modules=self.kernel_modules, module_type=self.module_type, dkms=dkms,
+                self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
                 has_libgl=self.has_libgl, beside=self.beside,
                 temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip

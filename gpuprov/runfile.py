@@ -25,11 +25,12 @@ _OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
 
 @dataclass(frozen=True)
 class Header:
-    """What the shell stub at the start of a .run says of it."""
+    """What the shell stub at the start of a .run says of it; the payload begins at line `skip` (0: not said)."""
 
     version: str
     architecture: str
     label: str
+    skip: int = 0
 
 
 def parse_header(text: str) -> Header:
@@ -47,7 +48,8 @@ def parse_header(text: str) -> Header:
             f"it begins with {text[:40]!r} and its label is {label!r}",
             "check gpuprov_driver_url",
         )
-    return Header(found["version"], found["architecture"], label)
+    skip = _assigned(text, "skip")
+    return Header(found["version"], found["architecture"], label, int(skip) if skip.isdigit() else 0)
 
 
 def _assigned(text: str, name: str) -> str:

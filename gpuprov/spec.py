@@ -26,7 +26,7 @@ PLAY_VARIABLES = frozenset(
 )
 
 _VERSION = validate.Regexp(
-    rf"\d{{3,4}}(\.\d{{1,4}}){{1,3}}\Z|({'|'.join(releases.branches())}|latest)\Z",
+    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
     error=f"is not a driver version such as 550.163.01, nor a branch ({', '.join(releases.branches())}), nor latest",
 )
 _SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
@@ -169,6 +169,13 @@ class HostSpec:
         "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
         _SHA256,
     )
+    driver_mirror: str = _text(
+        "",
+        "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
+        "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
+        "lists.",
+        _HTTP_URL,
+    )
     kernel_modules: str = _choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
@@ -307,11 +314,24 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
     }
-    # A .run that is asked for by branch is one release from here on: every host of a run gets the same.
-    version = settings.get("driver_version", "")
-    if settings.get("driver", "runfile") == "runfile":
-        version = releases.resolved(version)
-    return HostSpec(**{**settings, "driver_version": "" if version == "latest" else version})
+    return HostSpec(**{**settings, "driver_version": _driver_version(settings, origin)})
+
+
+def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
+    """Return the release that is meant, where this is known: every host of a run gets the same.
+
+    A mirror's index says what its branches are, and the repository of NVIDIA's packages what theirs are.
+    """
+    version: str = settings.get("driver_version", "")
+    if settings.get("driver", "runfile") != "runfile":
+        return "" if version == "latest" else version
+    if settings.get("driver_mirror"):
+        return version
+    found = releases.resolved(version)
+    if found.isdigit():
+        problem = _problem("driver_version", _VERSION.error, {"driver_version": version}, origin)
+        raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
+    return found
 
 
 @functools.cache
