@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov import boot_files
+from gpuprov import boot_files, mig_plan
 from gpuprov.boot_files import (
+    MIG,
     MODULES,
     NODES,
     PERSISTENCE,
@@ -22,6 +23,7 @@ from gpuprov.driver_run import installs
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts
 from gpuprov.kernel import builds_modules
+from gpuprov.mig import DISABLED
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
@@ -48,7 +50,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of what is missing, and the removal of what is no longer wanted, or nothing."""
     wanted = _wanted(facts, spec)
     wrong = tuple((path, content) for path, content in wanted.items() if not _is_there(facts, path, content))
-    units = tuple(name for name in (NODES, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
+    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
         path
@@ -69,6 +71,9 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     # A system container's kernel, with its modules and its GPUs, is the machine's outside.
     if facts.kernel.takes_modules and not facts.kernel.container:
         texts[MODULES] = boot_files.MODULES_TEXT
+    divided = tuple(one for one in mig_plan.wanted(facts, spec) if one[1] != DISABLED)
+    if divided:
+        texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
     if _has_persistence(facts, spec):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
     return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}

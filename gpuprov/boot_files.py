@@ -5,7 +5,7 @@ Names and contents only, and the look at what is there; boot.py decides what bel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
@@ -17,13 +17,14 @@ PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
 NODES = "gpuprov-nodes.service"
 REFRESH = "gpuprov-refresh.service"
 WATCH = "gpuprov-refresh.path"
+MIG = "gpuprov-mig.service"
 PERSISTENCE = "nvidia-persistenced.service"
 UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
 MODULES = "/etc/modules-load.d/gpuprov.conf"
 PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
 _MARK = "# By gpuprov"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
-_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, REFRESH, WATCH, PERSISTENCE))
+_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE))
 
 NODES_TEXT = f"""\
 {_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
@@ -98,8 +99,40 @@ MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
 
 # Those that belong to no package: what lies there and is not wanted is removed if it is gpuprov's.
 MANAGED = (
-    f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}", UDEV_RULES, MODULES,
+    f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
+    UDEV_RULES, MODULES,
 )  # fmt: skip
+
+
+def mig_text(layout: Sequence[tuple[int, str]]) -> str:
+    """Return the unit that divides the GPUs of a layout (index → text, mig.py) at boot: MIG devices do not outlive one.
+
+    From Hopper on the mode does not either. Where there are some already it does nothing.
+    """
+    steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_making(index, text)}" for index, text in layout)
+    return f"""\
+{_MARK}: MIG devices do not outlive a boot.
+[Unit]
+Description=MIG devices of NVIDIA GPUs (gpuprov_mig_layout)
+After={NODES} {PERSISTENCE}
+Before={REFRESH} docker.service containerd.service crio.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/sh -c 'nvidia-smi mig -lgi | grep -q " MIG " && exit 0; {steps}'
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _making(index: int, text: str) -> str:
+    if not text.startswith("all-"):
+        return f"nvidia-smi mig -i {index} -cgi {text} -C"
+    # The first must do; the others until there is no room left.
+    make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
+    return f"{make} && while {make}; do :; done"
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,14 @@ def create(
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     from gpuprov.bundle.recipe import Wishes, make_recipe
+    from gpuprov.mirror import resolved
+    from gpuprov.system import System
 
     changed = {"driver_version": driver}
     if driver_file:
         changed |= _local_driver(driver_file)
     specs = _specs(hosts, limit, extra_vars, vault_password_file, {k: v for k, v in changed.items() if v})
+    specs = tuple(resolved(System(), spec, arch) for spec in specs)
     recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources), specs)
     contents = _create(recipe, sign_key, Path(output))
     size = Path(output).stat().st_size

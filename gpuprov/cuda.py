@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gpuprov import generations
+from gpuprov import fabric_plan, generations
 from gpuprov.bundle import use
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, WriteFile
@@ -45,13 +45,15 @@ def _wants_repository(spec: HostSpec) -> bool:
 def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with NVIDIA's CUDA repository among its repositories, if something is to come from there."""
     row = distribution_of(facts.os)
-    return spec if row is None else with_repository_of(row, facts.architecture, spec)
+    if row is None:
+        return spec
+    return with_repository_of(row, facts.architecture, spec, more=fabric_plan.comes_from_repository(facts, spec))
 
 
-def with_repository_of(row: Distribution, architecture: str, spec: HostSpec) -> HostSpec:
-    """Return the same for a row of the table and an architecture."""
+def with_repository_of(row: Distribution, architecture: str, spec: HostSpec, *, more: bool = False) -> HostSpec:
+    """Return the same for a row of the table and an architecture; `more`: there is more that comes from there."""
     folder = NVIDIA_ARCHITECTURES.get(architecture)
-    if not _wants_repository(spec) or not row.nvidia_repository or not folder:
+    if not (more or _wants_repository(spec)) or not row.nvidia_repository or not folder:
         return spec
     base = f"{spec.cuda_repository.rstrip('/')}/{row.nvidia_repository}/{folder}"
     file, fingerprint = next(

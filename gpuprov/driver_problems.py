@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov import generations
+from gpuprov import generations, running_driver
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
@@ -42,7 +42,9 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     unserved: tuple[Problem, ...] = ()
     if builds_modules(facts, spec):
         unserved = generations.problems(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
-    return (*unserved, *_room_problems(facts, spec)) if installs(facts, spec) else unserved
+    if not installs(facts, spec):
+        return unserved
+    return (*unserved, *_room_problems(facts, spec), *running_driver.problems(facts, spec))
 
 
 def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

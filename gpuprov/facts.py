@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import distro
@@ -20,7 +20,10 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.more import gather as gather_engines
+from gpuprov.fabric_manager import FabricFacts, gather_fabric
+from gpuprov.holders import RunningDriver
 from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.mig import MigGpu
 from gpuprov.packages import PackageFacts, gather_packages
 from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
@@ -43,6 +46,7 @@ _MANAGED_FILES = (
     deploy.NVIDIA_HOOK_PATH,
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
+    "/var/lib/gpuprov/driver-in-use",
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
 )
@@ -115,7 +119,8 @@ class HostFacts:
     `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
-    `bundle`: what stands in for the network, if the installation is given one.
+    `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
+    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for.
     """
 
     os: OperatingSystem
@@ -140,6 +145,9 @@ class HostFacts:
     displays: tuple[str, ...]
     clock: int
     bundle: BundleFacts | None = None
+    running: RunningDriver | None = None
+    fabric: FabricFacts = field(default_factory=FabricFacts)
+    mig: tuple[MigGpu, ...] = ()
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
@@ -187,6 +195,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
         displays=gather_displays(system),
         clock=system.clock(),
+        fabric=gather_fabric(system),
     )
 
 

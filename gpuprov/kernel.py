@@ -28,7 +28,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return _no_modules(facts)
     if facts.driver_installed_version == spec.driver_version:
         return ()
-    return (*_signing_problems(facts, spec), *_display_problems(facts))
+    return (*_signing_problems(facts, spec), *_display_problems(facts, spec))
 
 
 def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -47,14 +47,17 @@ def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     )
 
 
-def _display_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if not facts.displays:
+def _display_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """One that a display manager has started can be stopped with it."""
+    managed = facts.running is not None and facts.running.display_manager
+    if not facts.displays or (managed and spec.stop_display_manager):
         return ()
     return (
         Problem(
             "an X server is running, and the driver's installer refuses to work under it",
             "; ".join(facts.displays),
-            "stop the display manager (systemctl isolate multi-user.target), then run the same command again",
+            "stop the display manager (systemctl isolate multi-user.target), then run the same command again; or set "
+            "gpuprov_stop_display_manager: true",
         ),
     )
 

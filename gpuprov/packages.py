@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from gpuprov import apt
@@ -78,7 +79,8 @@ def _is_installed(packages: PackageFacts, name: str) -> bool:
     found = packages.installed.get(plain)
     if found is None:
         return not version and plain in packages.provided
-    return version in ("", found)
+    # A version may be a pattern, as apt takes them (apt-get(8)): "550.163.01-*".
+    return version == "" or fnmatchcase(found, version)
 
 
 def own_name(packages: PackageFacts, name: str) -> str:

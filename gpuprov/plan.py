@@ -9,12 +9,18 @@ from typing import Callable
 from gpuprov import (
     boot,
     cuda,
+    driver_install,
     driver_problems,
     driver_run,
+    fabric_manager,
+    fabric_plan,
     kernel,
+    mig,
+    mig_plan,
     nouveau,
     packages_rpm,
     reboot,
+    release,
     repos,
     repos_rpm,
     software,
@@ -98,7 +104,12 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*driver_run.plan(facts, spec), *cuda.plan_driver(facts, spec))
+    return (
+        *driver_install.plan(facts, spec),
+        *cuda.plan_driver(facts, spec),
+        *fabric_plan.plan(facts, spec),
+        *mig_plan.plan(facts, spec),
+    )
 
 
 STEPS = (
@@ -124,9 +135,10 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
-        driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        boot.PrepareBoot, reboot.Reboot, images.LoadImage,
+        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver,
+        fabric_manager.RunFabricManager, mig.DivideGpus,
     )
 }  # fmt: skip
 
@@ -168,6 +180,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
             *cuda.problems(facts, spec),
+            *fabric_plan.plan_problems(facts, spec),
+            *mig_plan.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
             *docker.problems(facts.docker),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gpuprov import running_driver
 from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell
@@ -13,6 +14,7 @@ from gpuprov.facts import HostFacts, gather_gpus, gather_kernel
 from gpuprov.kernel import builds_modules
 from gpuprov.nouveau import MODULES, bound
 from gpuprov.reboot_state import note_asked
+from gpuprov.release import ReloadDriver
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
@@ -34,10 +36,10 @@ def _loaded_nouveau(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """NVML and CUDA refuse a kernel module of another version than theirs (NVML error 18)."""
-    loaded, installed = facts.driver_loaded_version, facts.driver_installed_version
-    if installs(facts, spec) or "" in (loaded, installed) or loaded == installed:
+    if installs(facts, spec) or not running_driver.is_other(facts):
         return ()
-    return (f"the kernel still runs driver {loaded}, installed is {installed}",)
+    return (f"the kernel still runs driver {facts.driver_loaded_version}, installed is "
+            f"{facts.driver_installed_version}",)  # fmt: skip
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -62,6 +64,9 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     found = reasons(facts, spec)
     if not found:
         return ()
+    way = running_driver.way(facts, spec)
+    if way.release is not None and found == _other_driver_loaded(facts, spec):
+        return (ReloadDriver(way.release, facts.driver_installed_version),)
     return (Reboot(found, facts.reboot.boot_id, spec.reboot == "if-needed", facts.docker.running_containers),)
 
 

@@ -11,6 +11,8 @@ from gpuprov.system import System
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _ASKED = f"{STATE_DIRECTORY}/reboot.json"
+# Written where a loaded driver could not be unloaded: the boot in which that was.
+IN_USE_MARK = f"{STATE_DIRECTORY}/driver-in-use"
 
 
 @dataclass(frozen=True)
@@ -40,5 +42,6 @@ def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
 
 
 def forget_asked(system: System) -> None:
-    """Remove what note_asked wrote: the reasons are gone."""
+    """Remove what was written down: the reasons are gone."""
     system.remove(_ASKED)
+    system.remove(IN_USE_MARK)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Callable
 
-from gpuprov import __version__
+from gpuprov import __version__, mig, mirror, running_driver
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
 from gpuprov.download import unreachable
@@ -101,14 +101,25 @@ def _bundle(request: Request, sink: Sink, system: System) -> Iterator[use.OpenBu
         yield bundle
 
 
+def _completed(spec: HostSpec, bundle: use.OpenBundle | None, system: System) -> HostSpec:
+    """Return the spec with what a bundle, or else a mirror, says of the driver."""
+    if bundle is None:
+        return mirror.resolved(system, spec, system.architecture())
+    return use.completed(spec, bundle)
+
+
 def _gather(system: System, spec: HostSpec, bundle: use.OpenBundle | None) -> HostFacts:
     facts = gather(system, engine_wishes(spec))
+    if running_driver.is_in_the_way(facts, spec):
+        facts = replace(facts, running=running_driver.gather_running(system, facts))
+    if spec.mig_layout:
+        facts = replace(facts, mig=mig.gather_mig(system))
     return facts if bundle is None else replace(facts, bundle=use.gather(system, bundle.manifest))
 
 
 def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle: use.OpenBundle | None) -> Finished:
     """Say what an installation would do."""
-    spec = use.completed(spec, bundle)
+    spec = _completed(spec, bundle, system)
     facts = _gather(system, spec, bundle)
     plan = _announced_plan(facts, spec, request, sink, system)
     count = len(plan.changes)
@@ -122,7 +133,7 @@ def _install(
 ) -> Finished:  # fmt: skip
     forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
-    spec = use.completed(spec, bundle)
+    spec = _completed(spec, bundle, system)
     facts = _gather(system, spec, bundle)
     plan = _announced_plan(facts, spec, request, sink, system)
     count = 0

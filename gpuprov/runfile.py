@@ -16,6 +16,8 @@ _OPTION_SINCE = {
     "--install-libglvnd": (361, 16),
     "-m=kernel-open": (470, 42, 1),
     "--no-kernel-modules": (515, 43, 4),
+    "--allow-installation-with-running-driver": (545, 23, 6),
+    "--skip-module-load": (550, 40, 7),
     "--kernel-module-type": (555, 42, 2),
 }
 _OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
@@ -23,11 +25,12 @@ _OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
 
 @dataclass(frozen=True)
 class Header:
-    """What the shell stub at the start of a .run says of it."""
+    """What the shell stub at the start of a .run says of it; the payload begins at line `skip` (0: not said)."""
 
     version: str
     architecture: str
     label: str
+    skip: int = 0
 
 
 def parse_header(text: str) -> Header:
@@ -45,7 +48,8 @@ def parse_header(text: str) -> Header:
             f"it begins with {text[:40]!r} and its label is {label!r}",
             "check gpuprov_driver_url",
         )
-    return Header(found["version"], found["architecture"], label)
+    skip = _assigned(text, "skip")
+    return Header(found["version"], found["architecture"], label, int(skip) if skip.isdigit() else 0)
 
 
 def _assigned(text: str, name: str) -> str:
@@ -73,10 +77,12 @@ def install_arguments(
     temporary: str,
     log: str,
     signing: tuple[str, str] = ("", ""),
+    beside: bool = False,
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
     `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
+    `beside`: another version is loaded, and stays so.
     `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
     quotes, so that no path may hold blanks.
     """
@@ -90,6 +96,8 @@ def install_arguments(
         arguments += _module_type(version, module_type)
     if kernel_modules and all(signing):
         arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
+    if beside:
+        arguments += ["--allow-installation-with-running-driver", "--skip-module-load"]
     # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
     # on a missing libGL.so.1 even on a headless host, and with exit code 0.
     if knows(version, "--install-libglvnd"):

@@ -26,7 +26,7 @@ PLAY_VARIABLES = frozenset(
 )
 
 _VERSION = validate.Regexp(
-    rf"\d{{3,4}}(\.\d{{1,4}}){{1,3}}\Z|({'|'.join(releases.branches())}|latest)\Z",
+    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
     error=f"is not a driver version such as 550.163.01, nor a branch ({', '.join(releases.branches())}), nor latest",
 )
 _SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
@@ -44,6 +44,10 @@ _PACKAGE = validate.Regexp(
 )
 _FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
+)
+_MIG_LAYOUT = validate.Regexp(
+    r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
+    error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
 )
 _ENGINES = ("containerd", "crio", "podman")
 _WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
@@ -111,6 +115,20 @@ def _number(default: int, text: str, largest: int) -> Any:
     return _option(schema_fields.Integer(validate=check), default, text)
 
 
+class _TextOrList(schema_fields.Field):
+    """One text, or a list of texts; either becomes a tuple."""
+
+    def __init__(self, check: validate.Validator, **more: Any) -> None:
+        super().__init__(**more)
+        self._check = check
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> list[str]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValidationError("must be text or a list of texts")
+        return [self._check(text) for text in texts if len(texts) > 1 or text]
+
+
 class _StrictBoolean(schema_fields.Boolean):
     """A boolean as YAML and Ansible's `-e` write it, and nothing else: no 1, no "on the"."""
 
@@ -151,6 +169,13 @@ class HostSpec:
         "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
         _SHA256,
     )
+    driver_mirror: str = _text(
+        "",
+        "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
+        "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
+        "lists.",
+        _HTTP_URL,
+    )
     kernel_modules: str = _choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
@@ -177,6 +202,25 @@ class HostSpec:
         "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
         "never", "if-needed",
     )  # fmt: skip
+    stop_containers: bool = _flag(
+        False,
+        "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
+        "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
+    )
+    stop_display_manager: bool = _flag(False, "Whether the display manager may be stopped for it, and started again.")
+    fabric_manager: str = _choice(
+        "auto",
+        "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
+        "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
+        "auto", "preinstalled",
+    )  # fmt: skip
+    mig_layout: tuple[str, ...] = _option(
+        _TextOrList(_MIG_LAYOUT),
+        (),
+        "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
+        "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
+        "they are.",
+    )
     docker: str = _choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
@@ -270,11 +314,24 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
     }
-    # A .run that is asked for by branch is one release from here on: every host of a run gets the same.
-    version = settings.get("driver_version", "")
-    if settings.get("driver", "runfile") == "runfile":
-        version = releases.resolved(version)
-    return HostSpec(**{**settings, "driver_version": "" if version == "latest" else version})
+    return HostSpec(**{**settings, "driver_version": _driver_version(settings, origin)})
+
+
+def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
+    """Return the release that is meant, where this is known: every host of a run gets the same.
+
+    A mirror's index says what its branches are, and the repository of NVIDIA's packages what theirs are.
+    """
+    version: str = settings.get("driver_version", "")
+    if settings.get("driver", "runfile") != "runfile":
+        return "" if version == "latest" else version
+    if settings.get("driver_mirror"):
+        return version
+    found = releases.resolved(version)
+    if found.isdigit():
+        problem = _problem("driver_version", _VERSION.error, {"driver_version": version}, origin)
+        raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
+    return found
 
 
 @functools.cache

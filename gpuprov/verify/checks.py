@@ -8,6 +8,7 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.engines import docker
 from gpuprov.events import Sink
+from gpuprov.fabric_manager import UNIT, FabricFacts, gather_fabric
 from gpuprov.facts import gather_kernel, gather_os, gather_software
 from gpuprov.next_kernel import fault, gather_kernels, newest
 from gpuprov.spec import HostSpec
@@ -40,6 +41,9 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
     host_report: list[SmiReport] = []
     driver_ok = checks.check("driver", lambda: _host_smi(system, host_report))
     checks.check("device nodes", lambda: _device_nodes(system))
+    fabric = gather_fabric(system)
+    if fabric.switches:
+        checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
     docker_ok = checks.check("docker", lambda: _docker(system))
@@ -101,6 +105,17 @@ def _device_nodes(system: System) -> Shown:
     if missing:
         raise Failed(f"{', '.join(node.path for node in missing)} is missing; run gpuprov install, which makes it")
     return f"{len(driver.nodes)} there", ""
+
+
+def _fabric_manager(system: System, fabric: FabricFacts) -> Shown:
+    """Without it, or with another version's, CUDA answers 802."""
+    driver = discover(system).library_version
+    if fabric.version != driver:
+        found = fabric.version or "not installed"
+        raise Failed(f"fabric manager is {found}, the driver {driver}: they must agree; run gpuprov install")
+    if not fabric.active:
+        raise Failed(f"{UNIT} does not run, so CUDA answers 802; systemctl status {UNIT}")
+    return fabric.version, ""
 
 
 def _cdi(system: System) -> Shown:

@@ -10,7 +10,8 @@ import pytest
 
 from gpuprov import releases
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, InstallDriver
+from gpuprov.driver_install import InstallDriver
+from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts import FileFact, HostFacts, PciGpu, gather, gather_displays
 from gpuprov.packages import InstallPackages, PackageFacts

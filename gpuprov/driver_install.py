@@ -1,0 +1,285 @@
+"""The installation of a .run that lies on the host: plan, look into it, make way, install, prove; and its undoing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpuprov import driver_run, generations, runfile, running_driver
+from gpuprov.cdi.discover import discover
+from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.driver_run import INCOMPLETE_MARK, installs
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import CACHE_DIRECTORY, HostFacts
+from gpuprov.journal import STATE_DIRECTORY
+from gpuprov.kernel import builds_modules
+from gpuprov.reboot_state import IN_USE_MARK
+from gpuprov.release import Release, release, start_again
+from gpuprov.spec import HostSpec
+from gpuprov.supported_gpus import module_type as choose_modules
+from gpuprov.supported_gpus import read_supported_gpus
+from gpuprov.system import Completed, System
+
+INSTALLER_LOG = "/var/log/nvidia-installer.log"
+# The installer's own record of what it has installed.
+_INSTALLER_STATE = "/var/lib/nvidia/log"
+# What it writes where it finds nouveau, before it gives up.
+_INSTALLERS_BLACKLISTS = tuple(
+    f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")
+)
+# Compiling the kernel modules takes two to three minutes on two cores; slow machines and full disks take longer.
+_INSTALLER_SECONDS = 3600
+_UNINSTALL_SECONDS = 600
+# A .run unpacks to at most about four times its size; the same again lands on the root file system.
+_UNPACKED_RATIO = 5
+_HEADER_BYTES = 8192
+_UNPACK = f"{CACHE_DIRECTORY}/unpack"
+# The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
+# installer takes it away before it looks.
+_LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the installation, or nothing where the driver is whole and of the asked version."""
+    if not installs(facts, spec):
+        return ()
+    way = running_driver.way(facts, spec)
+    return (
+        InstallDriver(
+            version=spec.driver_version,
+            path=driver_run.source(facts, spec)[1],
+            sha256=driver_run.sha256(facts, spec),
+            architecture=facts.architecture,
+            kernel_modules=builds_modules(facts, spec),
+            module_type=generations.module_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
+            replaces=facts.driver_installed_version,
+            has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
+            signing_key=spec.module_signing_key,
+            signing_certificate=spec.module_signing_certificate,
+            release=way.release,
+            beside=way.beside,
+            gpu_device_ids=facts.gpu_device_ids,
+            asked_module_type=spec.kernel_module_type,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class InstallDriver(Change):
+    """The driver of this version shall be installed from a .run file on the host.
+
+    `release`: what a driver that is loaded needs before; `beside`: it stays loaded, a reboot brings the new one.
+    """
+
+    version: str
+    path: str
+    sha256: str
+    architecture: str
+    kernel_modules: bool
+    module_type: str = "auto"
+    replaces: str = ""
+    has_libgl: bool = False
+    signing_key: str = ""
+    signing_certificate: str = ""
+    release: Release | None = None
+    beside: bool = False
+    gpu_device_ids: tuple[str, ...] = ()
+    asked_module_type: str = "auto"
+
+    # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"
+        instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
+        stops = (*self.release.containers, *self.release.units) if self.release is not None else ()
+        meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
+        later = "; the loaded one stays until the reboot" if self.beside else ""
+        return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
+
+    @property
+    def key(self) -> str:
+        return f"install NVIDIA driver {self.version}"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(self.release.lines()) if self.release is not None else ""
+
+    def capture(self, system: System) -> Json:
+        return {
+            "version": self.version,
+            "replaces": self.replaces,
+            "path": self.path,
+            "blacklists": [capture_path(system, path) for path in _INSTALLERS_BLACKLISTS],
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        header = self._inspect(system)
+        self._require_space(system)
+        module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
+        if self.release is not None and not self._make_way(system, self.release, tell):
+            # Planned afresh, it is installed beside the one that can't be unloaded.
+            return {"reboot": False, "installed": False}
+        system.make_directory(STATE_DIRECTORY, 0o700)
+        system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
+        done, dkms = self._install(system, module_type, tell)
+        self._prove(system, done, dkms)
+        start_again(system, tell)
+        if self.release is not None:
+            self._prove_loaded(system)
+        system.remove(INCOMPLETE_MARK)
+        if self.path.startswith(f"{CACHE_DIRECTORY}/"):
+            system.remove(self.path)
+        # The reboot comes before whatever asks the driver something.
+        return {"reboot": False} if self.beside else {}
+
+    def _make_way(self, system: System, wanted: Release, tell: Tell) -> bool:
+        """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
+        try:
+            release(system, wanted, tell)
+        except GpuprovError as error:
+            if not wanted.boot_id:
+                raise
+            start_again(system, tell)
+            tell(f"{error.problems[0].what}: a reboot is to bring the new one", 0, 0)
+            system.write(IN_USE_MARK, f"{wanted.boot_id}\n".encode())
+            return False
+        return True
+
+    def _choose_modules(self, system: System, header: runfile.Header) -> str:
+        """Return which modules to build, by what the file itself says of the GPUs; `module_type` where it is silent."""
+        chips = read_supported_gpus(system, self.path, header.skip)
+        return choose_modules(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
+
+    def _inspect(self, system: System) -> runfile.Header:
+        """Read the header before anything runs: right file, right version, right architecture."""
+        start = system.read_start(self.path, _HEADER_BYTES)
+        if start is None:
+            raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
+        if self.sha256 and (digest := system.sha256(self.path)) != self.sha256:
+            raise GpuprovError(
+                "the driver file is not the one that was asked for",
+                f"{self.path} has SHA-256 {digest}, gpuprov_driver_sha256 is {self.sha256}",
+                "get the file anew, or correct the digest",
+            )
+        header = runfile.parse_header(start.decode("latin-1"))
+        if (header.version, header.architecture) != (self.version, self.architecture):
+            raise GpuprovError(
+                f"the driver file is {header.version} for {header.architecture}, "
+                f"asked for is {self.version} for {self.architecture}",
+                f"{self.path}: {header.label}",
+                "correct gpuprov_driver_url or gpuprov_driver_version",
+            )
+        return header
+
+    def _require_space(self, system: System) -> None:
+        """A full disk shows up as exit code 15 or a SIGBUS in the middle: look before."""
+        found = system.status(self.path)
+        need = (found.size if found else 0) * _UNPACKED_RATIO
+        for place in (CACHE_DIRECTORY, "/usr"):
+            free = system.free_bytes(place)
+            if free < need:
+                raise GpuprovError(
+                    f"not enough room on the file system of {place} to install the driver",
+                    f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
+                    f"make room: df -h {place}",
+                )
+
+    def _install(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
+        dkms = self.kernel_modules and system.which("dkms") is not None
+        # Always the same folder, root's own: what a killed run left there goes now.
+        temporary = _UNPACK
+        system.remove_tree(temporary)
+        system.make_directory(temporary, 0o700)
+        try:
+            arguments = runfile.install_arguments(
+                self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
+                has_libgl=self.has_libgl, beside=self.beside,
+                temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
+            )  # fmt: skip
+            # An old log must not be taken for this run's.
+            system.remove(INSTALLER_LOG)
+            command = ("sh", self.path, *arguments)
+            done = system.run(command, timeout=_INSTALLER_SECONDS, on_line=lambda line: tell(line.strip(), 0, 0))
+        finally:
+            system.remove_tree(temporary)
+        return done, dkms
+
+    def _prove(self, system: System, done: Completed, dkms: bool) -> None:
+        """Look for oneself: the log, the libraries, DKMS, nvidia-smi."""
+        failure = runfile.explain_failure(
+            done.returncode, system.read_text(INSTALLER_LOG) or "", done.stdout + done.stderr
+        )
+        if failure is not None:
+            what, line, next_step = failure
+            raise GpuprovError(
+                f"driver {self.version} was not installed: {what}",
+                f"the installer exited {done.returncode}; {INSTALLER_LOG}: {line}",
+                next_step,
+            )
+        found = discover(system).library_version
+        if found != self.version:
+            raise GpuprovError(
+                f"the installer reported success, but driver {self.version} is not there",
+                f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
+                f"see {INSTALLER_LOG}",
+            )
+        if dkms:
+            self._prove_dkms(system)
+
+    def _prove_dkms(self, system: System) -> None:
+        status = system.run(("dkms", "status"))
+        if f"nvidia/{self.version}" not in status.stdout and f"nvidia, {self.version}" not in status.stdout:
+            raise GpuprovError(
+                "the driver is not registered with DKMS: the next kernel upgrade would lose it",
+                status.evidence(),
+                f"dkms install nvidia/{self.version}",
+            )
+
+    def _prove_loaded(self, system: System) -> None:
+        loaded = discover(system).kernel_version
+        if loaded != self.version:
+            raise GpuprovError(
+                f"driver {self.version} is installed, but the kernel runs {loaded or 'none'}",
+                "/proc/driver/nvidia/version",
+                "dmesg | grep -i nvrm tells why it was not loaded; then: modprobe nvidia",
+            )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
+        nothing_done = outcome is not None and not outcome.get("installed", True)
+        if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
+            _uninstall(system, before)
+        system.remove(INCOMPLETE_MARK)
+        for image in before.get("blacklists", ()):
+            restore_path(system, image)
+        start_again(system, lambda message, done, total: None)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        replaced, version = before.get("replaces", ""), before["version"]
+        if replaced in ("", version, *(one["version"] for one in earlier)):
+            return ()
+        return (f"driver {replaced}, which {version} replaced, does not come back: no driver will be installed",)
+
+
+def _former_is_whole(system: System, before: Json) -> bool:
+    """Say whether the driver that was to be replaced is there still: most failures come before it is touched."""
+    former = before.get("replaces", "")
+    return former not in ("", before["version"]) and discover(system).library_version == former
+
+
+def _uninstall(system: System, before: Json) -> None:
+    """Let the installer take away what it has installed; where its own copy did not get there, from the .run."""
+    program, path = system.which("nvidia-uninstall"), before.get("path", "")
+    if program is not None:
+        command: tuple[str, ...] = (program, "--silent")
+    elif system.exists(_INSTALLER_STATE) and path and system.exists(path):
+        system.make_directory(_UNPACK, 0o700)
+        command = ("sh", path, "--tmpdir", _UNPACK, "--silent", "--uninstall")
+    else:
+        return
+    # Half an uninstallation is no driver: the next installation must not take it for one.
+    system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
+    system.run(command, timeout=_UNINSTALL_SECONDS)
+    system.remove_tree(_UNPACK)

@@ -1,0 +1,153 @@
+"""Machines with NVSwitches: NVIDIA's fabric manager, of the driver's very version, running; plans nothing.
+
+Without it CUDA answers 802, "system not yet initialized". Source: NVIDIA's Fabric Manager User Guide; package names as
+in NVIDIA's CUDA repositories and its own driver containers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+from gpuprov.changes import Change, Json, Tell
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.system import Completed, System
+
+UNIT = "nvidia-fabricmanager.service"
+_PROGRAM = "nv-fabricmanager"
+# PCI Code and ID Assignment Specification: 0680 is a bridge of another kind; NVIDIA's are its NVSwitches.
+_NVIDIA_VENDOR, _BRIDGE_CLASS = "0x10de", "0x0680"
+# From B200 on the switches hide behind network adapters, whose vital product data says so (NVIDIA's driver container).
+_ADAPTERS, _SWITCH_MANAGEMENT = "/sys/class/infiniband", b"SW_MNG"
+# The first branch whose package has no branch in its name.
+_PLAIN_NAME_SINCE = 580
+_START_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class FabricFacts:
+    """`switches`: bus ids of NVSwitches, or names of the adapters before them, which `nvlsm` has to manage (`managed`).
+
+    `version`: of the fabric manager's program, "" if there is none; `active`, `enabled`: its unit.
+    """
+
+    switches: tuple[str, ...] = ()
+    managed: bool = False
+    version: str = ""
+    active: bool = False
+    enabled: bool = False
+
+
+def gather_fabric(system: System) -> FabricFacts:
+    """Return the facts; three commands, and none on a machine without switches."""
+    adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))
+    switches = (*_switches(system), *adapters)
+    if not switches:
+        return FabricFacts()
+    told = system.run((_PROGRAM, "--version"), timeout=20)
+    return FabricFacts(
+        switches,
+        bool(adapters),
+        parse_version(told.stdout + told.stderr),
+        system.run(("systemctl", "is-active", "--quiet", UNIT)).ok,
+        system.run(("systemctl", "is-enabled", "--quiet", UNIT)).ok,
+    )
+
+
+def _switches(system: System) -> tuple[str, ...]:
+    base = "/sys/bus/pci/devices"
+    return tuple(
+        bus_id
+        for bus_id in system.list_directory(base)
+        if (system.read_text(f"{base}/{bus_id}/vendor") or "").strip() == _NVIDIA_VENDOR
+        and (system.read_text(f"{base}/{bus_id}/class") or "").startswith(_BRIDGE_CLASS)
+    )
+
+
+def _manages_switches(system: System, adapter: str) -> bool:
+    # Reading a card's vital product data may fail on a card that is busy with its firmware.
+    with contextlib.suppress(OSError):
+        return _SWITCH_MANAGEMENT in (system.read_bytes(f"{_ADAPTERS}/{adapter}/device/vpd") or b"")
+    return False
+
+
+def parse_version(text: str) -> str:
+    """Return the version in what `nv-fabricmanager --version` says, or nothing."""
+    found = re.search(r"Fabric Manager version is\s*:\s*(\d+(?:\.\d+)+)", text)
+    return found[1] if found else ""
+
+
+def packages(version: str, manager: str, facts: FabricFacts) -> tuple[str, ...]:
+    """Return the packages of that version's fabric manager, as this package manager is asked for them."""
+    branch = int(version.split(".")[0])
+    plain = "nvidia-fabricmanager" if branch >= _PLAIN_NAME_SINCE else f"nvidia-fabricmanager-{branch}"
+    if manager == "apt":
+        # -1, or -1ubuntu1 on newer releases.
+        names: tuple[str, ...] = (f"{plain}={version}-*",)
+    else:
+        names = (f"{plain if branch >= _PLAIN_NAME_SINCE else 'nvidia-fabric-manager'}={version}",)
+    return (*names, "nvlsm") if facts.managed else names
+
+
+def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, ...]:
+    """Return why CUDA would not come up on these switches, where the fabric manager is not gpuprov's to install."""
+    if ours or not facts.switches or not version or facts.version == version:
+        return ()
+    seen = f"{_PROGRAM} --version: {facts.version or 'not installed'}; NVSwitches: {', '.join(facts.switches)}"
+    return (
+        Problem(
+            f"fabric manager and driver must be of one version, to the last digit: the driver will be {version}",
+            seen,
+            f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class RunFabricManager(Change):
+    """The fabric manager of this version shall run, now and after each boot."""
+
+    version: str
+
+    def summary(self) -> str:
+        return f"enable and start {UNIT} ({self.version})"
+
+    @property
+    def key(self) -> str:
+        return f"run {UNIT}"
+
+    def capture(self, system: System) -> Json:
+        return {
+            "enabled": system.run(("systemctl", "is-enabled", "--quiet", UNIT)).ok,
+            "active": system.run(("systemctl", "is-active", "--quiet", UNIT)).ok,
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        told = system.run((_PROGRAM, "--version"), timeout=20)
+        found = parse_version(told.stdout + told.stderr)
+        if found != self.version:
+            raise GpuprovError(
+                f"fabric manager is {found or 'not installed'}, the driver is {self.version}: they must agree to the "
+                "last digit",
+                told.evidence(2),
+                f"is nvidia-fabricmanager {self.version} in a repository of this host? apt-cache policy, dnf "
+                "--showduplicates list tell",
+            )
+        system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
+        done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS)
+        if not done.ok:
+            raise GpuprovError(f"{UNIT} does not start", _why(system, done), f"systemctl status {UNIT}")
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if not before["active"]:
+            system.run(("systemctl", "stop", UNIT), timeout=_START_SECONDS)
+        if not before["enabled"]:
+            system.run(("systemctl", "disable", UNIT))
+
+
+def _why(system: System, done: Completed) -> str:
+    said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", UNIT)).stdout.strip()
+    return f"{done.evidence(3)}\n{said}".strip()

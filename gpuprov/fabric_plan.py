@@ -1,0 +1,58 @@
+"""Whether a host needs the fabric manager, of which version and from where. Pure."""
+
+from __future__ import annotations
+
+from gpuprov import packages_rpm
+from gpuprov.changes import Change
+from gpuprov.errors import Problem
+from gpuprov.fabric_manager import RunFabricManager, packages, problems
+from gpuprov.facts import HostFacts
+from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.spec import HostSpec
+
+
+def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
+    """Return the version that the fabric manager must have, nothing where none is needed.
+
+    In a system container the switches are the outer machine's.
+    """
+    if not facts.fabric.switches or facts.kernel.container:
+        return ""
+    version = spec.driver_version if spec.driver == "runfile" else facts.driver_installed_version
+    # A branch is asked of NVIDIA's packages; the version is what came of it.
+    return version if "." in version else facts.driver_installed_version
+
+
+def installs_package(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the package is to come from NVIDIA's repository."""
+    version = wanted_version(facts, spec)
+    return bool(version) and spec.fabric_manager == "auto" and facts.fabric.version != version
+
+
+def comes_from_repository(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether NVIDIA's repository is needed for it: to install it, and to keep what came from there."""
+    configured = any(path.rpartition("/")[2].startswith("gpuprov-cuda.") for path in facts.files)
+    return installs_package(facts, spec) or (configured and bool(wanted_version(facts, spec)))
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return installation and start of the fabric manager, or nothing; to be done once its driver is there."""
+    version = wanted_version(facts, spec)
+    if not version or spec.fabric_manager != "auto":
+        return ()
+    fabric = facts.fabric
+    running = fabric.active and fabric.enabled and fabric.version == version
+    changes: tuple[Change, ...] = () if running else (RunFabricManager(version),)
+    if not installs_package(facts, spec):
+        return changes
+    names = packages(version, facts.packages.manager, fabric)
+    if facts.packages.manager in packages_rpm.MANAGERS:
+        return (*packages_rpm.plan(facts.packages, names, lock_timeout=spec.lock_timeout), *changes)
+    return (RefreshPackageIndex(spec.lock_timeout), InstallPackages(names, (), spec.lock_timeout), *changes)
+
+
+def plan_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what keeps CUDA from coming up on this host's switches."""
+    if facts.bundle is not None and installs_package(facts, spec):
+        return problems(facts.fabric, wanted_version(facts, spec), ours=False)
+    return problems(facts.fabric, wanted_version(facts, spec), ours=spec.fabric_manager == "auto")

@@ -1,0 +1,212 @@
+"""The division of GPUs into MIG devices: what is there, and bringing it to a layout, by nvidia-smi's own commands.
+
+Source: NVIDIA's Multi-Instance GPU User Guide. A layout is one text for all GPUs, or one for each, by index:
+
+    disabled                 no MIG
+    all-1g.10gb              as many of this profile as there is room for
+    3g.40gb,2g.20gb,2g.20gb  these
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuprov.changes import Change, Json, Tell
+from gpuprov.errors import GpuprovError
+from gpuprov.holders import gather_holders
+from gpuprov.system import Completed, System
+
+_SMI = "nvidia-smi"
+_SMI_SECONDS = 120
+_ALL = "all-"
+DISABLED = "disabled"
+_QUERY = ("--query-gpu=index,mig.mode.current,mig.mode.pending", "--format=csv,noheader")
+# `|   0  MIG 3g.40gb           9        2          4:4     |`; a GPU instance's table has a placement at its end.
+_INSTANCE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+\s+\d+:\d+\s*\|", re.MULTILINE)
+# `|   0  MIG 1g.10gb       19     7/7        9.50 …`: free and total.
+_PROFILE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+/(\d+)\s", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MigGpu:
+    """A GPU as far as MIG goes: `current` and `pending` are Enabled, Disabled, or [N/A] where it has none.
+
+    `instances`: the profiles of its GPU instances, sorted. `most`: profile → how many an empty GPU has room for.
+    """
+
+    index: int
+    current: str
+    pending: str
+    instances: tuple[str, ...] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
+
+
+def gather_mig(system: System) -> tuple[MigGpu, ...]:
+    """Return the GPUs of the loaded driver; none where nvidia-smi does not answer. Reads only."""
+    modes = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
+    if not modes.ok:
+        return ()
+    rows = parse_modes(modes.stdout)
+    if not any(current == "Enabled" for _, current, _ in rows):
+        return tuple(MigGpu(*row) for row in rows)
+    instances = parse_instances(system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS).stdout)
+    most = parse_profiles(system.run((_SMI, "mig", "-lgip"), timeout=_SMI_SECONDS).stdout)
+    return tuple(MigGpu(*row, instances.get(row[0], ()), most.get(row[0], {})) for row in rows)
+
+
+def parse_modes(text: str) -> tuple[tuple[int, str, str], ...]:
+    """Return (index, current mode, pending mode) of each GPU from `nvidia-smi --query-gpu=…`."""
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return tuple((int(row[0]), row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdigit())
+
+
+def parse_instances(text: str) -> Mapping[int, tuple[str, ...]]:
+    """Return GPU → profiles of its GPU instances, sorted, from the table of `nvidia-smi mig -lgi`."""
+    found: dict[int, list[str]] = {}
+    for gpu, profile in _INSTANCE.findall(text):
+        found.setdefault(int(gpu), []).append(profile)
+    return {gpu: tuple(sorted(profiles)) for gpu, profiles in found.items()}
+
+
+def parse_profiles(text: str) -> Mapping[int, Mapping[str, int]]:
+    """Return GPU → profile → how many there is room for, from the table of `nvidia-smi mig -lgip`."""
+    found: dict[int, dict[str, int]] = {}
+    for gpu, profile, total in _PROFILE.findall(text):
+        found.setdefault(int(gpu), {})[profile] = int(total)
+    return found
+
+
+def wanted_for(layout: Sequence[str], index: int) -> str:
+    """Return what a layout says of a GPU, nothing where it says nothing."""
+    if len(layout) == 1:
+        return layout[0]
+    return layout[index] if index < len(layout) else ""
+
+
+def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
+    """Return the profiles, sorted, that a layout's text means on a GPU; all-… needs a GPU with MIG on."""
+    if text == DISABLED:
+        return ()
+    if not text.startswith(_ALL):
+        return tuple(sorted(text.split(",")))
+    profile = text[len(_ALL) :]
+    return (profile,) * gpu.most.get(profile, 0)
+
+
+def is_right(text: str, gpu: MigGpu) -> bool:
+    """Say whether a GPU is divided as a layout's text says."""
+    if not text:
+        return True
+    if text == DISABLED:
+        return gpu.current in ("Disabled", "[N/A]", "N/A")
+    profiles = profiles_of(text, gpu)
+    return gpu.current == "Enabled" and profiles != () and gpu.instances == profiles
+
+
+@dataclass(frozen=True)
+class DivideGpus(Change):
+    """The GPUs shall be divided as `layout` says (index → text)."""
+
+    layout: tuple[tuple[int, str], ...]
+
+    def summary(self) -> str:
+        return "divide GPUs by MIG: " + "; ".join(f"GPU {index}: {text}" for index, text in self.layout)
+
+    @property
+    def key(self) -> str:
+        return "divide GPUs by MIG"
+
+    def diff(self, system: System) -> str:
+        now = {gpu.index: ",".join(gpu.instances) or gpu.current for gpu in gather_mig(system)}
+        return "\n".join(f"-GPU {index}: {now.get(index, '?')}\n+GPU {index}: {text}" for index, text in self.layout)
+
+    def capture(self, system: System) -> Json:
+        ours = {index for index, _ in self.layout}
+        before = {
+            str(gpu.index): ",".join(gpu.instances) if gpu.current == "Enabled" else DISABLED
+            for gpu in gather_mig(system)
+            if gpu.index in ours
+        }
+        return {"before": before}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for index, text in self.layout:
+            tell(f"GPU {index}: {text}", 0, 0)
+            _bring(system, index, text)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        for index, text in before["before"].items():
+            gpu = _look(system, int(index))
+            # A GPU with MIG on and no instances is what the empty text stands for.
+            done = gpu.current == "Enabled" and not gpu.instances if text == "" else is_right(text, gpu)
+            if not done:
+                _bring(system, int(index), text)
+
+
+def _bring(system: System, index: int, text: str) -> None:
+    """Bring a GPU to a layout's text. Raises GpuprovError that tells what nvidia-smi said."""
+    gpu = _look(system, index)
+    if gpu.current not in ("Enabled", "Disabled"):
+        if text == DISABLED:
+            return
+        raise GpuprovError(
+            f"GPU {index} can't be divided: it has no MIG",
+            f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}",
+            "take it out of gpuprov_mig_layout (disabled); MIG is in A30, A100, H100, H200, B200 and the like",
+        )
+    if gpu.instances:
+        for option in ("-dci", "-dgi"):
+            _smi(system, index, ("mig", "-i", str(index), option), "its instances can't be removed")
+    _switch(system, index, "Disabled" if text == DISABLED else "Enabled")
+    profiles = profiles_of(text, _look(system, index)) if text else ()
+    if text.startswith(_ALL) and not profiles:
+        names = ", ".join(_look(system, index).most) or "none"
+        raise GpuprovError(
+            f"GPU {index} has no MIG profile {text[len(_ALL) :]}", f"{_SMI} mig -lgip: {names}", "choose one of these"
+        )
+    if profiles:
+        words = ("mig", "-i", str(index), "-cgi", ",".join(profiles), "-C")
+        _smi(system, index, words, f"{','.join(profiles)} can't be made")
+
+
+def _look(system: System, index: int) -> MigGpu:
+    found = next((gpu for gpu in gather_mig(system) if gpu.index == index), None)
+    if found is None:
+        raise GpuprovError(
+            f"there is no GPU {index} to divide", f"{_SMI} {' '.join(_QUERY)}", f"{_SMI} -L shows which there are"
+        )
+    return found
+
+
+def _switch(system: System, index: int, mode: str) -> None:
+    """Switch MIG on or off. Before Hopper that takes a reset of the GPU, which needs it unused."""
+    if _look(system, index).current == mode:
+        return
+    number = {"Enabled": "1", "Disabled": "0"}[mode]
+    done = _smi(system, index, ("-i", str(index), "-mig", number), f"MIG can't be switched {mode.lower()}")
+    if _look(system, index).current != mode:
+        system.run((_SMI, "--gpu-reset", "-i", str(index)), timeout=_SMI_SECONDS)
+    gpu = _look(system, index)
+    if gpu.current != mode:
+        users = "\n".join(str(one) for one in gather_holders(system))
+        raise GpuprovError(
+            f"MIG on GPU {index} is {gpu.current}, {mode} only after a reset of the GPU",
+            f"{done.stdout.strip()}\n{users}".strip(),
+            f"end what uses the GPU, then {_SMI} --gpu-reset -i {index}; or reboot; then run the same command again",
+        )
+
+
+def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Completed:
+    done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
+    if not done.ok:
+        # nvidia-smi says on stdout why it failed.
+        raise GpuprovError(
+            f"GPU {index}: {what}",
+            f"`{' '.join(done.argv)}` exited {done.returncode}\n{(done.stdout.strip() or done.stderr.strip())[-600:]}",
+            f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU",
+        )
+    return done

@@ -1,0 +1,91 @@
+"""A site's mirror of NVIDIA's .run files: which versions its index lists, and which of them a branch means.
+
+An index is a page with links, as web servers make them of a folder, or a text with a version or a path a line (as
+NVIDIA's own latest.txt). Below it lie VERSION/NVIDIA-Linux-ARCH-VERSION.run, as on NVIDIA's server, or the files alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from gpuprov import releases
+from gpuprov.download import fetch_small, masked
+from gpuprov.errors import GpuprovError
+from gpuprov.runfile import version_key
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+_LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
+_VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
+
+
+def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
+    """Return the spec with version, URL and digest from the mirror, if it names one; the network is asked then.
+
+    Raises GpuprovError if the index can't be had, or has nothing of the branch.
+    """
+    if not spec.driver_mirror or spec.driver != "runfile" or spec.driver_url or not spec.driver_version:
+        return spec
+    base, index = _places(spec.driver_mirror)
+    if "." in spec.driver_version:
+        # NVIDIA's own order of files: a version that is asked for by its name needs no index.
+        return _with_file(spec, base, spec.driver_version, _nested(spec.driver_version, architecture), architecture)
+    found = parse_index(fetch_small(system, index).decode("utf-8", "replace"), architecture)
+    version = newest(spec.driver_version, found)
+    if not version:
+        branches = ", ".join(sorted({one.split(".")[0] for one in found})) or "none"
+        raise GpuprovError(
+            f"the mirror {masked(index)} has no driver of branch {spec.driver_version}",
+            f"branches in its index: {branches}",
+            "set gpuprov_driver_version to one of these, or gpuprov_driver_mirror to another mirror",
+        )
+    return _with_file(spec, base, version, found[version], architecture)
+
+
+def _places(mirror: str) -> tuple[str, str]:
+    """Return the folder and the index: the folder itself, or a file in it that is named."""
+    folder, _, name = mirror.rstrip("/").rpartition("/")
+    if re.search(r"\.(txt|html?)$", name):
+        return folder, mirror
+    return mirror.rstrip("/"), f"{mirror.rstrip('/')}/"
+
+
+def _nested(version: str, architecture: str) -> str:
+    return f"{version}/NVIDIA-Linux-{architecture}-{version}.run"
+
+
+def _with_file(spec: HostSpec, base: str, version: str, path: str, architecture: str) -> HostSpec:
+    # A digest that is known of NVIDIA's own file holds for a mirror's copy of it.
+    digest = spec.driver_sha256 or releases.known_sha256(version, architecture)
+    return replace(spec, driver_version=version, driver_url=f"{base}/{path}", driver_sha256=digest)
+
+
+def parse_index(text: str, architecture: str) -> Mapping[str, str]:
+    """Return version → path below the index of the drivers that an index lists for an architecture."""
+    found: dict[str, str] = {}
+    for word in _words(text):
+        file = re.fullmatch(rf"(?:.*/)?NVIDIA-Linux-{re.escape(architecture)}-({_VERSION})\.run", word)
+        folder = re.fullmatch(rf"(?:\./)?({_VERSION})/?", word)
+        if file:
+            found[file[1]] = word[2:] if word.startswith("./") else word
+        elif folder:
+            found.setdefault(folder[1], _nested(folder[1], architecture))
+    return found
+
+
+def _words(text: str) -> Iterator[str]:
+    """Yield the relative links of a page, or the words of a text."""
+    words = _LINK.findall(text) if _LINK.search(text) else text.split()
+    return (word for word in words if ":" not in word and not word.startswith(("/", "?", "#")) and ".." not in word)
+
+
+def newest(wanted: str, versions: Mapping[str, str]) -> str:
+    """Return the newest version of a branch; of `latest` the long-term branch's, or of all where that is not there."""
+    branch = releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
+    ordered = sorted(versions, key=version_key)
+    of_branch = [version for version in ordered if version.split(".")[0] == branch]
+    if not of_branch and wanted == "latest":
+        of_branch = ordered
+    return of_branch[-1] if of_branch else ""

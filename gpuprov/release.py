@@ -1,0 +1,166 @@
+"""Takes a loaded driver out of the kernel, and gives back what was stopped for it; never decides who may be stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from gpuprov.boot_main import load_driver
+from gpuprov.cdi.discover import discover
+from gpuprov.changes import Change, Json, Tell
+from gpuprov.errors import GpuprovError
+from gpuprov.holders import Holder, gather_holders
+from gpuprov.journal import STATE_DIRECTORY
+from gpuprov.reboot_state import IN_USE_MARK
+from gpuprov.system import System
+
+# What is stopped now and shall run again; it outlives a run that is killed.
+STOPPED = f"{STATE_DIRECTORY}/stopped.json"
+_STOP_SECONDS = 180
+_UNLOAD_SECONDS = 60
+# A process that was told to end may take this long to let go of its GPU.
+_LET_GO_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class Release:
+    """Units and containers that are stopped, in this order, and the modules that are then unloaded, in this order.
+
+    `boot_id`: this boot, where a reboot may help if they can't be unloaded.
+    """
+
+    version: str
+    modules: tuple[str, ...]
+    units: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    boot_id: str = ""
+
+    def lines(self) -> tuple[str, ...]:
+        """Return what is done, a line each, for people."""
+        stopped = (*(f"container {name}" for name in self.containers), *self.units)
+        return (
+            *(f"stop {name} (started again afterwards)" for name in stopped),
+            *(f"unload {name}" for name in self.modules),
+        )
+
+
+def release(system: System, wanted: Release, tell: Tell) -> None:
+    """Stop what is named and unload the modules. Raises GpuprovError that names who holds them still."""
+    _write_down(system, wanted)
+    if wanted.containers:
+        tell(f"stopping {', '.join(wanted.containers)}", 0, 0)
+        system.require(("docker", "stop", *wanted.containers), "containers that use the GPUs do not stop", "docker ps",
+                       timeout=_STOP_SECONDS)  # fmt: skip
+    for unit in wanted.units:
+        tell(f"stopping {unit}", 0, 0)
+        system.require(("systemctl", "stop", unit), f"{unit} does not stop", f"systemctl status {unit}",
+                       timeout=_STOP_SECONDS)  # fmt: skip
+    holders = _wait_for_holders(system)
+    if holders:
+        pids = " ".join(str(one.pid) for one in holders)
+        raise GpuprovError(
+            f"driver {wanted.version} is still in use, so it can't be replaced",
+            "\n".join(str(one) for one in holders),
+            f"end them: kill {pids}; then run the same command again. Or set gpuprov_reboot: if-needed",
+        )
+    for name in wanted.modules:
+        _unload(system, name)
+
+
+@dataclass(frozen=True)
+class ReloadDriver(Change):
+    """The kernel shall run the driver that is installed, not the one that was before it. If it can't be had without,
+    a reboot is planned next.
+    """
+
+    release: Release
+    version: str
+
+    def summary(self) -> str:
+        stops = ", ".join((*self.release.containers, *self.release.units))
+        meanwhile = f"; stopped meanwhile: {stops}" if stops else ""
+        return f"load driver {self.version} instead of {self.release.version}{meanwhile}"
+
+    @property
+    def key(self) -> str:
+        return "load the driver that is installed"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(self.release.lines())
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        try:
+            release(system, self.release, tell)
+        except GpuprovError as error:
+            tell(f"{error.problems[0].what}: a reboot is needed", 0, 0)
+            system.write(IN_USE_MARK, f"{self.release.boot_id}\n".encode())
+        start_again(system, tell)
+        loaded = discover(system).kernel_version
+        return {} if loaded == self.version else {"reboot": False}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Start again what was stopped: the driver before is not on the disk any more."""
+        start_again(system, lambda message, done, total: None)
+
+
+def _write_down(system: System, wanted: Release) -> None:
+    before = _stopped(system)
+    lists = {
+        "units": (*before.units, *wanted.units),
+        "containers": (*before.containers, *wanted.containers),
+        "modules": (*before.modules, *wanted.modules),
+    }
+    system.make_directory(STATE_DIRECTORY, 0o700)
+    content = json.dumps({name: list(dict.fromkeys(values)) for name, values in lists.items()})
+    system.write(STOPPED, f"{content}\n".encode(), mode=0o600)
+
+
+def _stopped(system: System) -> Release:
+    try:
+        found = json.loads(system.read_text(STOPPED) or "")
+        return Release("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
+    except (ValueError, KeyError, TypeError):
+        return Release("", ())
+
+
+def _wait_for_holders(system: System) -> tuple[Holder, ...]:
+    deadline = system.now() + _LET_GO_SECONDS
+    while (holders := gather_holders(system)) and system.now() < deadline:
+        system.sleep(0.5)
+    return holders
+
+
+def _unload(system: System, name: str) -> None:
+    # One goes by itself with another that alone needed it.
+    if not system.exists(f"/sys/module/{name}"):
+        return
+    done = system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
+    if not done.ok and system.exists(f"/sys/module/{name}"):
+        lines = (system.read_text("/proc/modules") or "").splitlines()
+        users = next((line for line in lines if line.split()[:1] == [name]), "")
+        raise GpuprovError(
+            f"the kernel module {name} can't be unloaded",
+            f"{done.evidence(2)}\n/proc/modules: {users}".strip(),
+            "no process has a GPU open: it is the kernel itself (a console on the GPU, nvidia_drm.fbdev=1) or another "
+            "module; reboot with the new driver instead: gpuprov_reboot: if-needed",
+        )
+
+
+def start_again(system: System, tell: Tell) -> None:
+    """Load the modules that are installed and start what was stopped; what does not start is told. Harmless twice."""
+    wanted = _stopped(system)
+    if system.status(STOPPED) is None:
+        return
+    if wanted.modules and discover(system).library_version:
+        load_driver(system)
+        for name in reversed(wanted.modules):
+            if not system.exists(f"/sys/module/{name}"):
+                system.run(("modprobe", name), timeout=_UNLOAD_SECONDS)
+    for unit in reversed(wanted.units):
+        done = system.run(("systemctl", "start", unit), timeout=_STOP_SECONDS)
+        tell(f"{unit} runs again" if done.ok else f"{unit} did not start again: {done.evidence(2)}", 0, 0)
+    for name in wanted.containers:
+        done = system.run(("docker", "start", name), timeout=_STOP_SECONDS)
+        tell(f"container {name} runs again" if done.ok else f"{name} did not start again: {done.evidence(2)}", 0, 0)
+    system.remove(STOPPED)

@@ -1,0 +1,199 @@
+"""A driver that is loaded while another is to be installed: who uses it, and which way leads past it. Changes nothing.
+
+Modules can be taken out of the kernel once nobody has a GPU open: services of the driver's own are stopped for it,
+containers and the display where the site allows it. What is anybody else's is named, never ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov.boot_files import PERSISTENCE
+from gpuprov.driver_run import installs
+from gpuprov.errors import Problem
+from gpuprov.facts import HostFacts
+from gpuprov.holders import Holder, RunningDriver, gather_holders
+from gpuprov.kernel import builds_modules
+from gpuprov.reboot_state import IN_USE_MARK
+from gpuprov.release import Release
+from gpuprov.runfile import knows
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+# In the order of unloading: each before what it stands on (modinfo --field=depends).
+MODULES = (
+    "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
+)  # fmt: skip
+# In the order of stopping: who asks, then who is asked (units of NVIDIA's packages, and of dcgm-exporter's).
+UNITS = (
+    "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",
+    "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
+    "nvidia-fabricmanager.service", PERSISTENCE,
+)  # fmt: skip
+# An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
+DISPLAY_MANAGER = "display-manager.service"
+
+
+def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether a driver is loaded, or a display runs, that another driver can't be loaded beside."""
+    if not builds_modules(facts, spec) or facts.kernel.container:
+        return False
+    if not installs(facts, spec):
+        return is_other(facts)
+    return bool(facts.driver_loaded_version or "nvidia" in facts.kernel.loaded_modules or facts.displays)
+
+
+def is_other(facts: HostFacts) -> bool:
+    """Say whether the kernel runs another version than the one that is installed."""
+    loaded, installed = facts.driver_loaded_version, facts.driver_installed_version
+    return "" not in (loaded, installed) and loaded != installed
+
+
+def gather_running(system: System, facts: HostFacts) -> RunningDriver:
+    """Return what uses the loaded driver; reads only, by four commands."""
+    drm_nodes = [node.path for gpu in facts.driver.gpus for node in gpu.drm_nodes]
+    holders = gather_holders(system, drm_nodes)
+    names = (*UNITS, DISPLAY_MANAGER)
+    # `is-active` says one word a unit, in order (systemctl(1)).
+    words = system.run(("systemctl", "is-active", *names)).stdout.split()
+    active = tuple(name for name, word in zip(names, words) if word in ("active", "activating", "reloading"))
+    return RunningDriver(
+        version=facts.driver_loaded_version,
+        modules=tuple(name for name in MODULES if name in facts.kernel.loaded_modules),
+        units=tuple(name for name in active if name != DISPLAY_MANAGER),
+        containers=_containers(system, facts, {one.container for one in holders}),
+        display_manager=_own_name(system) if DISPLAY_MANAGER in active else "",
+        holders=holders,
+    )
+
+
+def _own_name(system: System) -> str:
+    shown = system.run(("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)).stdout.strip()
+    return shown or DISPLAY_MANAGER
+
+
+def _containers(system: System, facts: HostFacts, holding: set[str]) -> Mapping[str, str]:
+    if not facts.docker.running_containers:
+        return {}
+    ids = system.run(("docker", "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split()
+    shown = system.run(("docker", "inspect", *ids), timeout=20).stdout if ids else ""
+    return parse_containers(shown, holding)
+
+
+def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
+    """Return id → name of the containers in `docker inspect` that have a GPU; `holding`: ids that have one open.
+
+    One that has it not open counts too: it has the libraries of the driver that goes, and would fail with the new one.
+    """
+    try:
+        rows: Any = json.loads(text)
+    except ValueError:
+        return {}
+    return {str(row["Id"]): str(row["Name"]).lstrip("/") for row in rows if row["Id"] in holding or _asks_for_gpus(row)}
+
+
+def _asks_for_gpus(row: Any) -> bool:
+    host = row.get("HostConfig") or {}
+    if host.get("DeviceRequests"):
+        return True
+    if any(str(device.get("PathOnHost", "")).startswith("/dev/nvidia") for device in host.get("Devices") or ()):
+        return True
+    environment = dict(str(line).partition("=")[::2] for line in (row.get("Config") or {}).get("Env") or ())
+    asked = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    return host.get("Runtime") == "nvidia" and asked not in ("", "void", "none")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How another driver gets past the one that runs: `release` it first, or install `beside` it for the next boot.
+
+    With `obstacles` it is neither: a sentence for each.
+    """
+
+    release: Release | None = None
+    beside: bool = False
+    obstacles: tuple[str, ...] = ()
+
+
+def way(facts: HostFacts, spec: HostSpec) -> Way:
+    """Return how the asked driver gets past what runs now."""
+    running = facts.running
+    if running is None or not is_in_the_way(facts, spec):
+        return Way()
+    found = _obstacles(running, spec)
+    beside = _may_wait_for_a_reboot(facts, spec)
+    if beside and (found or _could_not_unload(facts)):
+        return Way(beside=True)
+    if found:
+        return Way(obstacles=found)
+    display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
+    return Way(
+        Release(
+            version=running.version,
+            modules=running.modules,
+            units=(*display, *running.units),
+            containers=tuple(sorted(running.containers.values())),
+            boot_id=facts.reboot.boot_id if beside else "",
+        )
+    )
+
+
+def _may_wait_for_a_reboot(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether a new driver may wait on the disk for a reboot: its installer must be able to, or be done already."""
+    if not installs(facts, spec):
+        return True
+    return spec.reboot == "if-needed" and knows(spec.driver_version, "--skip-module-load")
+
+
+def _could_not_unload(facts: HostFacts) -> bool:
+    mark = facts.files.get(IN_USE_MARK)
+    return mark is not None and mark.content.decode("utf-8", "replace").strip() == facts.reboot.boot_id
+
+
+def _obstacles(running: RunningDriver, spec: HostSpec) -> tuple[str, ...]:
+    """Return a sentence for each user of the GPUs that must not, or can't, be stopped."""
+    containers = () if spec.stop_containers else tuple(sorted(running.containers.values()))
+    return (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
+
+
+def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
+    """Return the processes that belong to nothing that may be stopped."""
+    display = running.display_manager if spec.stop_display_manager else ""
+    found = []
+    for holder in running.holders:
+        ours = holder.container in running.containers or holder.unit in running.units
+        # What runs in somebody's desktop ends with the display; if it does not, the release says so.
+        desktop = display and not holder.container and holder.unit in ("", display)
+        if not ours and not desktop:
+            found.append(holder)
+    return tuple(found)
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return who keeps the loaded driver from being replaced, and what to do about it."""
+    found = way(facts, spec).obstacles if installs(facts, spec) else ()
+    if not found or facts.running is None:
+        return ()
+    running = facts.running
+    steps = []
+    if running.containers and not spec.stop_containers:
+        names = " ".join(sorted(running.containers.values()))
+        steps.append(f"docker stop {names}, or set gpuprov_stop_containers: true (they are started again)")
+    if running.display_manager and not spec.stop_display_manager:
+        steps.append(f"systemctl stop {running.display_manager}, or set gpuprov_stop_display_manager: true")
+    # A display's own process is ended by its unit.
+    pids = " ".join(str(one.pid) for one in _others(running, spec) if one.unit != (running.display_manager or None))
+    if pids:
+        steps.append(f"end what holds the GPUs: kill {pids}")
+    if spec.reboot != "if-needed":
+        steps.append("or set gpuprov_reboot: if-needed, which leaves it to a reboot")
+    return (
+        Problem(
+            f"driver {running.version or '(unknown)'} is loaded and in use, so {spec.driver_version} can't replace it",
+            "\n".join(found),
+            "; ".join(steps) or "end them, then run the same command again",
+        ),
+    )

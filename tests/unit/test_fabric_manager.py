@@ -1,0 +1,167 @@
+"""The fabric manager: found to be needed by the switches, of the driver's very version, running."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import cuda, fabric_plan
+from gpuprov.errors import GpuprovError
+from gpuprov.fabric_manager import UNIT, FabricFacts, RunFabricManager, gather_fabric, packages, parse_version, problems
+from gpuprov.facts import HostFacts, gather, gather_gpus
+from gpuprov.packages import PackageFacts, missing
+from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+VERSION, OTHER = simgpu.DRIVER_VERSION, "535.261.03"
+
+
+class SwitchHost(FakeHost):
+    """A bare machine with an NVSwitch on its bus, and a fabric manager of whatever version."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, gpus=2, metal=True)
+        self.version = ""
+        self.unit = {"is-active": False, "is-enabled": False}
+        switch = root / "sys/bus/pci/devices/0000:c1:00.0"
+        switch.mkdir(parents=True)
+        for name, text in (("vendor", "0x10de"), ("class", "0x068000"), ("device", "0x22a3")):
+            (switch / name).write_text(f"{text}\n")
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] == "nv-fabricmanager":
+            said = f"\n\n\n\tFabric Manager version is : {self.version}\n\n"
+            return Completed(tuple(argv), 0 if self.version else 127, said if self.version else "")
+        return super().run(argv, **more)
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if words[-1] != UNIT:
+            return super()._systemctl(words)
+        if words[0] in self.unit:
+            return (0 if self.unit[words[0]] else 3), ""
+        if words[0] == "restart" and self.failing_unit == UNIT:
+            return 1, f"Job for {UNIT} failed."
+        changes = {"restart": ("is-active", True), "stop": ("is-active", False), "enable": ("is-enabled", True),
+                   "disable": ("is-enabled", False)}  # fmt: skip
+        name, value = changes[words[0]]
+        self.unit[name] = value
+        return 0, ""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> SwitchHost:
+    return SwitchHost(tmp_path / "root")
+
+
+@pytest.fixture
+def facts(host: SwitchHost) -> HostFacts:
+    return gather(host)
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver_version": VERSION, **values})
+
+
+def test_a_switch_is_a_bridge_of_nvidias_and_no_gpu(host: SwitchHost) -> None:
+    assert gather_fabric(host) == FabricFacts(("0000:c1:00.0",))
+    assert len(gather_gpus(host)) == 2
+
+
+def test_switches_behind_adapters_are_known_by_their_product_data(host: SwitchHost) -> None:
+    for name, data in (("mlx5_0", b"PN MCX75"), ("mlx5_1", b"\x82\x00 SW_MNG \x00")):
+        (host.root / f"sys/class/infiniband/{name}/device").mkdir(parents=True)
+        (host.root / f"sys/class/infiniband/{name}/device/vpd").write_bytes(data)
+    found = gather_fabric(host)
+    assert (found.switches, found.managed) == (("0000:c1:00.0", "mlx5_1"), True)
+    assert packages("580.95.05", "apt", found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
+
+
+def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    assert gather_fabric(host) == FabricFacts()
+    assert host.commands == []
+
+
+@pytest.mark.parametrize(
+    ("version", "manager", "name"),
+    [
+        ("550.163.01", "apt", "nvidia-fabricmanager-550=550.163.01-*"),
+        ("580.95.05", "apt", "nvidia-fabricmanager=580.95.05-*"),
+        ("550.163.01", "dnf", "nvidia-fabric-manager=550.163.01"),
+        ("580.95.05", "dnf", "nvidia-fabricmanager=580.95.05"),
+    ],
+)
+def test_the_package_is_named_as_the_repository_names_it(version: str, manager: str, name: str) -> None:
+    assert packages(version, manager, FabricFacts()) == (name,)
+
+
+def test_a_pattern_is_met_by_a_version_of_its_kind() -> None:
+    there = PackageFacts("apt", {"nvidia-fabricmanager-550": "550.163.01-1ubuntu1"})
+    assert missing(there, ["nvidia-fabricmanager-550=550.163.01-*"]) == ()
+    assert missing(there, ["nvidia-fabricmanager-550=550.163.02-*"]) == ("nvidia-fabricmanager-550=550.163.02-*",)
+
+
+def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> None:
+    changes = [change.summary() for change in fabric_plan.plan(facts, spec())]
+    assert changes == [
+        "refresh the package index (apt-get update)",
+        f"install nvidia-fabricmanager-550={VERSION}-*",
+        f"enable and start {UNIT} ({VERSION})",
+    ]
+    assert [one.name for one in cuda.with_repository(facts, spec()).repositories] == ["cuda"]
+
+
+def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
+    good = replace(facts, fabric=FabricFacts(("0000:c1:00.0",), False, VERSION, True, True))
+    assert fabric_plan.plan(good, spec()) == ()
+    assert cuda.with_repository(good, spec()).repositories == ()
+    stopped = replace(good, fabric=replace(good.fabric, active=False))
+    assert [change.key for change in fabric_plan.plan(stopped, spec())] == [f"run {UNIT}"]
+    inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
+    assert fabric_plan.plan(inside, spec()) == ()
+
+
+def test_versions_that_differ_are_told_where_the_site_installs_it(facts: HostFacts) -> None:
+    old = replace(facts, fabric=replace(facts.fabric, version=OTHER))
+    (problem,) = fabric_plan.plan_problems(old, spec(fabric_manager="preinstalled"))
+    assert f"the driver will be {VERSION}" in problem.what
+    assert f"{OTHER}; NVSwitches: 0000:c1:00.0" in problem.evidence
+    assert fabric_plan.plan(old, spec(fabric_manager="preinstalled")) == ()
+    assert fabric_plan.plan_problems(old, spec()) == ()
+    assert problems(FabricFacts(), VERSION, ours=False) == ()
+
+
+def test_its_unit_is_enabled_and_started_and_undo_takes_that_back(host: SwitchHost) -> None:
+    host.version = VERSION
+    change = RunFabricManager(VERSION)
+    before = change.capture(host)
+    change.apply(host, lambda *words: None)
+    assert host.unit == {"is-active": True, "is-enabled": True}
+    RunFabricManager.undo(host, before, {})
+    assert host.unit == {"is-active": False, "is-enabled": False}
+
+
+def test_another_version_is_refused_before_it_is_started(host: SwitchHost) -> None:
+    host.version = OTHER
+    with pytest.raises(GpuprovError, match=f"fabric manager is {OTHER}, the driver is {VERSION}: they must agree"):
+        RunFabricManager(VERSION).apply(host, lambda *words: None)
+    assert host.unit == {"is-active": False, "is-enabled": False}
+
+
+def test_a_unit_that_does_not_start_says_why(host: SwitchHost) -> None:
+    host.version, host.failing_unit = VERSION, UNIT
+    with pytest.raises(GpuprovError, match=f"{UNIT} does not start") as raised:
+        RunFabricManager(VERSION).apply(host, lambda *words: None)
+    assert "the unit's last words" in str(raised.value)
+
+
+def test_what_the_program_says_of_itself_is_read() -> None:
+    assert parse_version("Fabric Manager version is : 580.159.03\n") == "580.159.03"
+    assert parse_version("command not found") == ""

@@ -1,0 +1,262 @@
+"""MIG: what nvidia-smi's tables say, what a layout means, and GPUs brought to it and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov import boot_files, mig_plan
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, gather
+from gpuprov.mig import (
+    DivideGpus,
+    MigGpu,
+    gather_mig,
+    is_right,
+    parse_instances,
+    parse_modes,
+    parse_profiles,
+    profiles_of,
+    wanted_for,
+)
+from gpuprov.plan import make_plan
+from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+# As nvidia-smi 535 and 550 print them for A100 and H100.
+LGI = """\
++-------------------------------------------------------+
+| GPU instances:                                        |
+| GPU   Name             Profile  Instance   Placement  |
+|                          ID       ID       Start:Size |
+|=======================================================|
+|   0  MIG 3g.20gb          9        2          4:4     |
++-------------------------------------------------------+
+|   0  MIG 4g.20gb          5        1          0:4     |
++-------------------------------------------------------+
+|   3  MIG 1g.5gb+me       20        7          0:1     |
++-------------------------------------------------------+
+"""
+LGIP = """\
++-----------------------------------------------------------------------------+
+| GPU instance profiles:                                                      |
+| GPU   Name             ID    Instances   Memory     P2P    SM    DEC   ENC  |
+|                              Free/Total   GiB              CE    JPEG  OFA  |
+|=============================================================================|
+|   0  MIG 1g.10gb       19     7/7        9.50       No     14     1     0   |
+|                                                             1     1     0   |
++-----------------------------------------------------------------------------+
+|   0  MIG 1g.10gb+me    20     1/1        9.50       No     14     1     0   |
+|                                                             1     1     1   |
++-----------------------------------------------------------------------------+
+|   0  MIG 3g.40gb        9     0/2        39.25      No     42     2     0   |
+|                                                             3     2     0   |
++-----------------------------------------------------------------------------+
+"""
+PENDING = """\
+Warning: MIG mode is in pending enable state for GPU 00000000:0B:00.0:In use by another client
+00000000:0B:00.0 is currently being used by one or more other processes (e.g. CUDA application or a monitoring \
+application such as another instance of nvidia-smi). Please first kill all processes using the device and retry the \
+command or reboot the system to make MIG mode effective.
+All done.
+"""
+NONE = "No GPU instances found: Not Found\n"
+
+
+def test_the_tables_are_read() -> None:
+    assert parse_instances(LGI) == {0: ("3g.20gb", "4g.20gb"), 3: ("1g.5gb+me",)}
+    assert parse_instances(NONE) == {}
+    assert parse_profiles(LGIP) == {0: {"1g.10gb": 7, "1g.10gb+me": 1, "3g.40gb": 2}}
+    assert parse_modes("0, Enabled, Enabled\n1, Disabled, Enabled\n2, [N/A], [N/A]\n") == (
+        (0, "Enabled", "Enabled"), (1, "Disabled", "Enabled"), (2, "[N/A]", "[N/A]"),
+    )  # fmt: skip
+    assert parse_modes("No devices were found\n") == ()
+
+
+H100 = MigGpu(0, "Enabled", "Enabled", most={"1g.10gb": 7, "3g.40gb": 2})
+WHOLE = replace(H100, current="Disabled", pending="Disabled")
+LAYOUTS = {
+    "whole, and so wanted": ("disabled", WHOLE, True),
+    "no MIG at all, none wanted": ("disabled", MigGpu(0, "[N/A]", "[N/A]"), True),
+    "no MIG at all": ("all-1g.10gb", MigGpu(0, "[N/A]", "[N/A]"), False),
+    "on without instances": ("disabled", H100, False),
+    "nothing said": ("", H100, True),
+    "all of a kind": ("all-1g.10gb", replace(H100, instances=("1g.10gb",) * 7), True),
+    "one is missing": ("all-1g.10gb", replace(H100, instances=("1g.10gb",) * 6), False),
+    "no such profile": ("all-2g.99gb", H100, False),
+    "a mix, in another order": ("3g.40gb,1g.10gb", replace(H100, instances=("1g.10gb", "3g.40gb")), True),
+    "another mix": ("3g.40gb", replace(H100, instances=("1g.10gb", "3g.40gb")), False),
+    "not on yet": ("3g.40gb", WHOLE, False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_gpu_is_divided_as_the_layout_says_or_not(name: str) -> None:
+    text, gpu, right = LAYOUTS[name]
+    assert is_right(text, gpu) is right
+
+
+def test_one_text_is_for_all_gpus_a_list_for_each() -> None:
+    assert [wanted_for(("all-1g.10gb",), index) for index in range(3)] == ["all-1g.10gb"] * 3
+    assert [wanted_for(("disabled", "3g.40gb"), index) for index in range(3)] == ["disabled", "3g.40gb", ""]
+    assert profiles_of("all-3g.40gb", H100) == ("3g.40gb", "3g.40gb")
+
+
+class MigHost(FakeHost):
+    """A bare machine with one GPU and an nvidia-smi that knows the commands of MIG; `busy`: only a reset helps."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, gpus=1, metal=True)
+        self.mode, self.pending = "Disabled", "Disabled"
+        self.instances: list[str] = []
+        self.busy = self.resets = False
+        self.changes: list[tuple[str, ...]] = []
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] != "nvidia-smi":
+            return super().run(argv, **more)
+        code, text = self._smi(list(argv[1:]))
+        return Completed(tuple(argv), code, text)
+
+    def _smi(self, words: list[str]) -> tuple[int, str]:
+        if words[0].startswith("--query-gpu"):
+            return 0, f"0, {self.mode}, {self.pending}\n"
+        if words == ["mig", "-lgip"]:
+            return 0, LGIP
+        if words == ["mig", "-lgi"]:
+            rows = "".join(f"|   0  MIG {name:<18} 9   2   4:4     |\n" for name in self.instances)
+            return (0, rows) if rows else (6, NONE)
+        self.changes.append(tuple(words))
+        if "-dgi" in words:
+            self.instances = []
+        elif "-cgi" in words:
+            asked = words[words.index("-cgi") + 1].split(",")
+            if len(asked) > 7:
+                return 19, "Failed to create GPU instances: Insufficient Resources\n"
+            self.instances += asked
+        elif "-mig" in words:
+            self.pending = {"1": "Enabled", "0": "Disabled"}[words[-1]]
+            if self.busy:
+                return 0, PENDING
+            self.mode = self.pending
+        elif "--gpu-reset" in words and self.resets:
+            self.mode = self.pending
+        return 0, "All done.\n"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> MigHost:
+    return MigHost(tmp_path / "root")
+
+
+def divide(host: MigHost, text: str) -> DivideGpus:
+    change = DivideGpus(((0, text),))
+    change.apply(host, lambda *words: None)
+    return change
+
+
+def test_mig_is_switched_on_and_filled(host: MigHost) -> None:
+    divide(host, "all-1g.10gb")
+    assert host.instances == ["1g.10gb"] * 7
+    assert host.changes == [("-i", "0", "-mig", "1"), ("mig", "-i", "0", "-cgi", ",".join(["1g.10gb"] * 7), "-C")]
+    assert is_right("all-1g.10gb", gather_mig(host)[0])
+
+
+def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost) -> None:
+    host.mode = host.pending = "Enabled"
+    host.instances = ["3g.40gb"]
+    change = DivideGpus(((0, "1g.10gb,1g.10gb"),))
+    before = change.capture(host)
+    assert change.diff(host) == "-GPU 0: 3g.40gb\n+GPU 0: 1g.10gb,1g.10gb"
+    change.apply(host, lambda *words: None)
+    assert host.instances == ["1g.10gb", "1g.10gb"]
+    for _ in range(2):
+        DivideGpus.undo(host, before, {})
+        assert (host.mode, host.instances) == ("Enabled", ["3g.40gb"])
+
+
+def test_undo_makes_whole_what_was_whole(host: MigHost) -> None:
+    change = DivideGpus(((0, "3g.40gb"),))
+    before = change.capture(host)
+    change.apply(host, lambda *words: None)
+    DivideGpus.undo(host, before, {})
+    assert (host.mode, host.instances) == ("Disabled", [])
+
+
+def test_what_needs_a_reset_gets_one(host: MigHost) -> None:
+    host.busy = host.resets = True
+    divide(host, "3g.40gb")
+    assert ("--gpu-reset", "-i", "0") in host.changes
+    assert host.instances == ["3g.40gb"]
+
+
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "in use": ("3g.40gb", "MIG on GPU 0 is Disabled, Enabled only after a reset", "In use by another client"),
+    "no MIG": ("3g.40gb", "GPU 0 can't be divided: it has no MIG", "[N/A]"),
+    "no such profile": ("all-2g.99gb", "GPU 0 has no MIG profile 2g.99gb", "1g.10gb, 1g.10gb+me, 3g.40gb"),
+    "no room": (",".join(["3g.40gb"] * 8), "can't be made", "Insufficient Resources"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
+    text, what, evidence = FAULTS[name]
+    host.busy = name == "in use"
+    if name == "no MIG":
+        host.mode = host.pending = "[N/A]"
+    with pytest.raises(GpuprovError) as raised:
+        divide(host, text)
+    (problem,) = raised.value.problems
+    assert what in problem.what
+    assert evidence in problem.evidence
+
+
+def test_a_gpu_without_mig_is_as_it_should_be_where_none_is_wanted(host: MigHost) -> None:
+    host.mode = host.pending = "[N/A]"
+    divide(host, "disabled")
+    assert host.changes == []
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+def spec(*layout: str) -> HostSpec:
+    return parse_spec({"driver": "preinstalled", "mig_layout": list(layout)})
+
+
+@pytest.fixture
+def facts(host: MigHost) -> HostFacts:
+    simgpu.install_tree(host.root)
+    found = gather(host)
+    return replace(found, mig=gather_mig(host))
+
+
+def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts) -> None:
+    (change,) = mig_plan.plan(facts, spec("3g.40gb,3g.40gb"))
+    assert change.summary() == "divide GPUs by MIG: GPU 0: 3g.40gb,3g.40gb"
+    change.apply(host, lambda *words: None)
+    assert mig_plan.plan(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb")) == ()
+    assert mig_plan.plan(facts, spec()) == ()
+
+
+def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
+    changes = [item.change for item in make_plan(facts, spec("all-1g.10gb"), ("boot",)).changes]
+    files = dict(changes[0].files)  # type: ignore[attr-defined]
+    text = files[f"{boot_files.UNITS}/{boot_files.MIG}"].decode()
+    assert "nvidia-smi -i 0 -mig 1 && nvidia-smi mig -i 0 -cgi 1g.10gb -C && while" in text
+    changes = [item.change for item in make_plan(facts, spec("disabled"), ("boot",)).changes]
+    assert f"{boot_files.UNITS}/{boot_files.MIG}" not in dict(changes[0].files)  # type: ignore[attr-defined]
+
+
+def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:
+    inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
+    assert "the machine outside" in mig_plan.problems(inside, spec("disabled"))[0].what
+    (problem,) = mig_plan.problems(facts, spec("disabled", "disabled"))
+    assert problem.what == "gpuprov_mig_layout speaks of 2 GPUs, this host has 1"

@@ -1,0 +1,151 @@
+"""A mirror of drivers: what its index lists, in the forms that servers give it, and what a branch then means."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpuprov import mirror, releases
+from gpuprov.driver_run import source
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.events import Event, Finished
+from gpuprov.facts import gather
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.system import System
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+NVIDIA = """\
+<html><head><title>Linux x86_64</title></head><body><ul class="directory">
+<li class='dir'><span class='dir'><a href='..'>..</a></span></li>
+<li class='file'><span class='file'><a href='latest.txt'>latest.txt</a></span></li>
+<li class='dir'><span class='dir'><a href='550.54.14/'>550.54.14/</a></span></li>
+<li class='dir'><span class='dir'><a href='550.163.01/'>550.163.01/</a></span></li>
+<li class='dir'><span class='dir'><a href='565.77/'>565.77/</a></span></li>
+<li class='dir'><span class='dir'><a href='580.95.05/'>580.95.05/</a></span></li></ul></body></html>
+"""
+APACHE = """\
+<table><tr><td><a href="?C=M;O=A">Last modified</a></td></tr>
+<tr><td><a href="NVIDIA-Linux-x86_64-550.163.01.run">NVIDIA-Linux-x86_64-550.16..&gt;</a></td><td>307.52M</td></tr>
+<tr><td><a href="NVIDIA-Linux-x86_64-550.163.01.run.sha256sum">…</a></td><td>2025-04-08</td></tr>
+<tr><td><a href="NVIDIA-Linux-aarch64-580.95.05.run">…</a></td></tr>
+<tr><td><a href="/elsewhere/570.211.01/">up</a></td></tr></table>
+"""
+LATEST_TXT = "580.95.05 580.95.05/NVIDIA-Linux-x86_64-580.95.05.run\n"
+NESTED = "{0}/NVIDIA-Linux-x86_64-{0}.run"
+INDEXES: dict[str, tuple[str, dict[str, str]]] = {
+    "NVIDIA's folders": (
+        NVIDIA, {one: NESTED.format(one) for one in ("550.54.14", "550.163.01", "565.77", "580.95.05")},
+    ),
+    "Apache's files": (APACHE, {"550.163.01": "NVIDIA-Linux-x86_64-550.163.01.run"}),
+    "NVIDIA's latest.txt": (LATEST_TXT, {"580.95.05": NESTED.format("580.95.05")}),
+    "a text of versions": (
+        "550.163.01\n570.211.01\n", {one: NESTED.format(one) for one in ("550.163.01", "570.211.01")},
+    ),
+    "something else": ("<html>Please log in: release 550.163.01</html>", {}),
+    "nothing": ("", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_is_read_in_the_forms_that_servers_give_it(name: str) -> None:
+    text, expected = INDEXES[name]
+    assert mirror.parse_index(text, "x86_64") == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "version"), [("550", "550.163.01"), ("565", "565.77"), ("latest", "580.95.05"), ("570", "")]
+)
+def test_a_branch_is_its_newest_by_number(wanted: str, version: str) -> None:
+    assert mirror.newest(wanted, mirror.parse_index(NVIDIA, "x86_64")) == version
+
+
+def test_latest_of_a_mirror_without_the_long_term_branch_is_the_newest_there() -> None:
+    assert mirror.newest("latest", {"550.163.01": "", "570.211.01": ""}) == "570.211.01"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A web server: its URL and what it was asked for."""
+
+    url: str
+    asked: list[str]
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    asked: list[str] = []  # noqa: RUF012 (one server at a time)
+
+    def log_message(self, *words: object) -> None:
+        self.asked.append(self.path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Folders as Python's own server lists them, and a text beside them."""
+    folder = tmp_path_factory.mktemp("mirror")
+    for version in ("550.54.14", "550.163.01"):
+        (folder / version).mkdir()
+    (folder / "latest.txt").write_text(LATEST_TXT)
+    handler = functools.partial(_Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield Served(f"http://127.0.0.1:{running.server_port}", _Handler.asked)
+        running.shutdown()
+
+
+def spec(version: str, url: str, **more: str) -> HostSpec:
+    return parse_spec({"driver_version": version, "driver_mirror": url, **more})
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Served, slash: str) -> None:
+    found = mirror.resolved(System(), spec("550", server.url + slash), "x86_64")
+    assert found.driver_version == "550.163.01"
+    assert found.driver_url == f"{server.url}/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
+    assert found.driver_sha256 == releases.known_sha256("550.163.01", "x86_64")
+    assert mirror.resolved(System(), found, "x86_64") == found
+
+
+def test_an_index_of_text_is_named_itself(server: Served) -> None:
+    found = mirror.resolved(System(), spec("latest", f"{server.url}/latest.txt"), "x86_64")
+    assert found.driver_url == f"{server.url}/580.95.05/NVIDIA-Linux-x86_64-580.95.05.run"
+
+
+def test_a_version_needs_no_index(server: Served) -> None:
+    server.asked.clear()
+    found = mirror.resolved(System(), spec("565.77", server.url, driver_sha256="a" * 64), "aarch64")
+    assert found.driver_url == f"{server.url}/565.77/NVIDIA-Linux-aarch64-565.77.run"
+    assert (found.driver_sha256, server.asked) == ("a" * 64, [])
+
+
+def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) -> None:
+    with pytest.raises(GpuprovError, match="has no driver of branch 570") as raised:
+        mirror.resolved(System(), spec("570", server.url), "x86_64")
+    assert raised.value.problems[0].evidence == "branches in its index: 550"
+
+
+def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:
+    assert parse_spec({"driver_version": "700", "driver": "packages"}).driver_version == "700"
+    with pytest.raises(GpuprovError, match="gpuprov_driver_version is not a driver version") as raised:
+        parse_spec({"driver_version": "700"})
+    assert raised.value.exit_code == ExitCode.USAGE
+
+
+def test_an_installation_asks_the_mirror(server: Served, tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    asked = spec("550", server.url)
+    events: list[Event] = []
+    run_request(Request("install", spec_to_json(asked), check=True), events.append, host)
+    assert isinstance(events[-1], Finished)
+    # The file itself is not on this server: the plan was made with its address.
+    assert [one.evidence for one in events[-1].problems] == ["HTTP 404"]
+    assert "550.163.01/NVIDIA-Linux-x86_64-550.163.01.run" in events[-1].problems[0].what
+    assert source(gather(host), mirror.resolved(System(), asked, "x86_64"))[0].endswith("x86_64-550.163.01.run")

@@ -1,0 +1,158 @@
+"""What a .run's own list says of GPUs: read out of its payload, however that is packed, and decided upon."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import shutil
+import subprocess
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov import driver_install
+from gpuprov.driver_install import InstallDriver
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import PciGpu, gather
+from gpuprov.runfile import parse_header
+from gpuprov.spec import parse_spec
+from gpuprov.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
+from gpuprov.system import System
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+H100, V100, K80, B200, T4 = "2330", "1db6", "102d", "2901", "1eb8"
+# As in the file of 580: Blackwell has kernelopen and not gsp_proprietary_supported, Turing both, Volta neither.
+LIST = json.dumps(
+    {
+        "chips": [
+            {"devid": "0x2330", "name": "H100", "features": ["kernelopen", "gsp_proprietary_supported"]},
+            {"devid": "0x2901", "name": "B200", "features": ["kernelopen"]},
+            {"devid": "0x1DB6", "name": "Tesla V100", "features": ["fp16"]},
+            {"devid": "0x102D", "name": "Tesla K80", "legacybranch": "470.xx", "features": []},
+            {"devid": "0x1EB8", "name": "Tesla T4", "features": ["kernelopen", "gsp_proprietary_supported"]},
+            {"devid": "0x1EB8", "subdevid": "0x12A2", "name": "T4 16", "legacybranch": "470.xx", "features": []},
+        ]
+    }
+)
+CHIPS = parse_chips(LIST)
+
+
+def test_the_list_is_read() -> None:
+    assert CHIPS[V100] == Chip("Tesla V100", "", False, True)
+    assert CHIPS[B200] == Chip("B200", "", True, False)
+    assert CHIPS[K80].legacy_branch == "470"
+    assert CHIPS[T4].legacy_branch == ""
+
+
+def test_a_list_of_550_does_not_tell_of_proprietary_modules_so_they_serve_all() -> None:
+    old = parse_chips('{"chips": [{"devid": "0x2330", "name": "H100", "features": ["kernelopen"]}]}')
+    assert old[H100] == Chip("H100", "", True, True)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"chips": [{}]}', '{"chips": {"a": 1}}', "<html>"])
+def test_what_is_no_list_gives_none(text: str) -> None:
+    assert parse_chips(text) == {}
+
+
+CASES = {
+    "both do": ([H100], "auto", "otherwise"),
+    "an old one alone": ([V100], "auto", "proprietary"),
+    "a new one alone": ([B200], "auto", "open"),
+    "old and middle": ([V100, H100], "auto", "proprietary"),
+    "new and middle": ([B200, H100], "auto", "open"),
+    "not in the list": (["ffff"], "auto", "otherwise"),
+    "asked": ([H100], "open", "open"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_modules_are_those_that_serve_all_gpus(name: str) -> None:
+    ids, asked, expected = CASES[name]
+    assert module_type(ids, CHIPS, asked, "otherwise") == expected
+
+
+REFUSED = {
+    "old and new": ([V100, B200], "auto", "serves Tesla V100 and B200, but not in one host"),
+    "open for an old one": ([V100], "open", "open kernel modules do not serve Tesla V100"),
+    "proprietary for a new one": ([B200], "proprietary", "proprietary kernel modules do not serve B200"),
+    "legacy": ([K80, H100], "auto", "no longer serves Tesla K80"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_driver_serves_is_refused(name: str) -> None:
+    ids, asked, what = REFUSED[name]
+    with pytest.raises(GpuprovError) as raised:
+        module_type(ids, CHIPS, asked, "auto")
+    assert what in raised.value.problems[0].what
+    assert "10de:" in raised.value.problems[0].evidence
+
+
+# -- out of the file -------------------------------------------------------------------------------------------------
+
+
+def archive() -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in (("./nvidia-installer", b"x" * 100_000), ("./supported-gpus/supported-gpus.json", b"")):
+            data = content or LIST.encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def run_file(folder: Path, payload: bytes) -> Path:
+    # Between stub and payload lies the decompressor: bytes, line ends among them.
+    path = folder / "driver.run"
+    path.write_bytes(b"#!/bin/sh\nskip=5\nexit 0\n\x00\x01\xff\n" + payload)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["xz", "zstd", "none", "torn"])
+def test_it_is_found_in_the_payload_however_that_is_packed(tmp_path: Path, kind: str) -> None:
+    payload = archive()
+    if kind == "zstd":
+        if shutil.which("zstd") is None:
+            pytest.skip("zstd is not installed here")
+        payload = subprocess.run(("zstd", "-q"), input=payload, capture_output=True, check=True).stdout
+    elif kind != "none":
+        payload = lzma.compress(payload)
+    path = run_file(tmp_path, payload[: len(payload) // 2] if kind == "torn" else payload)
+    found = read_supported_gpus(System(), str(path), 5)
+    assert found == (CHIPS if kind in ("xz", "zstd") else {})
+
+
+def test_a_zstd_payload_on_a_host_without_zstd_is_left_to_the_table(tmp_path: Path) -> None:
+    (tmp_path / "driver.run").write_bytes(b"#!/bin/sh\nskip=3\n\x28\xb5\x2f\xfd....")
+    assert read_supported_gpus(System(str(tmp_path)), "/driver.run", 3) == {}
+
+
+def test_the_test_drivers_own_list_is_found(tmp_path: Path) -> None:
+    path = simgpu.build_run(tmp_path)
+    header = parse_header(path.read_bytes()[:8192].decode("latin-1"))
+    found = read_supported_gpus(System(), str(path), header.skip)
+    assert set(found) == {H100, V100, K80}
+    assert read_supported_gpus(System(), str(path), 0) == {}
+    assert read_supported_gpus(System(), "/nonexistent", 9) == {}
+
+
+def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Path) -> None:
+    """By the table the host has what it needs; by the file it has a GPU that this driver has left behind."""
+    host = FakeHost(tmp_path / "root", gpus=1, metal=True)
+    path = simgpu.build_run(host.root)
+    spec = parse_spec({"driver_version": simgpu.DRIVER_VERSION, "driver_url": f"/{path.name}"})
+    facts = gather(host)
+    for device_id, expected in ((V100, "proprietary"), (H100, "auto"), ("ffff", "auto")):
+        (change,) = driver_install.plan(replace(facts, gpus=(PciGpu("0000:17:00.0", device_id),)), spec)
+        assert isinstance(change, InstallDriver)
+        assert change._choose_modules(host, change._inspect(host)) == expected
+    (change,) = driver_install.plan(replace(facts, gpus=(PciGpu("0000:17:00.0", K80),)), spec)
+    with pytest.raises(GpuprovError, match="this driver no longer serves Tesla K80"):
+        change.apply(host, lambda *words: None)
+    assert not any(command[0] == "sh" for command in host.commands)
