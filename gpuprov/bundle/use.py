@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
-from gpuprov.bundle.format import Contents, Progress, read_contents, unpack, verify_files
+from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
-from gpuprov.bundle.manifest import FOLDER, REPOSITORY, SOURCES_LIST, BundleFacts, Manifest
+from gpuprov.bundle.manifest import FOLDER, REPOSITORY, REPOSITORY_KEY, SOURCES_LIST, BundleFacts, Manifest
 from gpuprov.errors import GpuprovError, Problem
+from gpuprov.pgp import fingerprints
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 CACHE = FOLDER.rpartition("/")[0]
 # What each step takes from a bundle: the folder in it.
 _STEP_FOLDERS = {"packages": f"{REPOSITORY}/", "driver": "driver/", "images": "images/"}
-_SOURCES = f"deb [trusted=yes] file:{FOLDER}/{REPOSITORY} ./\n"
+_SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def opened(
             contents = read_contents(file)
             _require_digest(contents, path, digest)
             verify_files(file, contents, progress)
+            _require_repository_key(file, contents)
         except GpuprovError:
             # What an upload left damaged would be found again by the next run, and never be mended.
             if path.startswith(f"{CACHE}/"):
@@ -70,6 +72,20 @@ def _require_digest(contents: Contents, path: str, digest: str) -> None:
             "this is not the bundle that was asked for",
             f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
             "run the same command again: the bundle is uploaded anew",
+        )
+
+
+def _require_repository_key(file: BinaryIO, contents: Contents) -> None:
+    """Raise GpuprovError if the key that comes with the packages is not the one that the manifest names, alone."""
+    manifest = contents.manifest
+    if not manifest.packages:
+        return
+    key = b"".join(chunks(file, contents.offsets[REPOSITORY_KEY], manifest.file(REPOSITORY_KEY).size))
+    if fingerprints(key) != (manifest.repository_key,):
+        raise GpuprovError(
+            "the key of the bundle's repository is not the one that its manifest names",
+            f"{REPOSITORY_KEY} holds {', '.join(fingerprints(key))}; the manifest says {manifest.repository_key}",
+            "make the bundle again: gpuprov bundle create",
         )
 
 
