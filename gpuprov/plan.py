@@ -177,7 +177,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    names = missing(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
+    lacking = packages_rpm.missing if facts.packages.manager in packages_rpm.MANAGERS else missing
+    names = lacking(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
     return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
 
 

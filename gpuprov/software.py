@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpuprov import boot, cuda, kernel, packages_rpm
-from gpuprov.bundle import use
+from gpuprov.bundle import use, use_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
@@ -118,7 +118,11 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = wanted(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
         enable = () if facts.docker.installed else ("docker.service",)
-        return packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout)
+        wanted_changes = packages_rpm.plan(
+            facts.packages, names, enable, spec.lock_timeout, use_rpm.options(facts.bundle)
+        )
+        keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if wanted_changes else ()
+        return (*keys, *wanted_changes)
     lacking = missing(facts.packages, names)
     held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
     options = use.apt_options(facts.bundle)

@@ -1,6 +1,7 @@
 """Collects what a recipe names, on a machine with a network; needs no root and changes nothing but its own folder.
 
-The packages are chosen, and their signatures checked, by the hosts' own package manager (repository_apt.py).
+The packages are chosen, and their signatures checked, by the hosts' own package manager (repository_apt.py,
+repository_rpm.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from gpuprov.bundle.manifest import BundleFile, BundleImage, BundlePackage, Mani
 from gpuprov.bundle.recipe import Recipe
 from gpuprov.bundle.repository_apt import collect_apt
 from gpuprov.bundle.repository_key import new_key
+from gpuprov.bundle.repository_rpm import collect_rpm
 from gpuprov.changes import Tell
 from gpuprov.download import fetch, masked, published_sha256
 from gpuprov.errors import GpuprovError
@@ -66,8 +68,9 @@ def _collect_packages(
     """Return the packages, and the fingerprint of the key that signed the repository of them."""
     if not recipe.packages:
         return (), ""
+    collect_them = collect_rpm if recipe.rpm_sources else collect_apt
     with new_key(system, f"{work}/gnupg") as key:
-        return collect_apt(system, recipe, work, key, tell, places), key.fingerprint
+        return collect_them(system, recipe, work, key, tell, places), key.fingerprint
 
 
 def with_file(system: System, collected: Collected, path: str, place: str) -> Collected:
