@@ -13,6 +13,7 @@ from gpuprov.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
 from gpuprov.packages import PackageFacts
 from gpuprov.pgp import fingerprints
 from gpuprov.rpm_failures import finish
+from gpuprov.rpm_locks import gather_locks
 from gpuprov.system import Completed, System
 
 _INSTALL_SECONDS = 3600
@@ -66,7 +67,7 @@ def gather_packages(system: System, manager: str) -> PackageFacts:
     )
     installed, provided = parse_rpm(done.stdout)
     keys = frozenset(gather_keys(system))
-    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys)
+    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys, locks=gather_locks(system, manager))
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:

@@ -28,6 +28,7 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
+from gpuprov.rpm_locks import HoldRpmPackages
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
@@ -123,8 +124,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
-        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
-        driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, HoldRpmPackages,
+        cuda.EnableStream, driver_run.FetchRunfile, driver_run.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
         boot.PrepareBoot, reboot.Reboot, images.LoadImage,
     )

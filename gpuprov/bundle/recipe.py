@@ -135,7 +135,12 @@ def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> t
     more = (
         name
         for spec in specs
-        for name in (*cuda.toolkit_packages(spec), *software.toolkit_packages(spec), *spec.packages)
+        for name in (
+            *cuda.toolkit_packages(spec),
+            *software.toolkit_packages(spec),
+            *spec.packages,
+            *software.lock_packages(row, spec),
+        )
     )
     return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
 
