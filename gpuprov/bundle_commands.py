@@ -38,7 +38,9 @@ def bundle() -> None:
 
 
 @bundle.command()
-@click.option("--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12.")
+@click.option(
+    "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
+)
 @click.option(
     "--arch", metavar="ARCH", default=platform.machine, help="The hosts' `uname -m`. Default: this machine's."
 )
@@ -69,7 +71,8 @@ def bundle() -> None:
     "sources",
     metavar="LINE",
     multiple=True,
-    help="A line for apt's sources.list, instead of the distribution's own servers. Once for each.",
+    help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf, yum and zypper, instead of the "
+    "distribution's own servers. Once for each.",
 )
 @click.option("--sign", "sign_key", metavar="KEYID", default="", help="Sign the manifest with this key of your gpg.")
 @click.option(
@@ -102,7 +105,7 @@ def create(
 ) -> None:
     """Collect packages with all that they depend on, keys, the driver and gpuprov's agent into one file.
 
-    Needs apt, a network, and no root. The same input gives the same bytes.
+    Needs apt (dnf and createrepo_c for rpm's distributions), gpg, a network, and no root.
 
     \b
     Examples:

@@ -16,15 +16,14 @@ from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.package_lock import LOCK_SECONDS
+from gpuprov.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
 from gpuprov.system import System
 
 __all__ = [
-    "LOCK_SECONDS", "HoldPackages", "InstallPackages", "PackageFacts", "RefreshPackageIndex", "gather_packages",
-    "lock_holder", "missing", "parse_dpkg", "repair",
+    "HELD_LIST", "LOCK_SECONDS", "HoldPackages", "InstallPackages", "PackageFacts", "RefreshPackageIndex",
+    "gather_packages", "lock_holder", "missing", "parse_dpkg", "repair",
 ]  # fmt: skip
 _REFRESH_SECONDS = 600
-# The packages that gpuprov holds; those that somebody else holds are none of its business.
-HELD_LIST = f"{STATE_DIRECTORY}/held"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PackageFacts:
     `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
     `held_here` those of them that gpuprov holds; a name has its architecture behind it if that is not the machine's
     own. rpm: several versions of one name are parted by spaces; `trusted_keys` are the fingerprints of the keys that
-    packages may be signed with.
+    packages may be signed with, `locks` tells what is held, and by what.
     """
 
     manager: str
@@ -44,6 +43,7 @@ class PackageFacts:
     held: frozenset[str] = frozenset()
     held_here: frozenset[str] = frozenset()
     trusted_keys: frozenset[str] = frozenset()
+    locks: LockFacts = NO_LOCKS
 
 
 def gather_packages(system: System) -> PackageFacts:

@@ -13,6 +13,7 @@ from gpuprov.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
 from gpuprov.packages import PackageFacts
 from gpuprov.pgp import fingerprints
 from gpuprov.rpm_failures import finish
+from gpuprov.rpm_locks import gather_locks
 from gpuprov.system import Completed, System
 
 _INSTALL_SECONDS = 3600
@@ -66,7 +67,7 @@ def gather_packages(system: System, manager: str) -> PackageFacts:
     )
     installed, provided = parse_rpm(done.stdout)
     keys = frozenset(gather_keys(system))
-    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys)
+    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys, locks=gather_locks(system, manager))
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
@@ -112,10 +113,10 @@ def _is_installed(packages: PackageFacts, wanted: str) -> bool:
     if not version:
         return found is not None or name in packages.provided
     rebuilt = packages.manager == "zypper"
-    return any(version in _versions(one, rebuilt=rebuilt) for one in (found or "").split())
+    return any(version in versions(one, rebuilt=rebuilt) for one in (found or "").split())
 
 
-def _versions(installed: str, *, rebuilt: bool) -> set[str]:
+def versions(installed: str, *, rebuilt: bool) -> set[str]:
     """Return all that a user may call `EPOCH:VERSION-RELEASE.ARCH`.
 
     With `rebuilt` also without the last number of the release, which SUSE counts up when a package is built again.
@@ -130,21 +131,23 @@ def _versions(installed: str, *, rebuilt: bool) -> set[str]:
 
 
 def plan(
-    packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = (), lock_timeout: int = LOCK_SECONDS
-) -> tuple[Change, ...]:
+    packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = (), lock_timeout: int = LOCK_SECONDS,
+    options: tuple[str, ...] = (),
+) -> tuple[Change, ...]:  # fmt: skip
     """Return one refresh and one installation of all that is missing, or nothing."""
     names = missing(packages, wanted)
     manager = packages.manager
-    installation = InstallRpmPackages(manager, names, enable, lock_timeout)
-    return (RefreshRpmIndex(manager, lock_timeout), installation) if names else ()
+    installation = InstallRpmPackages(manager, names, enable, lock_timeout, options)
+    return (RefreshRpmIndex(manager, lock_timeout, options), installation) if names else ()
 
 
 @dataclass(frozen=True)
 class RefreshRpmIndex(Change):
-    """dnf, yum or zypper shall know what its repositories hold now."""
+    """dnf, yum or zypper shall know what its repositories hold now; `options` are further words for it."""
 
     manager: str
     lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
@@ -154,7 +157,7 @@ class RefreshRpmIndex(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         how = MANAGERS[self.manager]
-        done = _run(system, how.refresh, tell, _REFRESH_SECONDS, self.lock_timeout)
+        done = _run(system, _with(how.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
         finish(done, "the package index could not be refreshed", how.good_codes)
         return {}
 
@@ -164,12 +167,14 @@ class InstallRpmPackages(Change):
     """These packages (`NAME` or `NAME=VERSION`) shall be installed, and units that they bring start with the machine.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
+    `options` are further words for the package manager, such as make a bundle its only source.
     """
 
     manager: str
     names: tuple[str, ...]
     enable: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
+    options: tuple[str, ...] = ()
 
     # The next run plans afresh, from what rpm says is there.
     undo_when_interrupted: ClassVar[bool] = False
@@ -185,7 +190,8 @@ class InstallRpmPackages(Change):
         how = MANAGERS[self.manager]
         before = _installed(system)
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
-        done = _run(system, (*how.install, *names), tell, _INSTALL_SECONDS, self.lock_timeout)
+        command = (*_with(how.install, self.options), *names)
+        done = _run(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
@@ -225,6 +231,11 @@ def added(before: set[str], after: set[str]) -> set[str]:
 def _name(package: str) -> str:
     """Return NAME of NAME-VERSION-RELEASE.ARCH: neither version nor release may hold a dash."""
     return package.rsplit("-", 2)[0]
+
+
+def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command with options for the program itself, which stand before its verb."""
+    return (command[0], *options, *command[1:])
 
 
 def _run(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:

@@ -12,7 +12,7 @@ import re
 
 from gpuprov.errors import GpuprovError
 
-_PUBLIC_KEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 5, 7
+_PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
 _ARMOR = re.compile(
     r"-----BEGIN PGP PUBLIC KEY BLOCK-----\r?\n(?:[^\r\n:]+:[^\r\n]*\r?\n)*[ \t]*\r?\n(?P<body>[A-Za-z0-9+/=\s]+?)"
     r"(?:\r?\n=[A-Za-z0-9+/]{4})?\r?\n-----END PGP PUBLIC KEY BLOCK-----"
@@ -73,6 +73,12 @@ def fingerprints(key: bytes) -> tuple[str, ...]:
     if not found:
         raise GpuprovError("there is no public key in this file", f"{len(key)} bytes", "check the URL")
     return tuple(found)
+
+
+def key_ids(key: bytes) -> frozenset[str]:
+    """Return the ids (16 hexadecimal digits, small) of a key and its subkeys, by which signatures name their maker."""
+    packets = _packets(dearmored(key))
+    return frozenset(_fingerprint(body)[-16:].lower() for tag, body in packets if tag in (_PUBLIC_KEY, _PUBLIC_SUBKEY))
 
 
 def _fingerprint(body: bytes) -> str:

@@ -34,6 +34,7 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
+from gpuprov.rpm_locks import HoldRpmPackages
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
@@ -134,8 +135,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
-        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
-        driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
+        repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, HoldRpmPackages,
+        cuda.EnableStream, driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver,
+        toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
         boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver,
         fabric_manager.RunFabricManager, mig.DivideGpus,
@@ -191,7 +193,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    names = missing(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
+    lacking = packages_rpm.missing if facts.packages.manager in packages_rpm.MANAGERS else missing
+    names = lacking(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
     return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
 
 

@@ -16,6 +16,8 @@ _FAILURES = (
      "register it (subscription-manager register; SUSEConnect -r CODE), or give it a mirror"),
     (r"immutable operating system|[Rr]ead-only file system", "this host's system files can't be written",
      "an image-based system (ostree, bootc, transactional-update) is changed by its own tools, not by gpuprov"),
+    (r"filtered out by (exclude|modular) filtering", "an exclude, a lock or a module stream hides a package",
+     "dnf versionlock list, excludepkgs in /etc/dnf/dnf.conf and dnf module list --enabled show what does"),
     (r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found",
      "no repository has such a package",
      "dnf list --showduplicates NAME, or zypper search -s NAME, shows what there is; is a repository missing?"),

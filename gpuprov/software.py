@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from gpuprov import boot, cuda, kernel, packages_rpm
-from gpuprov.bundle import use
+from gpuprov import boot, cuda, kernel, packages_rpm, rpm_locks
+from gpuprov.bundle import use, use_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.errors import Problem
@@ -17,6 +18,8 @@ from gpuprov.spec import HostSpec
 _TOOLKIT_PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
+# fedoraproject.org/wiki/Changes/SwitchToDnf5
+_DNF5_FEDORA = 41
 # docs.docker.com/engine/install
 _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
 
@@ -102,7 +105,13 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
         *boot.packages(facts, spec),
         *toolkit_packages(spec),
     )
-    return (*engine, *ours, *spec.packages)
+    return (*engine, *ours, *spec.packages, *_lock_plugin(facts, spec))
+
+
+def _lock_plugin(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the package that holding packages needs here, if something is to be held and the host can't yet."""
+    locks = facts.packages.locks
+    return (rpm_locks.LOCK_TOOLS[locks.tool].plugin,) if locks.tool and not locks.path and _held(spec) else ()
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
@@ -117,8 +126,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing where all is there."""
     names = wanted(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        enable = () if facts.docker.installed else ("docker.service",)
-        return packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout)
+        return _plan_rpm(facts, spec, names)
     lacking = missing(facts.packages, names)
     held = tuple(name for name in pinned(lacking) if own_name(facts.packages, name) in facts.packages.held)
     options = use.apt_options(facts.bundle)
@@ -130,3 +138,27 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     packages = replace(facts.packages, held=facts.packages.held - {own_name(facts.packages, name) for name in held})
     holds = plan_holds(packages, pinned(names) if spec.hold_pinned else (), spec.lock_timeout)
     return (*(installation if lacking else ()), *holds)
+
+
+def _plan_rpm(facts: HostFacts, spec: HostSpec, names: tuple[str, ...]) -> tuple[Change, ...]:
+    """Return the same for dnf, yum and zypper."""
+    enable = () if facts.docker.installed else ("docker.service",)
+    options = use_rpm.options(facts.bundle)
+    installation = packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout, options)
+    keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
+    lacking = pinned(packages_rpm.missing(facts.packages, names))
+    lift, hold = rpm_locks.plan(facts.packages.locks, _held(spec), lacking)
+    return (*keys, *lift, *installation, *hold)
+
+
+def _held(spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages that shall stay at the version that is asked for. Never the kernel's."""
+    asked = pinned((*toolkit_packages(spec), *spec.packages)) if spec.hold_pinned else ()
+    return tuple(name for name in asked if not re.match(r"kernel\b", name))
+
+
+def lock_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return the plugin that holds packages, where something is to be held and dnf 4 or yum does it."""
+    tool = "dnf5" if row.id == "fedora" and int(row.version) >= _DNF5_FEDORA else row.package_manager
+    plugin = rpm_locks.LOCK_TOOLS[tool].plugin if tool in rpm_locks.LOCK_TOOLS else ""
+    return (plugin,) if plugin and _held(spec) else ()

@@ -275,8 +275,8 @@ class HostSpec:
     )
     hold_pinned: bool = _flag(
         True,
-        "Hold packages whose version is asked for (apt-mark hold), so that unattended upgrades leave them. The kernel "
-        "is never held.",
+        "Hold packages whose version is asked for (apt-mark hold, versionlock, zypper's locks), so that unattended "
+        "upgrades leave them. The kernel is never held.",
     )
     lock_timeout: int = _number(
         300,

@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 from gpuprov.errors import GpuprovError
 from gpuprov.system import sha256_of
 
-FORMAT = 1
+# 2: the repository is signed.
+FORMAT = 2
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
-SIGNING_KEY = "keys/bundle.gpg"
+KEYS = "keys"
+SIGNING_KEY = f"{KEYS}/bundle.gpg"
 REPOSITORY = "repository"
+REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
 # Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
 # finds and takes away.
 FOLDER = "/var/cache/gpuprov/bundle"
@@ -30,6 +33,7 @@ LARGEST_MANIFEST = 16 << 20
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._~-]*(?:/[A-Za-z0-9][A-Za-z0-9+._~-]*)*")
 LONGEST_PATH = 100
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 _Row = TypeVar("_Row")
 
 
@@ -63,7 +67,10 @@ class BundleImage:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle is for and what it holds. `architecture` is `uname -m`'s word, `inputs` what it was made from."""
+    """What a bundle is for and what it holds. `architecture` is `uname -m`'s word, `inputs` what it was made from.
+
+    `repository_key` is the full fingerprint of the key that signed the repository of its packages.
+    """
 
     distribution: str
     version: str
@@ -71,6 +78,7 @@ class Manifest:
     gpuprov: str
     driver_version: str = ""
     driver_file: str = ""
+    repository_key: str = ""
     packages: tuple[BundlePackage, ...] = ()
     images: tuple[BundleImage, ...] = ()
     files: tuple[BundleFile, ...] = ()
@@ -116,8 +124,9 @@ def manifest_from_bytes(content: bytes) -> Manifest:
         data = json.loads(content)
         if not isinstance(data, dict):
             raise ValueError("it is not a mapping")
-        if data.pop("format", None) != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}, the only one that this gpuprov reads")
+        found = data.pop("format", None)
+        if found != FORMAT:
+            raise ValueError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")
         rows: dict[str, Any] = {
             "packages": _rows(data.pop("packages"), BundlePackage),
             "images": _rows(data.pop("images"), BundleImage),
@@ -174,6 +183,10 @@ def _require_sound(manifest: Manifest) -> None:
     named = [one.file for one in manifest.packages] + [one.file for one in manifest.images]
     if manifest.driver_file:
         named.append(manifest.driver_file)
+    if manifest.packages:
+        named.append(REPOSITORY_KEY)
+        if not _FINGERPRINT.fullmatch(manifest.repository_key):
+            raise ValueError("it has packages, and no full fingerprint of the key that signed their repository")
     for path in named:
         if path not in paths:
             raise ValueError(f"it names {path[:120]!r}, which it does not list")

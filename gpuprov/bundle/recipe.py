@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from gpuprov import boot, cuda, software
+from gpuprov import boot, cuda, repos_rpm, software
+from gpuprov.bundle.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundle.sources import DEBIAN_ARCHITECTURES, default_sources
-from gpuprov.distros import Distribution, docker_repository, find_distribution, kernel_headers, supported_names
+from gpuprov.distros import (
+    ROWS,
+    Distribution,
+    docker_repository,
+    find_distribution,
+    kernel_headers,
+    next_kernel_headers,
+    supported_names,
+)
 from gpuprov.download import masked
 from gpuprov.driver_run import default_url
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.repos import AptRepository, repositories, with_docker
+from gpuprov.repos_rpm import RpmRepository
 from gpuprov.spec import HostSpec
+
+_Repository = TypeVar("_Repository", AptRepository, RpmSource)
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a bundle shall hold. `driver_url` is empty without a driver; a `driver_sha256` of nothing: as published."""
+    """What a bundle shall hold. `driver_url` is empty without a driver; a `driver_sha256` of nothing: as published.
+
+    apt's `sources` and `repositories` are the `rpm_sources` of the others.
+    """
 
     distribution: str
     version: str
@@ -38,6 +53,7 @@ class Recipe:
     packages: tuple[str, ...]
     sources: tuple[str, ...]
     repositories: tuple[AptRepository, ...]
+    rpm_sources: tuple[RpmSource, ...] = ()
     kernels: tuple[str, ...] = ()
     driver_version: str = ""
     driver_url: str = ""
@@ -59,6 +75,10 @@ class Recipe:
                 {"name": one.name, "uri": masked(one.uri), "suite": one.suite, "key_fingerprint": one.key_fingerprint}
                 for one in self.repositories
             ],
+            "rpm_sources": [
+                {"name": one.name, "uri": masked(one.uri), "keys": [fingerprint for _, fingerprint in one.keys]}
+                for one in self.rpm_sources
+            ],
             "driver_url": masked(self.driver_url),
         }
 
@@ -69,41 +89,65 @@ def make_recipe(wishes: Wishes, specs: Sequence[HostSpec]) -> Recipe:
     if wishes.architecture not in DEBIAN_ARCHITECTURES:
         known = ", ".join(DEBIAN_ARCHITECTURES)
         raise _usage(f"the architecture {wishes.architecture} is not supported", "", f"supported are: {known}")
-    version, url, sha256 = _driver(wishes, specs)
-    found = [repository for spec in specs for repository in _repositories(row, wishes.architecture, spec)]
+    driver, url, sha256 = _driver(wishes, specs)
+    version = wishes.distro[len(row.id) + 1 :] or row.version
     return Recipe(
         distribution=row.id,
-        version=row.version,
+        version=version,
         architecture=wishes.architecture,
         packages=_packages(row, wishes, specs),
-        sources=wishes.sources or default_sources(row.id, row.version, wishes.architecture),
-        repositories=_distinct(found),
         kernels=tuple(sorted(set(wishes.kernels))),
-        driver_version=version,
+        driver_version=driver,
         driver_url=url,
         driver_sha256=sha256,
         images=tuple(sorted(set(wishes.images))),
+        **_sources(row, version, wishes, specs),
     )
 
 
+def _sources(row: Distribution, version: str, wishes: Wishes, specs: Sequence[HostSpec]) -> dict[str, Any]:
+    """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
+    architecture = wishes.architecture
+    if row.package_manager == "apt":
+        found = [one for spec in specs for one in _repositories(row, architecture, spec)]
+        sources = wishes.sources or default_sources(row.id, row.version, architecture)
+        return {"sources": sources, "repositories": _distinct(found)}
+    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, architecture, spec)]
+    own = rpm_sources(row.id, version, architecture, wishes.sources)
+    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
+
+
 def _distribution(distro: str) -> Distribution:
-    name, _, version = distro.partition("-")
-    row = find_distribution(name, version)
-    if row is None or row.package_manager != "apt":
+    """Return the row of `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
+    name, _, version = distro.rpartition("-")
+    row = find_distribution(name, version) or next(
+        (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
+    )
+    if row is None:
         raise _usage(f"--distro {distro} is none that bundles are made for", "", f"supported are: {supported_names()}")
     return row
 
 
 def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
     docker = (name for spec in specs for name in _engine(row, spec))
-    headers = (name for kernel in wishes.kernels for name in kernel_headers(row, kernel))
+    headers = (name for kernel in wishes.kernels for name in _headers(row, kernel))
     build = (*row.build_packages, *boot.service_packages(row.id, row.version)) if wishes.kernels else ()
     more = (
         name
         for spec in specs
-        for name in (*cuda.toolkit_packages(spec), *software.toolkit_packages(spec), *spec.packages)
+        for name in (
+            *cuda.toolkit_packages(spec),
+            *software.toolkit_packages(spec),
+            *spec.packages,
+            *software.lock_packages(row, spec),
+        )
     )
     return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
+
+
+def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
+    """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
+    return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, ("kernel-core",)))
 
 
 def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
@@ -112,14 +156,25 @@ def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
 
 def _repositories(row: Distribution, architecture: str, spec: HostSpec) -> tuple[AptRepository, ...]:
     """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
+    _require_runfile(spec)
+    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
+    return repositories(with_docker(cuda.with_repository_of(row, architecture, spec), docker), architecture)
+
+
+def _rpm_repositories(row: Distribution, architecture: str, spec: HostSpec) -> tuple[RpmRepository, ...]:
+    """Return the same for dnf, which chooses zypper's and yum's packages too."""
+    _require_runfile(spec)
+    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
+    return repos_rpm.repositories(cuda.with_repository_of(row, architecture, spec), "dnf", architecture, docker)
+
+
+def _require_runfile(spec: HostSpec) -> None:
     if spec.driver == "packages":
         raise _usage(
             "a bundle holds the driver as a .run file, not as packages",
             "gpuprov_driver: packages",
             "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
         )
-    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
-    return repositories(with_docker(cuda.with_repository_of(row, architecture, spec), docker), architecture)
 
 
 def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, str, str]:
@@ -141,9 +196,9 @@ def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, str, str]:
     return version, url, next(iter(digests), "")
 
 
-def _distinct(found: Sequence[AptRepository]) -> tuple[AptRepository, ...]:
+def _distinct(found: Sequence[_Repository]) -> tuple[_Repository, ...]:
     """Return each repository once, by name. Raises GpuprovError if one name stands for two."""
-    by_name: dict[str, AptRepository] = {}
+    by_name: dict[str, _Repository] = {}
     for one in found:
         if by_name.setdefault(one.name, one) != one:
             seen = f"{masked(by_name[one.name].uri)} and {masked(one.uri)}"

@@ -11,10 +11,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
-from gpuprov.bundle.format import Contents, Progress, read_contents, unpack, verify_files
+from gpuprov import packages_rpm
+from gpuprov.bundle import use_rpm
+from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
-from gpuprov.bundle.manifest import FOLDER, REPOSITORY, SOURCES_LIST, BundleFacts, Manifest
+from gpuprov.bundle.manifest import (
+    FOLDER,
+    KEYS,
+    REPOSITORY,
+    REPOSITORY_KEY,
+    SOURCES_LIST,
+    BundleFacts,
+    BundlePackage,
+    Manifest,
+)
 from gpuprov.errors import GpuprovError, Problem
+from gpuprov.pgp import fingerprints
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
@@ -22,9 +34,9 @@ if TYPE_CHECKING:
     from gpuprov.facts import HostFacts
 
 CACHE = FOLDER.rpartition("/")[0]
-# What each step takes from a bundle: the folder in it.
-_STEP_FOLDERS = {"packages": f"{REPOSITORY}/", "driver": "driver/", "images": "images/"}
-_SOURCES = f"deb [trusted=yes] file:{FOLDER}/{REPOSITORY} ./\n"
+# What each step takes from a bundle: folders in it.
+_STEP_FOLDERS = {"packages": (f"{REPOSITORY}/", f"{KEYS}/"), "driver": ("driver/",), "images": ("images/",)}
+_SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ def opened(
             contents = read_contents(file)
             _require_digest(contents, path, digest)
             verify_files(file, contents, progress)
+            _require_repository_key(file, contents)
         except GpuprovError:
             # What an upload left damaged would be found again by the next run, and never be mended.
             if path.startswith(f"{CACHE}/"):
@@ -70,6 +83,20 @@ def _require_digest(contents: Contents, path: str, digest: str) -> None:
             "this is not the bundle that was asked for",
             f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
             "run the same command again: the bundle is uploaded anew",
+        )
+
+
+def _require_repository_key(file: BinaryIO, contents: Contents) -> None:
+    """Raise GpuprovError if the key that comes with the packages is not the one that the manifest names, alone."""
+    manifest = contents.manifest
+    if not manifest.packages:
+        return
+    key = b"".join(chunks(file, contents.offsets[REPOSITORY_KEY], manifest.file(REPOSITORY_KEY).size))
+    if fingerprints(key) != (manifest.repository_key,):
+        raise GpuprovError(
+            "the key of the bundle's repository is not the one that its manifest names",
+            f"{REPOSITORY_KEY} holds {', '.join(fingerprints(key))}; the manifest says {manifest.repository_key}",
+            "make the bundle again: gpuprov bundle create",
         )
 
 
@@ -97,9 +124,8 @@ def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], instal
     if facts.bundle is None:
         return ()
     manifest = facts.bundle.manifest
-    if (manifest.distribution, manifest.version, manifest.architecture) != (
-        facts.os.id, facts.os.version, facts.architecture,
-    ):  # fmt: skip
+    fits = manifest.version in ("*", facts.os.version) or facts.os.version.startswith(f"{manifest.version}.")
+    if not fits or (manifest.distribution, manifest.architecture) != (facts.os.id, facts.architecture):
         return (
             Problem(
                 f"the bundle is for {manifest.target}, this host is another",
@@ -120,7 +146,7 @@ def _folders(facts: HostFacts, packages: tuple[str, ...], installs_driver: bool)
     assert facts.bundle is not None
     images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
     needed = {"packages": bool(packages), "driver": installs_driver, "images": images}
-    return tuple(_STEP_FOLDERS[step] for step, is_needed in needed.items() if is_needed)
+    return tuple(folder for step, is_needed in needed.items() if is_needed for folder in _STEP_FOLDERS[step])
 
 
 def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
@@ -138,11 +164,14 @@ def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
-    held = {text for one in manifest.packages for text in (one.name, f"{one.name}={one.version}")}
+    # What the bundle was asked for it has, be it under the name of what provides it.
+    asked = {str(name) for name in manifest.inputs.get("packages", ())}
+    held = {f"{one.name}={version}" for one in manifest.packages for version in _versions(manifest, one)}
+    held |= asked | {one.name for one in manifest.packages}
     lacking = [name for name in packages if name not in held]
     if not lacking:
         return ()
-    words = [f"--kernel {kernel}" if name == f"linux-headers-{kernel}" else f"--package {name}" for name in lacking]
+    words = dict.fromkeys(f"--kernel {kernel}" if kernel in name else f"--package {name}" for name in lacking)
     return (
         Problem(
             "the bundle lacks packages that this host needs",
@@ -150,6 +179,14 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
             f"make it again with: gpuprov bundle create {' '.join(words)} …",
         ),
     )
+
+
+def _versions(manifest: Manifest, one: BundlePackage) -> Collection[str]:
+    """Return all that a user may call a package's version."""
+    manager = use_rpm.manager_of(manifest)
+    if manager not in packages_rpm.MANAGERS:
+        return (one.version,)
+    return packages_rpm.versions(f"{one.version}.{one.architecture}", rebuilt=manager == "zypper")
 
 
 def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
@@ -193,20 +230,26 @@ def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
 def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) -> Iterator[None]:
     """Unpack what the steps of a run need, and take it away after the run, however that ends."""
     # What a killed run left there.
-    system.remove_tree(FOLDER)
+    _remove(system)
     if bundle is None:
         yield
         return
     try:
-        folders = tuple(_STEP_FOLDERS[step] for step in steps if step in _STEP_FOLDERS)
+        folders = tuple(folder for step in steps for folder in _STEP_FOLDERS.get(step, ()))
         paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
         unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
         system.write(SOURCES_LIST, _SOURCES.encode())
+        use_rpm.prepare(system, bundle.manifest)
         yield
     finally:
-        system.remove_tree(FOLDER)
+        _remove(system)
+
+
+def _remove(system: System) -> None:
+    use_rpm.forget(system)
+    system.remove_tree(FOLDER)
 
 
 def _new_file_in(system: System) -> Callable[[str], BinaryIO]:

@@ -15,6 +15,7 @@ from gpuprov.bundle.create import Collected, collect
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.bundle.recipe import Recipe
 from gpuprov.errors import GpuprovError
+from gpuprov.pgp import fingerprints
 from gpuprov.system import System
 from tests import simgpu
 from tests.lab.repository import PACKAGE, build_repository
@@ -66,15 +67,17 @@ def test_packages_and_an_index_that_names_them(mirror: Path, tmp_path: Path) -> 
     found = collected(recipe(mirror), tmp_path)
     assert found.manifest.packages == (BundlePackage(PACKAGE, "1.0", "all", DEB),)
     assert [one.path for one in found.manifest.files] == [
-        "agent/gpuprov-agent.pyz", "repository/Packages", "repository/Release", DEB,
+        "agent/gpuprov-agent.pyz", "repository/InRelease", "repository/Packages", "repository/key.gpg", DEB,
     ]  # fmt: skip
     packages = Path(found.places["repository/Packages"]).read_text()
     digest = hashlib.sha256((mirror / f"{PACKAGE}_1.0_all.deb").read_bytes()).hexdigest()
     assert f"Filename: ./{PACKAGE}_1.0_all.deb\n" in packages
     assert f"SHA256: {digest}\n" in packages
-    release = Path(found.places["repository/Release"]).read_text()
-    assert hashlib.sha256(packages.encode()).hexdigest() in release
-    assert "Date" not in release
+    release, key = (Path(found.places[f"repository/{name}"]) for name in ("InRelease", "key.gpg"))
+    assert hashlib.sha256(packages.encode()).hexdigest() in release.read_text()
+    assert fingerprints(key.read_bytes()) == (found.manifest.repository_key,)
+    subprocess.run(("gpgv", "--keyring", key, release), check=True)
+    assert not (tmp_path / "work/gnupg").exists(), "the secret half of the key is to be forgotten"
 
 
 def test_nothing_is_asked_of_apt_without_packages(mirror: Path, tmp_path: Path) -> None:

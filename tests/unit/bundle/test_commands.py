@@ -49,7 +49,7 @@ def test_show_as_json_is_the_manifest_and_the_digest(bundle: Path) -> None:
 
 def test_verify_says_that_it_is_whole_and_what_was_not_looked_at(bundle: Path) -> None:
     said = output("bundle", "verify", bundle)
-    assert "whole, 5 files, for debian 12 on x86_64, signature not looked at (--bundle-key)" in said
+    assert "whole, 6 files, for debian 12 on x86_64, signature not looked at (--bundle-key)" in said
     assert json.loads(output("bundle", "verify", bundle, "--json"))["ok"] is True
 
 

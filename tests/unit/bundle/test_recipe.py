@@ -81,7 +81,7 @@ def test_what_it_is_made_from_holds_no_password() -> None:
 
 OTHER_SITE = dataclasses.replace(SITE, uri="https://elsewhere.example")
 REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
-    ({"distro": "fedora-40"}, (HostSpec(),), "--distro fedora-40 is none that bundles are made for"),
+    ({"distro": "fedora-40"}, (HostSpec(),), "where the packages of fedora 40 come from must be said"),
     ({"distro": "debian"}, (HostSpec(),), "supported are: Debian 11"),
     ({"architecture": "riscv64"}, (HostSpec(),), "riscv64 is not supported"),
     (

@@ -19,7 +19,7 @@ from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, spec_to_json
 from gpuprov.system import sha256_of
-from tests.bundles import DRIVER, FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
+from tests.bundles import DRIVER, FILES, KEY, MANIFEST, bundle_bytes, listed, write_test_bundle
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -101,8 +101,8 @@ def test_it_is_all_that_an_installation_needs(host: BundleHost) -> None:
     finished = run(host)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert host.installed["site-gpu-tools"] == "1.0"
-    assert host.sources == f"deb [trusted=yes] file:{FOLDER}/repository ./\n"
-    assert host.seen_by_apt == {"Packages", "Release", "site-gpu-tools_1.0_all.deb"}
+    assert host.sources == f"deb [signed-by={FOLDER}/repository/key.gpg] file:{FOLDER}/repository ./\n"
+    assert host.seen_by_apt == {"Packages", "InRelease", "key.gpg", "site-gpu-tools_1.0_all.deb"}
     (installer,) = [command for command in host.commands if command[0] == "sh"]
     assert installer[1] == f"{FOLDER}/{DRIVER}"
 
@@ -154,9 +154,15 @@ def for_other(**fields: Any) -> Callable[[], bytes]:
     return lambda: bundle_bytes(dataclasses.replace(MANIFEST, **fields))
 
 
+def with_another_key() -> bytes:
+    return bundle_bytes(files={**FILES, "repository/key.gpg": KEY[:-1] + b"3"})
+
+
 OTHER_DRIVER = dataclasses.replace(SPEC, driver_version="535.261.03")
 REFUSED: dict[str, tuple[Callable[[], bytes], HostSpec, str]] = {
     "tampered": (tampered, SPEC, "a file in the bundle was tampered with or damaged"),
+    "another key": (with_another_key, SPEC, "the key of the bundle's repository is not the one that its manifest"),
+    "no key": (for_other(repository_key=""), SPEC, "no full fingerprint of the key that signed their repository"),
     "truncated": (lambda: bundle_bytes()[:-700], SPEC, "the bundle is cut off"),
     "not one": (lambda: b"#!/bin/sh\n" * 100, SPEC, "no bundle that gpuprov wrote"),
     "another release": (for_other(version="11"), SPEC, "the bundle is for debian 11 on x86_64, this host is another"),

@@ -1,0 +1,78 @@
+"""An unpacked bundle as the one repository of dnf, yum or zypper; rpm trusts its key for as long as that lasts."""
+
+from __future__ import annotations
+
+from gpuprov.bundle.manifest import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
+from gpuprov.changes import Change
+from gpuprov.distros import find_distribution
+from gpuprov.packages_rpm import gather_keys
+from gpuprov.pgp import armored, fingerprints
+from gpuprov.repos_rpm import InstallRpmKey
+from gpuprov.system import System
+
+_SOURCES = f"{FOLDER}/repos.d"
+_KEY = f"{FOLDER}/key.asc"
+# Where a key lies while rpm takes it.
+_TAKEN = f"{FOLDER}/trusted"
+_OPTIONS = {
+    "dnf": (f"--setopt=reposdir={_SOURCES}", f"--setopt=cachedir={FOLDER}/cache"),
+    "yum": (f"--setopt=reposdir={_SOURCES}", f"--setopt=cachedir={FOLDER}/cache"),
+    "zypper": ("--reposd-dir", _SOURCES, "--cache-dir", f"{FOLDER}/cache"),
+}
+
+
+def manager_of(manifest: Manifest) -> str:
+    """Return the package manager of the hosts that a bundle is for."""
+    row = find_distribution(manifest.distribution, manifest.version)
+    return row.package_manager if row is not None else ""
+
+
+def options(bundle: BundleFacts | None) -> tuple[str, ...]:
+    """Return the words that make the unpacked bundle the only source; none without a bundle."""
+    return _OPTIONS[manager_of(bundle.manifest)] if bundle is not None else ()
+
+
+def source_text(manager: str) -> str:
+    """Return the repository as a .repo file: metadata signed by the bundle's key, packages by their makers'."""
+    lines = [
+        "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
+        "repo_gpgcheck=1", f"gpgkey=file://{_KEY}", "gpgcheck=1",
+    ]  # fmt: skip
+    # zypper: gpgcheck is both checks together. dnf: packages of module streams are in it without the streams' lists.
+    more = {"zypper": ("pkg_gpgcheck=1",), "dnf": ("skip_if_unavailable=0", "module_hotfixes=1")}
+    return "".join(f"{line}\n" for line in (*lines, *more.get(manager, ("skip_if_unavailable=0",))))
+
+
+def plan_keys(bundle: BundleFacts | None, trusted: frozenset[str]) -> tuple[Change, ...]:
+    """Return what makes rpm trust the keys of the makers of the bundle's packages."""
+    if bundle is None:
+        return ()
+    return tuple(
+        InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
+        for one in _makers(bundle.manifest)
+        if one not in trusted
+    )
+
+
+def _makers(manifest: Manifest) -> tuple[str, ...]:
+    names = (one.path for one in manifest.files if one.path.startswith(f"{KEYS}/") and one.path.endswith(".asc"))
+    return tuple(name[len(KEYS) + 1 : -len(".asc")] for name in names)
+
+
+def prepare(system: System, manifest: Manifest) -> None:
+    """Write the source, and let rpm trust the bundle's key: zypper, and packages that the bundle signs, need that."""
+    manager = manager_of(manifest)
+    if manager not in _OPTIONS or not system.exists(f"{FOLDER}/{REPOSITORY_KEY}"):
+        return
+    system.make_directory(_SOURCES, 0o700)
+    system.write(_KEY, armored(system.read_bytes(f"{FOLDER}/{REPOSITORY_KEY}") or b""))
+    system.write(f"{_SOURCES}/bundle.repo", source_text(manager).encode())
+    system.require(("rpm", "--import", _KEY), f"rpm does not take the key {manifest.repository_key}")
+
+
+def forget(system: System) -> None:
+    """Take the bundle's key away from rpm again, if it is there: that of a run that was killed, too."""
+    key = system.read_bytes(_KEY)
+    package = gather_keys(system).get(fingerprints(key)[0]) if key else None
+    if package is not None:
+        system.run(("rpm", "-e", package))

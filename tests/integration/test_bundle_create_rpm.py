@@ -1,0 +1,144 @@
+"""A bundle of rpm packages made by the real dnf, used by the real dnf and zypper; what is refused on the way."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov import software
+from gpuprov.bundle import use
+from gpuprov.bundle.create import Collected, collect
+from gpuprov.bundle.format import read_contents, verify_files, write_bundle
+from gpuprov.bundle.recipe import Recipe
+from gpuprov.bundle.rpm_sources import RpmSource
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packages_rpm import gather_keys
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+from tests.integration.rpm_host import RpmHost
+from tests.integration.test_repos_rpm import HOSTS, Repository, build, pytestmark, tell
+from tests.lab.rpm_repository import RpmPackage
+
+__all__ = ["pytestmark"]
+UNSIGNED = RpmPackage("unsigned-tools")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The repository: its packages are signed, but for one, and its metadata is."""
+    for folder in build(tmp_path_factory.mktemp("rpm")):
+        repository(folder).add(UNSIGNED, signed=False)
+        yield folder
+
+
+def repository(folder: Path) -> Repository:
+    return Repository(folder / "www", folder / "gnupg", f"file://{folder}/www")
+
+
+def source(folder: Path, *, packages: bool = False) -> RpmSource:
+    site = repository(folder)
+    return RpmSource("site", site.url, ((f"{site.url}/key.asc", site.fingerprint),), True, packages)
+
+
+def collected(folder: Path, sources: tuple[RpmSource, ...], *packages: str) -> Collected:
+    work = folder / "work"
+    work.mkdir()
+    recipe = Recipe("rocky", "9", "x86_64", packages, (), (), rpm_sources=sources)
+    return collect(System(), recipe, b"an agent", str(work), str(folder / "cache"), tell)
+
+
+def opened(made: Collected) -> use.OpenBundle:
+    file = io.BytesIO()
+    write_bundle(file, made.manifest, lambda path: System().open(made.places[path]), b"")
+    contents = read_contents(file)
+    verify_files(file, contents)
+    return use.OpenBundle(file, contents)
+
+
+def facts_of(host: RpmHost, bundle: use.OpenBundle) -> HostFacts:
+    """Return what the host is; docker is there already."""
+    found = gather(host)
+    return replace(found, docker=replace(found.docker, installed=True), bundle=use.gather(host, bundle.manifest))
+
+
+@pytest.mark.parametrize("os_release", ["rocky-9.5", "opensuse-tumbleweed"])
+def test_all_that_is_asked_for_comes_along_and_can_be_installed(
+    template: Path, tmp_path: Path, os_release: str
+) -> None:
+    names = ("site-gpu-tools", "unsigned-tools")
+    made = collected(tmp_path, (source(template),), *names)
+    assert [one.name for one in made.manifest.packages] == ["site-gpu-library", *names]
+    assert not (tmp_path / "work/gnupg").exists(), "the secret half of the key is to be forgotten"
+
+    host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
+    system = gather(host).os
+    bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
+    spec = HostSpec(packages=names, docker="preinstalled", driver="preinstalled")
+    facts = facts_of(host, bundle)
+    changes = software.plan(facts, spec)
+    with use.unpacked(host, bundle, {"packages"}):
+        assert bundle.manifest.repository_key in gather_keys(host)
+        for change in changes:
+            change.apply(host, tell)
+    assert {"site-gpu-tools", "site-gpu-library", "unsigned-tools"} <= set(gather(host).packages.installed)
+    assert bundle.manifest.repository_key not in gather_keys(host)
+    assert not host.exists("/var/cache/gpuprov/bundle")
+    assert software.plan(facts_of(host, bundle), spec) == ()
+
+
+def tamper(folder: Path) -> None:
+    path = folder / "repository/site-gpu-library-1.0-1.noarch.rpm"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def strip_the_signature(folder: Path) -> None:
+    (folder / "repository/repodata/repomd.xml.asc").unlink()
+
+
+@pytest.mark.parametrize(
+    ("os_release", "damage"), [("rocky-9.5", strip_the_signature), ("opensuse-tumbleweed", tamper)]
+)
+def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
+    template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]
+) -> None:
+    made = collected(tmp_path, (source(template),), "site-gpu-tools")
+    host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
+    system = gather(host).os
+    bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
+    spec = HostSpec(packages=("site-gpu-tools",), docker="preinstalled", driver="preinstalled")
+    changes = software.plan(facts_of(host, bundle), spec)
+    with pytest.raises(GpuprovError), use.unpacked(host, bundle, {"packages"}):
+        damage(host.path("/var/cache/gpuprov/bundle"))
+        for change in changes:
+            change.apply(host, tell)
+    assert "site-gpu-tools" not in gather(host).packages.installed
+    assert bundle.manifest.repository_key not in gather_keys(host)
+
+
+def test_a_package_that_nobody_has_signed_is_refused(template: Path, tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError, match="is not signed with a key"):
+        collected(tmp_path, (source(template, packages=True),), "unsigned-tools")
+
+
+def test_a_package_that_nobody_has_is_told(template: Path, tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError, match="no repository has such a package"):
+        collected(tmp_path, (source(template),), "no-such-package")
+
+
+def test_a_key_that_is_not_the_named_one_is_refused(template: Path, tmp_path: Path) -> None:
+    site = source(template)
+    with pytest.raises(GpuprovError, match="not the one that is pinned"):
+        collected(tmp_path, (replace(site, keys=((site.keys[0][0], "A" * 40),)),), "site-gpu-tools")
+
+
+def test_the_machine_that_makes_it_is_left_as_it_was(template: Path, tmp_path: Path) -> None:
+    before = subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout
+    made = collected(tmp_path, (source(template),), "site-gpu-tools")
+    assert made.manifest.packages
+    assert subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout == before
