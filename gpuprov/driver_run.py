@@ -59,6 +59,20 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
+def _is_untouched(system: System, before: Json, outcome: Json | None) -> bool:
+    """Say whether an installation failed before it did anything to the driver that it was to replace.
+
+    Either it was not begun (the file was another, or too large for the disk), or the installer gave up, as it does when
+    modules can't be built, before it took the old driver away: then the loader still finds that one.
+    """
+    if outcome is not None:
+        return False
+    found, version, replaced = discover(system).library_version, str(before["version"]), str(before.get("replaces", ""))
+    if system.status(INCOMPLETE_MARK) is None:
+        return found != version
+    return found == replaced and replaced not in ("", version)
+
+
 def _sha256(facts: HostFacts, spec: HostSpec) -> str:
     """Return the digest that is asked for, or known of NVIDIA's own file; nothing where one beside the file counts."""
     if spec.driver_sha256 or spec.driver_url:
@@ -161,6 +175,8 @@ class InstallDriver(Change):
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
         done, dkms = self._install(system, tell)
         self._prove(system, done, dkms)
+        # The installer syncs nothing: after a power cut its files may be empty, and only the mark would tell.
+        system.sync()
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
@@ -254,7 +270,7 @@ class InstallDriver(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
         uninstaller = system.which("nvidia-uninstall")
-        if uninstaller is not None:
+        if uninstaller is not None and not _is_untouched(system, before, outcome):
             # Half an uninstallation is no driver: the next installation must not take it for one.
             system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
             system.run((uninstaller, "--silent"), timeout=600)
