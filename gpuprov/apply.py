@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Callable
 
 from gpuprov.changes import Change, Json, file_digest, images_in
-from gpuprov.errors import GpuprovError
+from gpuprov.errors import GpuprovError, Problem, from_os_error
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
 from gpuprov.system import System
@@ -62,15 +62,32 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
     number = journal.begin(change.key, type(change).__name__, before)
     try:
         outcome = change.apply(system, tell)
+        # Before the journal says so: programs that were run (an installer, rpm, dracut) sync little of what they write.
+        system.sync()
     except (GpuprovError, OSError) as error:
-        change.undo(system, before, None)
-        journal.undone(number)
-        if isinstance(error, GpuprovError):
-            raise
-        raise _from_os_error(change, error) from error
+        told = error if isinstance(error, GpuprovError) else from_os_error(f"could not {change.summary()}", error)
+        _undo_failed(change, before, number, system, journal, told)
+        raise told from error
     outcome = {**outcome, **_written(system, before)}
     journal.done(number, outcome)
     return outcome
+
+
+def _undo_failed(
+    change: Change, before: Json, number: int, system: System, journal: Journal, told: GpuprovError
+) -> None:
+    """Undo what a change that failed had begun. Raises GpuprovError with both faults if that fails too."""
+    try:
+        change.undo(system, before, None)
+        system.sync()
+        journal.undone(number)
+    except (GpuprovError, OSError) as second:
+        problem = Problem(
+            f"what this had begun could not be undone: {change.summary()}",
+            str(second),
+            "mend the first, then run the same command again: it begins by undoing this",
+        )
+        raise GpuprovError.several((*told.problems, problem)) from told
 
 
 def _written(system: System, before: Json) -> Json:
@@ -79,19 +96,17 @@ def _written(system: System, before: Json) -> Json:
     return {"written": digests} if digests else {}
 
 
-def _from_os_error(change: Change, error: OSError) -> GpuprovError:
-    hints = {28: "make room: `df -h` shows which file system is full, then run the same command again"}
-    hints[30] = "the file system is mounted read-only: `findmnt` shows it; remount it read-write"
-    return GpuprovError(f"could not {change.summary()}", str(error), hints.get(error.errno or 0, ""))
-
-
 def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     """Return the journal of a run that was cut off, ready to be gone on with, or None if there is none.
 
     The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
     change would be wrong.
     """
-    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    runs = read_runs(system)
+    run = next((run for run in reversed(runs) if not run.end), None)
+    if run is None and runs and runs[-1].interrupted is not None:
+        # It ended, and said why: but what its last change had begun could not be undone.
+        run = runs[-1]
     if run is None:
         return None
     journal = resume_journal(system, run)
@@ -143,7 +158,11 @@ def last_undoable_run(system: System) -> Run | None:
 
 
 def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds) -> None:
-    kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+    try:
+        kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+        system.sync()
+    except OSError as error:
+        raise from_os_error(f"could not undo: {entry.key}", error) from error
     journal.undone(entry.number)
 
 

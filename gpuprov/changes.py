@@ -221,11 +221,24 @@ def file_digest(system: System, path: str) -> str:
     return system.sha256(path) if found is not None and found.kind == "file" else ""
 
 
+def _is_as_shown(system: System, image: Json) -> bool:
+    """Say whether the file that an image by `capture_path` shows lies there: content, mode and owner."""
+    now = system.status(image["path"]) if image["kind"] == "file" else None
+    return (
+        now is not None
+        and (now.kind, now.mode, now.uid, now.gid) == ("file", image["mode"], image["uid"], image["gid"])
+        and system.read_bytes(image["path"]) == image_content(image)
+    )
+
+
 def restore_path(system: System, image: Json) -> None:
     """Bring back what `capture_path` saw: content, mode and owner, and the absence of parents that were missing."""
     path, kind = image["path"], image["kind"]
     if system.status(parent_of(path)) is not None:
         system.remove_leftover(path)
+    if _is_as_shown(system, image):
+        # Nothing is written, for which a full disk might have no room.
+        return
     if kind == "file":
         system.make_directory(parent_of(path))
         system.write(path, image_content(image) or b"", mode=image["mode"], owner=(image["uid"], image["gid"]))

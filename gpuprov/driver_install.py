@@ -126,6 +126,8 @@ class InstallDriver(Change):
         start_again(system, tell)
         if self.release is not None:
             self._prove_loaded(system)
+        # The installer syncs nothing: after a power cut its files may be empty, and only the mark would tell.
+        system.sync()
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)

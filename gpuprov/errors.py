@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -60,6 +61,19 @@ class GpuprovError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+_HINTS = {
+    errno.ENOSPC: "make room: `df -h` shows which file system is full, then run the same command again",
+    errno.EDQUOT: "make room: `quota` shows whose share of the file system is full, then run the same command again",
+    errno.EROFS: "the file system is mounted read-only: `findmnt` shows it; remount it read-write",
+    errno.EIO: "the disk can't be read or written: `dmesg` tells which, and why",
+}
+
+
+def from_os_error(what: str, error: OSError) -> GpuprovError:
+    """Return what the operating system refused, as an error for people."""
+    return GpuprovError(what, str(error), _HINTS.get(error.errno or 0, ""))
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:

@@ -1,7 +1,8 @@
 """The journal: what a run has begun and done, on disk before and after each change, so that a kill loses nothing.
 
 One file a run, `runs/NNNN.jsonl` in the state directory, one JSON object a line, each line synced before the work that
-it announces. A torn last line (power cut) is what was never promised, and is ignored.
+it announces; what it calls done or undone was synced before it. A torn last line (power cut) is what was never
+promised, and is ignored.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.changes import Json
+from gpuprov.errors import from_os_error
 from gpuprov.system import System
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
@@ -81,7 +83,11 @@ class Journal:
         self._add({"end": how})
 
     def _add(self, record: dict[str, Any]) -> None:
-        self._system.append(self.path, (json.dumps(record, separators=(",", ":")) + "\n").encode())
+        line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+        try:
+            self._system.append(self.path, line)
+        except OSError as error:
+            raise from_os_error(f"could not write the run's journal, {self.path}", error) from error
 
 
 def journal_for(system: System, command: str, run_id: str) -> Journal:
@@ -94,11 +100,15 @@ def journal_for(system: System, command: str, run_id: str) -> Journal:
 
 def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     """Start the journal of a new run."""
-    system.make_directory(RUNS_DIRECTORY, 0o700)
     numbers = [int(name[:-6]) for name in _journal_names(system)]
     path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
-    # Before-images may hold secrets (a proxy's password in daemon.json): root alone reads them.
-    system.write(path, (json.dumps({"run": command, "id": run_id}) + "\n").encode(), mode=0o600, owner=None)
+    first = (json.dumps({"run": command, "id": run_id}) + "\n").encode()
+    try:
+        system.make_directory(RUNS_DIRECTORY, 0o700)
+        # Before-images may hold secrets (a proxy's password in daemon.json): root alone reads them.
+        system.write(path, first, mode=0o600, owner=None)
+    except OSError as error:
+        raise from_os_error(f"could not begin the run's journal, {path}", error) from error
     return Journal(system, path)
 
 

@@ -146,7 +146,9 @@ def _install(
         except (GpuprovError, Stopped) as error:
             # What follows a reboot belongs to the same run: one roll-back undoes both halves.
             if not isinstance(error, GpuprovError) or error.exit_code != ExitCode.REBOOT_NEEDED:
-                journal.end("failed")
+                # On a full disk it stays open: the next run takes it up all the same.
+                with contextlib.suppress(GpuprovError):
+                    journal.end("failed")
             raise
         _require_settled(plan)
         journal.end("done")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -40,6 +41,8 @@ _PASSED_ENVIRONMENT = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
 )  # fmt: skip
 _CHUNK = 1 << 16
+# Where runs, and the programs that they start, write; each may be a file system of its own.
+_WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
 _MOST_LINKS = 40  # as the kernel (path_resolution(7))
 NOT_FOUND = 127
 TIMED_OUT = 124
@@ -304,15 +307,39 @@ class System:
         _sync_directory(place.parent)
 
     def append(self, path: str, content: bytes) -> None:
-        """Append to a file and wait until the disk has it."""
+        """Append to a file, all or nothing, and wait until the disk has it."""
         place = self.path(path)
         fresh = not place.exists()
-        with place.open("ab") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with place.open("ab", buffering=0) as file:
+            length = file.tell()
+            try:
+                _write_all(file.fileno(), content)
+                os.fsync(file.fileno())
+            except OSError:
+                # Half a line, from a full disk, would swallow the next one.
+                file.truncate(length)
+                raise
         if fresh:
             _sync_directory(place.parent)
+
+    def sync(self) -> None:
+        """Wait until the disk has all that was written, by whatever program. Raises OSError if it can't take it.
+
+        Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
+        """
+        handles: dict[int, int] = {}
+        try:
+            for path in filter(Path.is_dir, map(self.path, _WRITTEN_PLACES)):
+                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                device = os.fstat(handle).st_dev
+                if device in handles:
+                    os.close(handle)
+                    continue
+                handles[device] = handle
+                _sync_file_system(handle)
+        finally:
+            for handle in handles.values():
+                os.close(handle)
 
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
         """Make a directory and its missing parents; return those made, outermost first."""
@@ -325,6 +352,7 @@ class System:
         for place in reversed(missing):
             place.mkdir()
             place.chmod(mode)
+            _sync_directory(place.parent)
             made.append("/" + str(place.relative_to(self.root)))
         return tuple(made)
 
@@ -337,7 +365,8 @@ class System:
         temporary.replace(place)
 
     def rename(self, path: str, new: str) -> None:
-        """Give a file another name, replacing what has that name."""
+        """Give a file another name, replacing what has that name: never with less than all of its content."""
+        _sync_content(self.path(path))
         self.path(path).replace(self.path(new))
         _sync_directory(self.path(new).parent)
 
@@ -476,6 +505,28 @@ def _copy_security_context(source: Path, target: int) -> None:
     """Give an open file the SELinux label of the one that it replaces; silently nothing without SELinux."""
     with contextlib.suppress(OSError):
         os.setxattr(target, "security.selinux", os.getxattr(source, "security.selinux"))
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+def _sync_content(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_file_system(handle: int) -> None:
+    """Wait until the file system of an open file or directory has all on its disk (syncfs(2))."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syncfs(handle) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _sync_directory(path: Path) -> None:

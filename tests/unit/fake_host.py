@@ -89,6 +89,9 @@ class FakeHost(System):
     def sleep(self, seconds: float) -> None:
         """Nobody waits in a test."""
 
+    def sync(self) -> None:
+        """Nobody waits for the machine's disk; integration/test_power_cut.py has one of its own."""
+
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         self.commands.append(argv)

@@ -1,0 +1,78 @@
+"""A driver's installation that fails: what it was to replace stays if the installer did not touch it yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuprov.apply import apply_changes
+from gpuprov.cdi.discover import discover
+from gpuprov.driver_run import INCOMPLETE_MARK, InstallDriver
+from gpuprov.errors import GpuprovError
+from gpuprov.journal import new_journal, read_runs
+from tests import simgpu
+from tests.unit.fake_host import FakeHost, write_runfile
+
+OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
+
+
+class FailingHost(FakeHost):
+    """Has the old driver; its installer of the new one fails, before or after it has taken the old one away."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._runfile(())
+        for path in (root / "usr/lib/x86_64-linux-gnu").glob(f"*.so.{NEW}"):
+            path.rename(path.with_name(path.name.replace(NEW, OLD)))
+        for path in (root / "usr/lib/x86_64-linux-gnu").iterdir():
+            if path.is_symlink() and NEW in str(path.readlink()):
+                target = str(path.readlink()).replace(NEW, OLD)
+                path.unlink()
+                path.symlink_to(target)
+        self.takes_old_away = False
+
+    def _runfile(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if not words:
+            return super()._runfile(words)
+        if self.takes_old_away:
+            self._uninstall(())
+        (self.root / "var/log/nvidia-installer.log").write_text("ERROR: Unable to find the kernel source tree\n")
+        return 1, "ERROR: Unable to find the kernel source tree"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FailingHost:
+    made = FailingHost(tmp_path)
+    assert discover(made).library_version == OLD
+    return made
+
+
+def failed(host: FakeHost, path: str) -> str:
+    change = InstallDriver(NEW, path, "", "x86_64", kernel_modules=False, replaces=OLD)
+    with pytest.raises(GpuprovError) as caught:
+        apply_changes([change], host, new_journal(host, "install"), lambda event: None)
+    assert [entry.state for entry in read_runs(host)[-1].entries] == ["undone"]
+    assert host.status(INCOMPLETE_MARK) is None
+    return str(caught.value)
+
+
+def test_a_file_that_is_not_the_driver_costs_nothing(host: FailingHost) -> None:
+    before = host.tree()
+    assert "there is no driver file" in failed(host, "/root/nothing.run")
+    assert host.tree() == before
+
+
+def test_an_installer_that_gives_up_first_leaves_the_old_driver(host: FailingHost) -> None:
+    write_runfile(host.root / "driver.run")
+    before = host.tree()
+    assert "was not installed" in failed(host, "/driver.run")
+    log = "/var/log/nvidia-installer.log"
+    assert {**host.tree(), log: before[log]} == before
+
+
+def test_what_an_installer_leaves_of_two_drivers_is_taken_away(host: FailingHost) -> None:
+    write_runfile(host.root / "driver.run")
+    host.takes_old_away = True
+    assert "was not installed" in failed(host, "/driver.run")
+    assert discover(host).library_version == ""
