@@ -8,7 +8,7 @@ from typing import Callable
 from gpuprov.changes import Change, Json, file_digest, images_in
 from gpuprov.errors import GpuprovError
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
-from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
+from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.system import System
 
 Kinds = Mapping[str, type[Change]]
@@ -91,7 +91,7 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
     change would be wrong.
     """
-    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    run = unfinished_run(system)
     if run is None:
         return None
     journal = resume_journal(system, run)

@@ -116,6 +116,22 @@ def read_runs(system: System) -> tuple[Run, ...]:
     return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
 
 
+def unfinished_run(system: System) -> Run | None:
+    """Return the latest run that did not come to its end, or None."""
+    for name in reversed(_journal_names(system)):
+        path = f"{RUNS_DIRECTORY}/{name}"
+        content = system.read_bytes(path) or b""
+        # Nearly all came to their end, which the last line tells; what stands before it may be megabytes.
+        if any(
+            "end" in record for record in _records(content.rstrip().rpartition(b"\n")[2].decode("utf-8", "replace"))
+        ):
+            continue
+        run = parse_run(path, content.decode("utf-8", "replace"))
+        if not run.end:
+            return run
+    return None
+
+
 def _journal_names(system: System) -> tuple[str, ...]:
     names = system.list_directory(RUNS_DIRECTORY)
     return tuple(name for name in names if name.endswith(".jsonl") and name[:-6].isdigit())
