@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Callable
 from gpuprov.bundle.format import Contents, Progress, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
 from gpuprov.bundle.manifest import FOLDER, REPOSITORY, SOURCES_LIST, BundleFacts, Manifest
+from gpuprov.bundle.place import CACHE
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
@@ -21,7 +22,6 @@ from gpuprov.system import System
 if TYPE_CHECKING:
     from gpuprov.facts import HostFacts
 
-CACHE = FOLDER.rpartition("/")[0]
 # What each step takes from a bundle: the folder in it.
 _STEP_FOLDERS = {"packages": f"{REPOSITORY}/", "driver": "driver/", "images": "images/"}
 _SOURCES = f"deb [trusted=yes] file:{FOLDER}/{REPOSITORY} ./\n"
