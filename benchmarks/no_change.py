@@ -1,59 +1,149 @@
-"""What a run that changes nothing costs, on the demo's hosts, by both ways, beside one bare SSH command.
+"""What a run costs on lab hosts, from bare and where nothing changes, by both ways, beside one bare SSH command.
 
-    make demo && python -m benchmarks.no_change [--rounds 10]
+    python -m benchmarks.no_change [--hosts 8] [--rounds 5]
 
-Ansible's `setup` module is the least that most playbooks do on each host, before their first task; site.yml does
-without. Its verification is left out here, as `gpuprov install` does not verify either.
+Boots hosts of its own and installs them: of this first run it tells where the time went, in the steps' own words. Then
+come the runs that change nothing. Beside the wall time, which this machine's other work makes longer, stands CPU time,
+which it doesn't: the controller's (its children included) and one host's (its control group's), idle time taken off.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.demo import HOSTS
-from tests.lab import Lab
+from tests.lab import Host, HostRequest
+from tests.lab.cgroups import cpu_seconds
+from tests.lab.fixtures import Site, running
 
 _BIN = Path(sys.executable).parent
-_INVENTORY = "inventories/lab"
-_SITE = ("playbooks/site.yml", "--skip-tags", "verify")
-_INSTALL = "gpuprov install, 0 changes (two hosts)"
+_NUMBER = 9
+_INSTALL = "gpuprov install"
+_SITE = "site.yml without verify"
+# What others do in a first run: the package manager, the server with the file, NVIDIA's installer.
+_OTHERS = frozenset(("repositories", "packages", "download", "driver"))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a command took, in seconds: by the clock, and of CPU time here and on one host."""
+
+    wall: float
+    controller: float
+    host: float
 
 
 def main() -> None:
-    """Measure and print one table."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    rounds = parser.parse_args().rounds
-    hosts = Lab().up(HOSTS)
-    # Whatever the demo left to do is done before, not measured.
-    subprocess.run((_BIN / "gpuprov", "install", "--hosts", _INVENTORY), check=True, stdout=subprocess.DEVNULL)
-    commands = {
-        "ssh HOST true (one host)": (*hosts[0].ssh_argv(), "true"),
-        _INSTALL: (str(_BIN / "gpuprov"), "install", "--hosts", _INVENTORY),
-        "playbooks/site.yml, 0 changes (two hosts)": (str(_BIN / "ansible-playbook"), "-i", _INVENTORY, *_SITE),
-        "ansible -m setup (two hosts)": (str(_BIN / "ansible"), "-i", _INVENTORY, "all", "-m", "setup"),
-    }
-    taken: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(rounds):
-        for name, command in commands.items():
-            taken[name].append(_seconds(command))
-    medians = {name: statistics.median(values) for name, values in taken.items()}
-    print(f"{'':42}{'median s':>10}{'ratio':>8}   of {rounds} alternating rounds; ratio to gpuprov install")
-    for name, median in medians.items():
-        print(f"{name:42}{median:10.2f}{median / medians[_INSTALL]:8.2f}")
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    from tests.lab import Lab
+
+    names = [f"host{number}" for number in range(given.hosts)]
+    requests = {name: HostRequest(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder:
+        for site in running(Lab(_NUMBER), Path(folder), requests, "apt"):
+            _first_runs(site, names)
+            for count in sorted({1, 2, given.hosts}):
+                _no_change(site, names[:count], given.rounds)
 
 
-def _seconds(command: tuple[str, ...]) -> float:
+def _first_runs(site: Site, names: list[str]) -> None:
+    """Install one host alone and tell its steps; then all others at once."""
     begun = time.perf_counter()
-    environment = {**os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}"}
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
-    return time.perf_counter() - begun
+    events = _events("install", "--hosts", str(site.inventory(names[0])))
+    wall = time.perf_counter() - begun
+    steps = seconds_by_step(events)
+    print(f"first run on one host: {wall:.1f} s")
+    for step, seconds in steps.items():
+        print(f"  {step:20}{seconds:8.2f} s{100 * seconds / wall:8.1f} %")
+    own = wall - sum(seconds for step, seconds in steps.items() if step in _OTHERS)
+    print(f"  {'all but ' + ', '.join(sorted(_OTHERS)):60}{own:6.2f} s{100 * own / wall:8.1f} %")
+    if len(names) > 1:
+        begun = time.perf_counter()
+        _events("install", "--hosts", str(site.inventory(*names[1:])))
+        print(f"first run on {len(names) - 1} hosts at once: {time.perf_counter() - begun:.1f} s")
+
+
+def _events(*words: str) -> list[dict[str, object]]:
+    done = subprocess.run((_BIN / "gpuprov", *words, "--json"), check=True, stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def seconds_by_step(events: list[dict[str, object]]) -> dict[str, float]:
+    """Return step → seconds of its changes in the events of one host's run."""
+    steps: dict[object, str] = {}
+    taken: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("event") == "Planned":
+            changes = event["changes"]
+            assert isinstance(changes, list)
+            steps |= {change["key"]: change["step"] for change in changes}
+        elif event.get("event") == "ChangeDone":
+            taken[steps[event["key"]]] += float(str(event["seconds"]))
+    return dict(taken)
+
+
+def _no_change(site: Site, names: list[str], rounds: int) -> None:
+    inventory = str(site.inventory(*names))
+    playbook = (str(_BIN / "ansible-playbook"), "-i", inventory, "playbooks/site.yml")
+    install, verify = ((str(_BIN / "gpuprov"), word, "--hosts", inventory) for word in ("install", "verify"))
+    host = site.hosts[names[0]]
+    commands: dict[str, tuple[tuple[str, ...], ...]] = {
+        "ssh HOST true (one host)": ((*host.ssh_argv(), "true"),),
+        _INSTALL: (install,),
+        _SITE: ((*playbook, "--skip-tags", "verify"),),
+        "ansible -m setup": ((str(_BIN / "ansible"), "-i", inventory, "all", "-m", "setup"),),
+        "gpuprov install, then verify": (install, verify),
+        "site.yml": (playbook,),
+    }
+    costs: dict[str, list[Cost]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, parts in commands.items():
+            costs[name].append(_cost(parts, host))
+    print(f"\n0 changes, {len(names)} hosts, medians of {rounds} alternating rounds, s")
+    print(f"{'':30}{'wall':>8}{'controller CPU':>16}{'CPU of a host':>15}{'ratio to install':>18}")
+    base = _median(costs[_INSTALL], lambda cost: cost.wall)
+    for name, found in costs.items():
+        wall = _median(found, lambda cost: cost.wall)
+        controller, on_host = (_median(found, lambda cost: cost.controller), _median(found, lambda cost: cost.host))
+        print(f"{name:30}{wall:8.2f}{controller:16.2f}{on_host:15.2f}{wall / base:18.2f}")
+
+
+def _median(costs: list[Cost], value: Callable[[Cost], float]) -> float:
+    return statistics.median(map(value, costs))
+
+
+def _cost(commands: tuple[tuple[str, ...], ...], host: Host) -> Cost:
+    # ssh_args: no connection is left open by the run before, as by itself Ansible would for a minute.
+    environment = {
+        **os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}", "ANSIBLE_SSH_ARGS": "-C -o ControlMaster=auto -o "
+        "ControlPersist=1s",
+    }  # fmt: skip
+    on_host, here, begun = cpu_seconds(host.cgroup), _children_seconds(), time.perf_counter()
+    for command in commands:
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment)
+    wall, controller = time.perf_counter() - begun, _children_seconds() - here
+    time.sleep(2)  # what the run leaves behind on the host, the end of its login among it, and Ansible's connections
+    return Cost(wall, controller, cpu_seconds(host.cgroup) - on_host)
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":

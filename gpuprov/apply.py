@@ -8,7 +8,7 @@ from typing import Callable
 from gpuprov.changes import Change, Json, file_digest, images_in
 from gpuprov.errors import GpuprovError, Problem, from_os_error
 from gpuprov.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
-from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal
+from gpuprov.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.system import System
 
 Kinds = Mapping[str, type[Change]]
@@ -102,11 +102,7 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
     change would be wrong.
     """
-    runs = read_runs(system)
-    run = next((run for run in reversed(runs) if not run.end), None)
-    if run is None and runs and runs[-1].interrupted is not None:
-        # It ended, and said why: but what its last change had begun could not be undone.
-        run = runs[-1]
+    run = unfinished_run(system)
     if run is None:
         return None
     journal = resume_journal(system, run)

@@ -126,6 +126,26 @@ def read_runs(system: System) -> tuple[Run, ...]:
     return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
 
 
+def unfinished_run(system: System) -> Run | None:
+    """Return the latest run that did not come to its end, or None.
+
+    The last run of all is such a one too if it ended, and said why, but what its last change had begun was not undone.
+    """
+    latest = True
+    for name in reversed(_journal_names(system)):
+        path = f"{RUNS_DIRECTORY}/{name}"
+        content = system.read_bytes(path) or b""
+        # Nearly all came to their end, which the last line tells; what stands before it may be megabytes.
+        last_line = content.rstrip().rpartition(b"\n")[2].decode("utf-8", "replace")
+        ends = [record["end"] for record in _records(last_line) if "end" in record]
+        if not ends or (latest and ends != ["done"]):
+            run = parse_run(path, content.decode("utf-8", "replace"))
+            if not run.end or (latest and run.interrupted is not None):
+                return run
+        latest = False
+    return None
+
+
 def _journal_names(system: System) -> tuple[str, ...]:
     names = system.list_directory(RUNS_DIRECTORY)
     return tuple(name for name in names if name.endswith(".jsonl") and name[:-6].isdigit())

@@ -18,6 +18,8 @@ from gpuprov.spec import spec_from_variables, spec_to_json
 PLAN = "plan"
 TASK_COMMANDS = (PLAN, *COMMANDS)
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
+BUNDLE_VARIABLE = "gpuprov_play_bundle"
+BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
 _IN_CHECK_MODE = (PLAN, "install", "facts", "uninstall")
@@ -31,9 +33,12 @@ def task_request(
     check: bool = False,
     diff: bool = False,
     run_id: str = "",
+    bundle: str = "",
+    bundle_digest: str = "",
 ) -> Request:
     """Return the request of a task. `plan` is an installation in check mode that is never told as a change.
 
+    `bundle` is the path of a bundle here, not yet on the host; only what installs is given it.
     Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
     """
     if command not in TASK_COMMANDS:
@@ -47,9 +52,16 @@ def task_request(
         diff=diff,
         steps=tuple(steps),
         run_id=run_id,
+        bundle=bundle if installs(command) else "",
+        bundle_digest=bundle_digest if installs(command) else "",
         # The plugin waits for a host that reboots, and asks again.
         caller_returns=True,
     )
+
+
+def installs(command: str) -> bool:
+    """Say whether the command makes a plan, for which a bundle may stand in for the network."""
+    return command in (PLAN, "install")
 
 
 def skipped_in_check_mode(command: str) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpuprov import running_driver
 from gpuprov.boot_main import load_driver
@@ -123,8 +123,3 @@ def _goes_without(system: System) -> bool:
         and "nouveau" not in modules
         and driver.kernel_version in ("", driver.library_version)
     )
-
-
-def refused(spec: HostSpec) -> HostSpec:
-    """Return the spec without the leave to reboot."""
-    return replace(spec, reboot="never")

@@ -1,4 +1,7 @@
-"""One request carried out on this machine, from lock to last event: the same for the command line and for the agent."""
+"""One request carried out on this machine, from lock to last event: the same for the command line and for the agent.
+
+Most runs are installations that change nothing; what only the others need is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Callable
+from typing import TYPE_CHECKING, Callable
 
 from gpuprov import __version__, mig, mirror, running_driver
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
@@ -24,8 +27,9 @@ from gpuprov.request import Request
 from gpuprov.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
-from gpuprov.uninstall import Removal, carry_out, lasting, planned, problems, survey
-from gpuprov.verify import verify
+
+if TYPE_CHECKING:
+    from gpuprov.uninstall import Removal
 
 # The plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
@@ -236,6 +240,8 @@ def _require_settled(plan: Plan) -> None:
 
 
 def _roll_back(sink: Sink, system: System) -> Finished:
+    from gpuprov.uninstall import lasting
+
     forget_resume(system)
     forget_asked(system)
     run = last_undoable_run(system)
@@ -255,6 +261,8 @@ def _check_uninstall(request: Request, sink: Sink, system: System) -> Finished:
 
 
 def _uninstall(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+    from gpuprov.uninstall import carry_out
+
     removal = _announced_removal(request, sink, system)
     carry_out(system, removal, CHANGE_KINDS, sink, stop_requested)
     count = removal.count
@@ -264,6 +272,8 @@ def _uninstall(request: Request, sink: Sink, system: System, stop_requested: Sto
 
 def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
     """Look at what an uninstall has to do and tell it, what lasts first. Raises GpuprovError with all problems."""
+    from gpuprov.uninstall import planned, problems, survey
+
     removal = survey(system, CHANGE_KINDS)
     found = problems(system, removal)
     if found:
@@ -275,6 +285,8 @@ def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
 
 
 def _verify(spec: HostSpec, sink: Sink, system: System) -> Finished:
+    from gpuprov.verify import verify
+
     if verify(system, spec, sink):
         return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
     return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")

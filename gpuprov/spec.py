@@ -22,8 +22,9 @@ from gpuprov.errors import ExitCode, GpuprovError, Problem
 PREFIX = "gpuprov_"
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
-    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python")
-)
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key")
+)  # fmt: skip
 
 _VERSION = validate.Regexp(
     r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+from pathlib import Path
+
 from gpuprov.bundle.format import Contents, Progress
 from gpuprov.bundle.signature import parse_fingerprint, require_signed
 from gpuprov.bundle.use import opened
+from gpuprov.errors import GpuprovError
 from gpuprov.system import System
 
 
@@ -16,3 +21,23 @@ def checked(path: str, key: str = "", progress: Progress = lambda done, total: N
         if fingerprint:
             require_signed(system, bundle.file, bundle.contents, fingerprint)
         return bundle.contents
+
+
+def digest_once(path: str, key: str, folder: Path) -> str:
+    """Return the digest of a bundle, checked by the first process that asks; the others read in `folder` what it found.
+
+    `folder` is one run's own. Raises GpuprovError as `checked` does.
+    """
+    try:
+        found = Path(path).stat()
+    except OSError as error:
+        raise GpuprovError(f"the bundle {path} can't be read", str(error), "check the path") from None
+    name = hashlib.sha256(repr((path, found.st_mtime_ns, found.st_size, key)).encode()).hexdigest()[:16]
+    with (folder / f"bundle-{name}").open("a+") as known:
+        fcntl.flock(known, fcntl.LOCK_EX)
+        known.seek(0)
+        digest = known.read()
+        if not digest:
+            digest = checked(path, key).digest
+            known.write(digest)
+        return digest

@@ -25,6 +25,7 @@ from gpuprov.bundle.manifest import (
     BundlePackage,
     Manifest,
 )
+from gpuprov.bundle.place import CACHE
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.pgp import fingerprints
 from gpuprov.spec import HostSpec
@@ -33,7 +34,6 @@ from gpuprov.system import System
 if TYPE_CHECKING:
     from gpuprov.facts import HostFacts
 
-CACHE = FOLDER.rpartition("/")[0]
 # What each step takes from a bundle: folders in it.
 _STEP_FOLDERS = {"packages": (f"{REPOSITORY}/", f"{KEYS}/"), "driver": ("driver/",), "images": ("images/",)}
 _SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path, text_diff
-from gpuprov.engines import configure
 from gpuprov.engines.wish import FileEdit, Request, RuntimeWish
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.system import System
@@ -41,6 +40,9 @@ def gather(system: System, wished: Mapping[str, str]) -> Mapping[str, EngineFact
 def _gather(system: System, engine: str, path: str) -> EngineFacts:
     if system.which(ENGINES[engine][0]) is None:
         return EngineFacts()
+    # Here, because most hosts name no such engine, and TOML's editor costs as much as all of their facts.
+    from gpuprov.engines import configure
+
     try:
         found = configure.configuration(system, Request(engine, RuntimeWish(path=path)))
     except GpuprovError as error:
@@ -92,6 +94,8 @@ class ConfigureEngine(Change):
         return {"engine": self.engine, "files": files, "was_active": _is_active(system, self.engine)}
 
     def apply(self, system: System, tell: Tell) -> Json:
+        from gpuprov.engines import configure
+
         before = self.capture(system)
         configure.write(system, self.edits)
         unit = ENGINES[self.engine][1]

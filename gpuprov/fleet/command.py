@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import shlex
 import sys
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.beside import begun_beside
 from gpuprov.fleet.history import Run, moment, new_identifier, save
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.result import HostResult
@@ -25,10 +28,13 @@ from gpuprov.spec import parse_spec, spec_to_json
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from gpuprov.fleet.agent_run import Agent
     from gpuprov.fleet.progress import Progress
 
 _NEEDS_ROOT = ("install", "verify", "rollback", "uninstall")
 _PIPE_WIDTH = 160
+# What a run over SSH needs, and nothing before it: half a second of imports.
+_FOR_SSH = ("fabric", "rich.console", "gpuprov.fleet.run", "gpuprov.fleet.progress", "gpuprov.fleet.report")
 
 
 @dataclass(frozen=True)
@@ -114,16 +120,34 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 def _inventory(options: Options) -> Inventory:
     if options.hosts:
-        inventory = read_inventory(
+        inventory = _read(options)
+    else:
+        _require_local_call_to_make_sense(options)
+        inventory = Inventory((read_extra_vars(options.extra_vars),))
+    return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
+
+
+def _read(options: Options) -> Inventory:
+    """Read the inventory in a process of its own, while this one gets ready for SSH: each takes half a second."""
+    inventory = begun_beside(
+        lambda: read_inventory(
             options.hosts,
             limit=options.limit,
             extra_vars=options.extra_vars,
             vault_password_file=options.vault_password_file,
         )
-    else:
-        _require_local_call_to_make_sense(options)
-        inventory = Inventory((read_extra_vars(options.extra_vars),))
-    return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
+    )
+    for name in _FOR_SSH:
+        importlib.import_module(name)
+    _agent()
+    return inventory()
+
+
+@functools.cache
+def _agent() -> Agent:
+    from gpuprov.fleet.agent_build import build_agent
+
+    return build_agent()
 
 
 def _require_local_call_to_make_sense(options: Options) -> None:
@@ -150,13 +174,12 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
 
 
 def _run(options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout) -> tuple[HostResult, ...]:
-    from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.run import Fleet, RunSettings
     from gpuprov.fleet.ssh import SshSettings
 
     console = make_console()
     settings = RunSettings(
-        build_agent,
+        _agent,
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         SshSettings(options.accept_new_host_keys, options.connect_timeout),
         options.bootstrap_python,

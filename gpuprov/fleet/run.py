@@ -31,7 +31,6 @@ from gpuprov.fleet.ssh import SshSettings, close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.text import counted
 from gpuprov.fleet.versions import versions_of_facts
-from gpuprov.reboot import refused
 from gpuprov.request import Request
 from gpuprov.spec import spec_to_json
 
@@ -248,7 +247,7 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
     This machine must not reboot while it runs others: their runs would end with it. To those one can come back.
     """
     here = target.connection == "local"
-    spec = refused(target.spec) if here and not alone else target.spec
+    spec = replace(target.spec, reboot="never") if here and not alone else target.spec
     return replace(request, spec=spec_to_json(spec), caller_returns=not here)
 
 

@@ -38,6 +38,10 @@ class Server:
     def log(self) -> str:
         return (self.folder / "sshd.log").read_text()
 
+    def counts(self) -> tuple[int, int]:
+        """Return how many logins with the key there have been, a connection each, and how many commands in all."""
+        return self.log.count("\nAccepted publickey for "), self.log.count("\nStarting session: command ")
+
 
 @contextlib.contextmanager
 def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin") -> Iterator[Server]:
@@ -93,7 +97,7 @@ def _prepare(server: Server, path: str) -> None:
     settings = (
         f"Port {server.port}", "ListenAddress 127.0.0.1", "PidFile none", f"HostKey {folder}/host_key",
         f"HostKey {folder}/other_host_key", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
-        "PermitRootLogin yes", "MaxStartups 100", f"SetEnv PATH={path}",
+        "PermitRootLogin yes", "MaxStartups 100", "LogLevel VERBOSE", f"SetEnv PATH={path}",
     )  # fmt: skip
     (folder / "sshd_config").write_text("\n".join(settings) + "\n")
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.gpg import signing_key
 from tests.integration.dockerd import docker_host
+from tests.integration.test_ansible import play, recap, task_states
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
@@ -150,6 +151,29 @@ def test_a_host_without_a_network_is_installed_and_the_second_run_is_empty(
         name for name in left if re.fullmatch(r"bundle-[0-9a-f]{32}-\d+\.tar", name)
     ]
     by_the_agent_in_it(cut_off)
+
+
+def test_the_playbooks_take_a_bundle(site: Site, made: Made, cut_off: Host) -> None:
+    """By a user whose sudo asks for a password; in check mode first, which changes nothing but the cache."""
+    hosts = inventory(site, made.kernel)
+    words = ("-e", f"gpuprov_play_bundle={made.file}", "-e", f"gpuprov_play_bundle_key={made.fingerprint}")
+    before = (etc(cut_off), packages(cut_off))
+    foreseen = play("site", hosts, *words, "--check")
+    assert foreseen.returncode == 0, foreseen.stdout
+    assert task_states(foreseen)["engine"] == "changed"
+    assert (etc(cut_off), packages(cut_off)) == before
+    (kept,) = (cut_off.root / "var/cache/gpuprov").glob("bundle-*")
+    assert (kept.stat().st_size, kept.stat().st_mode & 0o777) == (made.file.stat().st_size, 0o600)
+    inode = kept.stat().st_ino
+    done = play("site", hosts, *words)
+    assert done.returncode == 0, done.stdout
+    assert kept.stat().st_ino == inode, "it was copied again"
+    assert _IMAGE in cut_off.ssh("docker images --format '{{.Repository}}:{{.Tag}}'").stdout
+    again = play("site", hosts, *words)
+    assert (again.returncode, recap(again, "ops")["changed"]) == (0, 0), again.stdout
+    refused = play("site", hosts, *words, "-e", f"gpuprov_play_bundle_key={'A' * 40}")
+    assert "the bundle is signed by another key than the one that is pinned" in refused.stdout
+    assert [path.name for path in (cut_off.root / "home/ops/.ansible/tmp").iterdir()] == []
 
 
 def by_the_agent_in_it(host: Host) -> None:

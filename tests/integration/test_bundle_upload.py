@@ -99,6 +99,13 @@ def test_it_goes_on_where_an_earlier_upload_stopped(server: Server, target: Host
     assert run(target, bundle) == (arrived(bundle), ["uploading the bundle, 5 MiB, from byte 2000000 on"])
 
 
+def test_a_part_that_is_all_but_in_its_place_is_put_there(server: Server, target: HostTarget, bundle: Path) -> None:
+    cache(server).mkdir(mode=0o700, exist_ok=True)
+    (cache(server) / f"{name()}.part").write_bytes(bundle.read_bytes())
+    (cache(server) / f"{name()}.part").chmod(0o600)
+    assert run(target, bundle)[0] == arrived(bundle)
+
+
 def test_what_is_too_long_to_be_a_part_is_thrown_away(server: Server, target: HostTarget, bundle: Path) -> None:
     cache(server).mkdir(mode=0o700, exist_ok=True)
     (cache(server) / f"{name()}.part").write_bytes(bytes(SIZE + 1))

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -260,6 +261,23 @@ def test_agent_is_uploaded_once_and_mended_if_it_changed(server: Server, target:
     kept.write_bytes(b"something else")
     assert isinstance(run(target)[-1], Finished)
     assert kept.read_bytes() == fake_agent(DONE).content
+
+
+@pytest.mark.parametrize("login", [{"user": "root"}, {"user": "plain", "become_password": PASSWORD}], ids=str)
+def test_a_host_costs_one_connection_and_two_commands_or_three_with_the_upload(
+    target: HostTarget, login: dict[str, Any]
+) -> None:
+    with serving() as fresh:
+        host = dataclasses.replace(target, port=fresh.port, identity_file=str(fresh.identity), **login)
+        seen = []
+        for _ in range(2):
+            before = fresh.counts()
+            fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ssh=ACCEPTING))
+            (result,) = fleet.run([host], Request("install"), lambda host, event: None)
+            assert result.exit_code == ExitCode.DONE
+            connections, commands = fresh.counts()
+            seen.append((connections - before[0], commands - before[1]))
+    assert seen == [(1, 3), (1, 2)]
 
 
 def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget) -> None:

@@ -39,5 +39,11 @@ def runs(name: str) -> bool:
     return directory.exists() and _populated(directory)
 
 
+def cpu_seconds(name: str) -> float:
+    """Return the CPU time that a host has used since its boot."""
+    first, _ = (cgroup_directories(name)[0] / "cpu.stat").read_text().split("\n", 1)
+    return int(first.removeprefix("usage_usec ")) / 1e6
+
+
 def _populated(directory: Path) -> bool:
     return "populated 1" in (directory / "cgroup.events").read_text()

@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     # Two sessions on one machine, from whatever clone, take turns: bridge and addresses are the machine's.
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        yield from _running(lab, tmp_path_factory.mktemp("inventories"), _HOSTS, "apt")
+        yield from running(lab, tmp_path_factory.mktemp("inventories"), _HOSTS, "apt")
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +81,11 @@ def rpm_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Path(f"/run/lock/gpuprov-lab{_RPM_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         build_rpm_repository(lab.www / "rpm", lab.directory / "gnupg")
-        yield from _running(lab, tmp_path_factory.mktemp("inventories"), _RPM_HOSTS, "rpm")
+        yield from running(lab, tmp_path_factory.mktemp("inventories"), _RPM_HOSTS, "rpm")
 
 
-def _running(lab: Lab, directory: Path, requests: dict[str, HostRequest], repository: str) -> Iterator[Site]:
+def running(lab: Lab, directory: Path, requests: dict[str, HostRequest], repository: str) -> Iterator[Site]:
+    """Give a lab with these hosts and all that inventories need; take it down in the end."""
     try:
         hosts = lab.up(list(requests.values()))
         run_file = simgpu.build_run(lab.www)

@@ -66,14 +66,15 @@ class Host:
     # -- life ----------------------------------------------------------------------------------------------------
 
     @property
-    def _cgroup(self) -> str:
+    def cgroup(self) -> str:
+        """The name of the control group that all of the host's processes are in."""
         return f"{self._bridge}-{self.name}"
 
     def is_as_requested(self) -> bool:
         """Say whether this very host runs and answers."""
         marker = self.directory / "request.json"
         wanted = json.dumps([asdict(self.request), str(self._base)])
-        return marker.exists() and marker.read_text() == wanted and cgroups.runs(self._cgroup) and self.answers()
+        return marker.exists() and marker.read_text() == wanted and cgroups.runs(self.cgroup) and self.answers()
 
     def start(self) -> None:
         """Boot from a pristine root file system, without waiting for the end of the boot."""
@@ -98,7 +99,7 @@ class Host:
             f"--network-bridge={self._bridge}", "--resolv-conf=off", "--timezone=off", "--link-journal=no",
             "--console=pipe", "--capability=all", "--system-call-filter=add_key keyctl bpf", *binds,
         )  # fmt: skip
-        directories = " ".join(str(path) for path in cgroups.cgroup_directories(self._cgroup))
+        directories = " ".join(str(path) for path in cgroups.cgroup_directories(self.cgroup))
         with (self.directory / "console.log").open("w") as console:
             subprocess.Popen(
                 ("sh", "-c", _SUPERVISOR, "gpuprov-lab", directories, *command),
@@ -127,7 +128,7 @@ class Host:
 
     def kill(self) -> None:
         """Pull the plug, and unmount."""
-        cgroups.end_processes(self._cgroup)
+        cgroups.end_processes(self.cgroup)
         # The kernel takes its time to remove a dead host's network; the next boot would find its name in use.
         run(("ip", "link", "delete", f"vb-{self.name}"), check=False)
         while os.path.ismount(self.root):

@@ -26,6 +26,8 @@ from gpuprov.events import (
 from gpuprov.plan import STEPS
 from gpuprov.playbook_task import (
     BOOTSTRAP_VARIABLE,
+    BUNDLE_KEY_VARIABLE,
+    BUNDLE_VARIABLE,
     TASK_COMMANDS,
     before_reboot,
     failure,
@@ -50,6 +52,12 @@ def test_a_request_holds_the_spec_of_the_variables_and_survives_the_wire() -> No
     assert parse_spec(request.spec).driver_version == "550.163.01"
     assert (request.check, request.diff, request.steps, request.run_id) == (False, True, ("driver", "cdi"), "one play")
     assert request_from_line(request_to_line(request)) == request
+
+
+@pytest.mark.parametrize(("command", "given"), [("plan", True), ("install", True), ("verify", False), ("facts", False)])
+def test_a_bundle_goes_with_what_installs(command: str, given: bool) -> None:
+    request = task_request(command, VARIABLES, bundle="/b.tar", bundle_digest="d")
+    assert (request.bundle, request.bundle_digest) == (("/b.tar", "d") if given else ("", ""))
 
 
 def test_an_older_controllers_request_is_for_all_steps() -> None:
@@ -183,8 +191,7 @@ def tasks() -> Iterable[tuple[Path, dict[str, Any]]]:
 
 def test_roles_do_every_step_of_the_plan_once() -> None:
     asked = [step for _, task in tasks() for step in task["gpuprov.host.agent"].get("steps", ())]
-    # Only a bundle brings images, and playbooks take none.
-    assert sorted(asked) == sorted(step.name for step in STEPS if step.name != "images")
+    assert sorted(asked) == sorted(step.name for step in STEPS)
 
 
 def test_commands_of_tasks_are_the_agents() -> None:
@@ -201,4 +208,5 @@ def test_root_is_asked_for_wherever_it_is_needed() -> None:
 
 def test_variables_of_plays_are_known_so_that_both_ways_read_one_inventory() -> None:
     texts = (path.read_text() for path in (*PLAYBOOKS.glob("*.yml"), *PLAYBOOKS.glob("roles/*/tasks/main.yml")))
-    assert {*re.findall(r"gpuprov_play_\w+", "".join(texts)), BOOTSTRAP_VARIABLE} == PLAY_VARIABLES
+    plugins = {BOOTSTRAP_VARIABLE, BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE}
+    assert {*re.findall(r"gpuprov_play_\w+", "".join(texts)), *plugins} == PLAY_VARIABLES

@@ -12,7 +12,7 @@ from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, 
 from gpuprov.changes import Change, Json, Tell, WriteFile
 from gpuprov.errors import GpuprovError
 from gpuprov.events import Event
-from gpuprov.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs
+from gpuprov.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.system import System
 
 
@@ -154,3 +154,21 @@ def test_unknown_kind_of_change_names_the_journal(system: System) -> None:
     assert run is not None
     with pytest.raises(GpuprovError, match="can't undo a change of kind 'Foreign'"):
         roll_back(system, run, KINDS, ignore)
+
+
+def test_the_unfinished_run_is_found_wherever_a_journal_was_cut_off(system: System) -> None:
+    """Its quick look at the last line finds what the whole text says."""
+    journal = new_journal(system, "install")
+    for end in ("failed", "done"):
+        journal.done(journal.begin("a", "WriteFile", {"path": "/end"}), {})
+        journal.end(end)
+        journal = resume_journal(system, read_runs(system)[0])
+    text = (system.path(RUNS_DIRECTORY) / "0001.jsonl").read_text()
+    new_journal(system, "install").end("done")
+    answers = set()
+    for length in range(len(text) + 1):
+        system.write(journal.path, text[:length].encode())
+        found = unfinished_run(system)
+        assert (found is None) == bool(parse_run("", text[:length]).end), text[:length]
+        answers.add(found is None)
+    assert answers == {True, False}

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
             variables = self._variables(task_vars or {})
+            bundle, bundle_digest = _bundle(variables) if playbook_task.installs(command) else ("", "")
             request = playbook_task.task_request(
                 command,
                 variables,
@@ -67,6 +69,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 check=check,
                 diff=bool(self._task.diff),
                 run_id=_run_id(),
+                bundle=bundle,
+                bundle_digest=bundle_digest,
             )
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
@@ -124,12 +128,37 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
             self._require(stored, "the agent cannot be stored on the host", next_step)
+        if request.bundle:
+            request = replace(request, bundle=self._bring_bundle(request))
         line = f"{request_to_line(request)}\n".encode()
         done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays),))
         return str(done.stdout)
+
+    def _bring_bundle(self, request: Any) -> str:
+        """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
+        from gpuprov.bundle.place import ASK, CACHE, TAKE, Place, parse_there
+        from gpuprov.errors import GpuprovError
+        from gpuprov.push import said
+
+        place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
+        asked = self._on_host(shlex.join(place.command(ASK)), b"", become=True)
+        there = parse_there(asked.stdout.splitlines())
+        if there is None:
+            raise GpuprovError("the host does not say what it has of the bundle", said(asked), "run it again")
+        if there.whole:
+            return place.path
+        folder = self._make_tmp_path()
+        copied = self._connection._shell.join_path(folder, "bundle")
+        try:
+            self._transfer_file(request.bundle, copied)
+            stored = self._on_host(shlex.join(place.command(TAKE, copied)), b"", become=True)
+        finally:
+            self._remove_tmp_path(folder)
+        self._require(stored, "the bundle can't be stored on the host", f"is there room? df -h ~ {CACHE}")
+        return place.path
 
     def _wait_for_boot(self, left: str) -> None:
         """Return once the host answers from another boot than the one it has left."""
@@ -228,6 +257,16 @@ def _run_id() -> str:
     except OSError:
         begun = ""
     return f"ansible-playbook {platform.node()} {parent} {begun}"
+
+
+def _bundle(variables: dict[str, Any]) -> tuple[str, str]:
+    """Return the bundle that the variables name, and its digest; one that is not right is refused before it travels."""
+    from gpuprov.bundle.check import digest_once
+    from gpuprov.playbook_task import BUNDLE_KEY_VARIABLE, BUNDLE_VARIABLE
+
+    named, key = (str(variables.get(name) or "") for name in (BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE))
+    path = str(Path(named).expanduser().absolute()) if named else ""
+    return (path, digest_once(path, key, Path(constants.DEFAULT_LOCAL_TMP))) if path else ("", "")
 
 
 def _agent() -> tuple[bytes, str]:

@@ -9,6 +9,7 @@ description:
   - Pushes gpuprov's agent to the host, once per version.
   - The agent then makes or carries out a plan, verifies, tells facts, or rolls back.
   - The host needs Python 3.9 or later, and nothing else; C(gpuprov_play_bootstrap_python) installs it.
+  - C(gpuprov_play_bundle) names a bundle to install from, C(gpuprov_play_bundle_key) the key that must have signed it.
   - C(become) is needed for all commands but C(facts).
   - What the host shall be is read from the variables that begin with C(gpuprov_); C(gpuprov options) lists them.
 options:
@@ -25,7 +26,7 @@ options:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
       - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
-        C(toolkit), C(cdi), C(docker), C(engines).
+        C(toolkit), C(cdi), C(docker), C(engines), C(images).
     type: list
     elements: str
     default: []

@@ -1,0 +1,69 @@
+"""Where a bundle lies on a host, and what a controller types there to find and to store it; pure.
+
+Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CACHE = "/var/cache/gpuprov"
+
+# As the agent's own (gpuprov/push.py): no single quote, backslash or exclamation mark, for the login shell may be csh
+# or fish; all as root. $1: the bundle's name, $2: its size in bytes.
+# Says how much of it is there; what is too long is none of it.
+ASK = (
+    f'f="{CACHE}/$1"; for p in "$f" "$f.part"; do '
+    'if test -f "$p"; then n="$(stat -c %s "$p")"; '
+    'if test "$n" -le "$2"; then if test "$p" = "$f"; then echo "whole $n"; else echo "part $n"; fi; exit 0; fi; '
+    'rm -f "$p"; fi; done; echo "part 0"'
+)
+# Bundles of other digests go: they are large, and none is used while a new one comes.
+_KEEP = (
+    'n="$(stat -c %s "$f.part")"; test "$n" = "$2" || { echo "$n of $2 bytes arrived" >&2; exit 1; }; '
+    'mv -f "$f.part" "$f"; '
+    'find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" -exec rm -f {} +'
+)
+_BEGIN = f'umask 077; set -e; d={CACHE}; mkdir -p "$d"; f="$d/$1"; '
+# What is still lacking comes on standard input.
+STORE = f'{_BEGIN}cat >> "$f.part"; {_KEEP}'
+# $3: the file on the host to take it from, whole.
+TAKE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bundle of this digest and size, on whatever host."""
+
+    digest: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"bundle-{self.digest[:32]}-{self.size}.tar"
+
+    @property
+    def path(self) -> str:
+        return f"{CACHE}/{self.name}"
+
+    def command(self, script: str, *more: str) -> tuple[str, ...]:
+        """Return the words that run one of the scripts above."""
+        return ("sh", "-c", script, "sh", self.name, str(self.size), *more)
+
+
+@dataclass(frozen=True)
+class There:
+    """How many bytes of a bundle a host has, and whether they lie at their place as a whole."""
+
+    size: int
+    whole: bool
+
+
+def parse_there(lines: Iterable[str]) -> There | None:
+    """Return what ASK printed, whatever a login banner printed before; None if it did not answer."""
+    for line in lines:
+        word, _, size = line.strip().partition(" ")
+        if word in ("whole", "part") and size.isascii() and size.isdecimal():
+            return There(int(size), word == "whole")
+    return None
