@@ -20,7 +20,7 @@ TASK_COMMANDS = (PLAN, *COMMANDS)
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "uninstall")
 
 
 def task_request(

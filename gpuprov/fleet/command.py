@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from gpuprov.fleet.progress import Progress
 
-_NEEDS_ROOT = ("install", "verify", "rollback", "uninstall")
+_NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
 _PIPE_WIDTH = 160
 
 
