@@ -7,11 +7,13 @@ runs only where the module is loaded and no node is missing.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
+from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.doctor.parse import (
@@ -26,6 +28,7 @@ from gpuprov.doctor.parse import (
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.facts import HostFacts
 from gpuprov.facts import gather as gather_host
+from gpuprov.journal import read_runs
 from gpuprov.next_kernel import InstalledKernel, gather_kernels
 from gpuprov.plan import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
@@ -35,6 +38,13 @@ from gpuprov.system import System
 
 _SMI_SECONDS = 120
 _SECONDS = 20
+_HOOK = "nvidia-container-runtime-hook"
+_LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
+_AUDIT_LOG = "/var/log/audit/audit.log"
+_PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
+_PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
+# Where DKMS and Ubuntu keep the machine owner's key.
+KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
 _LARGEST_TEXT = 1 << 20
 FABRIC_MANAGER = "nvidia-fabricmanager.service"
 _UNITS = ("docker.service", "containerd.service", PERSISTENCE, FABRIC_MANAGER, NODES, REFRESH)
@@ -50,7 +60,7 @@ _WATCHED = (
     "/dev/dxg", "/dev/kmsg", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/nvidia-smi", "/usr/bin/python3", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/proc/driver/nvidia-nvswitch/devices",
-    "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH,
+    "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
 )  # fmt: skip
 
 
@@ -75,6 +85,9 @@ class Examined:
     → name of the error with which it opens, only where nvidia-smi does not answer well. `loader`: what the loader's
     cache takes for NVML and CUDA. `texts`: path → text of small files. `there`: which of the watched paths are;
     `absent`: paths that a configuration or a specification names and that are not. `modified`: path → time.
+    `library_files`: driver library → its version. `package_change`: what a package manager did to the driver last.
+    `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
+    cut off in. `switches`: NVSwitches. `rootless`: sockets of users' own dockers.
     """
 
     host: HostFacts
@@ -96,7 +109,19 @@ class Examined:
     settings_fault: str = ""
     specification_fault: str = ""
     programs: Mapping[str, str] = field(default_factory=dict)
-    answers: Mapping[str, str] = field(default_factory=dict)
+    library_files: Mapping[str, str] = field(default_factory=dict)
+    package_change: tuple[str, ...] = ()
+    in_place: Mapping[str, str] = field(default_factory=dict)
+    node_modes: Mapping[str, int] = field(default_factory=dict)
+    links_missing: tuple[str, ...] = ()
+    not_executable: Mapping[str, int] = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
+    open_run: str = ""
+    docker_unit: str = ""
+    rootless: tuple[str, ...] = ()
+    selinux: str = ""
+    container_use_devices: str = ""
+    audit_log: tuple[str, ...] = ()
 
     @property
     def driver(self) -> DriverFacts:
@@ -131,6 +156,20 @@ def gather(system: System, spec: HostSpec) -> Examined:
         modified=_modified(system),
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver) if specification is not None else "",
+        programs={name: path for name in ("runc", "crun", _HOOK) if (path := system.which(name))},
+        library_files=_library_files(system),
+        package_change=_package_change(system),
+        in_place={node.path: _what_lies_at(system, node.path) for node in missing_nodes(host.driver)},
+        node_modes={path: status.mode for path in host.driver.present if (status := system.status(path))},
+        links_missing=_links_missing(system, host.driver),
+        not_executable=_not_executable(system, host),
+        switches=system.list_directory("/proc/driver/nvidia-nvswitch/devices"),
+        open_run=_open_run(system),
+        docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
+        rootless=_rootless(system),
+        selinux=_said(system, ("getenforce",)).strip(),
+        container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
+        audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
     )
 
 
@@ -200,13 +239,70 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     )
     entries = (parse_config(host.docker.config_text)[0].get("runtimes") or {}).values()
     of_file = (str(entry.get("path") or "") for entry in entries if isinstance(entry, dict))
-    named = (*of_specifications, *of_file, *(host.docker.runtimes or {}).values())
+    of_settings = re.findall(
+        r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', texts.get(NVIDIA_SETTINGS_PATH, ""), re.MULTILINE
+    )
+    named = (*of_specifications, *of_file, *of_settings, *(host.docker.runtimes or {}).values())
     return tuple(path for path in named if path.startswith("/"))
 
 
 def _modified(system: System) -> Mapping[str, float]:
     paths = (DAEMON_JSON, NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
     return {path: status.modified for path in paths if (status := system.status(path)) is not None}
+
+
+def _library_files(system: System) -> Mapping[str, str]:
+    found = {}
+    for folder in LIBRARY_DIRECTORIES:
+        # /lib64 and the like are links to the others.
+        if system.real_path(folder) == folder:
+            for name in system.list_directory(folder):
+                version = _LIBRARY.fullmatch(name)
+                if version:
+                    found[f"{folder}/{name}"] = version[1]
+    return found
+
+
+def _package_change(system: System) -> tuple[str, ...]:
+    """Return the last line of a package manager's log that tells of the driver, with its place."""
+    for path in _PACKAGE_LOGS:
+        if system.exists(path):
+            lines = _said(system, ("grep", "-nE", _PACKAGE_LINE, path)).splitlines()
+            return (f"{path}:{lines[-1]}",) if lines else ()
+    return ()
+
+
+def _what_lies_at(system: System, path: str) -> str:
+    status = system.status(path)
+    if status is None:
+        return ""
+    return f"{status.kind} {status.major}:{status.minor}" if status.kind in ("char", "block") else status.kind
+
+
+def _links_missing(system: System, driver: DriverFacts) -> tuple[str, ...]:
+    numbers = (f"{node.major}:{node.minor}" for node in driver.nodes if node.path in driver.present)
+    return tuple(path for path in (f"/dev/char/{number}" for number in numbers) if not system.exists(path))
+
+
+def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
+    found = {}
+    for path in (host.docker.runtimes or {}).values():
+        status = system.status(system.real_path(path)) if path.startswith("/") else None
+        if status is not None and status.kind == "file" and not status.mode & 0o111:
+            found[path] = status.mode
+    return found
+
+
+def _open_run(system: System) -> str:
+    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    if run is None:
+        return ""
+    return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+
+
+def _rootless(system: System) -> tuple[str, ...]:
+    paths = (f"/run/user/{user}/docker.sock" for user in system.list_directory("/run/user"))
+    return tuple(path for path in paths if system.exists(path))
 
 
 def _settings_fault(system: System) -> str:

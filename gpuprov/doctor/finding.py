@@ -18,6 +18,9 @@ AREAS = (
 GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
 
 
+ANY_ROOT = ("*",)
+
+
 @dataclass(frozen=True)
 class Finding:
     """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said."""
@@ -35,7 +38,8 @@ Look = Callable[[Examined], Optional[Finding]]
 class Rule:
     """One cause that is looked for. `sign`: what speaks for it, for the documentation.
 
-    `follows`: rules of which this one is a mere consequence, where they find something.
+    `follows`: rules of which this one is a mere consequence, where they find something; ANY_ROOT for a symptom, which
+    follows from whatever else is found in its own area or in one before it.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Lines of the kernel's log that can tell why a GPU is not served.
@@ -13,6 +13,9 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _MOST_LINES = 4000
+_MOST_EVIDENCE = 6
+# Time, host and program as dmesg and journalctl -k put them; the driver's own mark.
+_PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
 # What dockerd logs when it begins; what stands before it is an earlier daemon's.
 _DOCKER_BEGINS = "Starting up"
 
@@ -86,6 +89,25 @@ def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
+def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], tuple[str, ...]] | None:
+    """Return the last place where a pattern is found: its named groups, and the lines.
+
+    The driver breaks its sentences over several lines, each with `NVRM:` before it: they are read as one.
+    """
+    starts, text = [], ""
+    for line in lines:
+        starts.append(len(text))
+        text += _PREFIX.sub("", line.strip()) + " "
+    found = None
+    for match in re.finditer(pattern, text, re.IGNORECASE):
+        found = match
+    if found is None:
+        return None
+    first, last = (max(n for n, start in enumerate(starts) if start <= place) for place in (found.start(), found.end()))
+    named = {name: value or "?" for name, value in found.groupdict().items()}
+    return named, tuple(lines[first : last + 1][:_MOST_EVIDENCE])
+
+
 def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str, str], ...]:
     """Return (`file:line`, the line) of all lines in which a pattern is found."""
     compiled = re.compile(pattern)
@@ -97,7 +119,30 @@ def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str,
     )
 
 
-def last_match(lines: Iterable[str], pattern: str) -> re.Match[str] | None:
-    """Return the last match of a pattern in some lines, case of letters aside."""
-    compiled = re.compile(pattern, re.IGNORECASE)
-    return next((found for line in reversed(tuple(lines)) if (found := compiled.search(line))), None)
+def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
+    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`; none for what is no such report.
+
+    Read line by line: what is looked at stands on one line each, and the report is not trusted to be small.
+    """
+    found: list[dict[str, str]] = []
+    path: list[str] = []
+    for line in report.splitlines()[:_MOST_LINES]:
+        text = line.strip()
+        if text.startswith("<gpu "):
+            found.append({})
+            path = []
+            continue
+        opened = re.fullmatch(r"<([\w.-]+)>", text)
+        whole = re.fullmatch(r"<([\w.-]+)>(.*)</\1>", text)
+        if not found:
+            continue
+        if whole:
+            found[-1].setdefault("/".join([*path, whole[1]]), whole[2].strip())
+        elif opened:
+            path.append(opened[1])
+        elif text.startswith("</"):
+            path = path[:-1]
+        elif path:
+            key = "/".join(path)
+            found[-1][key] = found[-1].get(key, "") + text
+    return tuple(found)

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuprov.doctor import docker_rules, toolkit_rules
+from gpuprov.doctor import (
+    cdi_rules,
+    docker_rules,
+    driver_rules,
+    engine_rules,
+    log_rules,
+    machine_rules,
+    module_rules,
+    node_rules,
+    toolkit_rules,
+)
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import AREAS, ASIDE, CONFIDENCES, Finding, Rule
+from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
-    *toolkit_rules.RULES,
-    *docker_rules.RULES,
-)
+    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *node_rules.RULES,
+    *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES, *engine_rules.RULES,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,17 @@ class Cause:
 def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
     found = [(rule, finding) for rule in rules if (finding := rule.look(x)) is not None]
-    names = {rule.name for rule, finding in found if finding.confidence != ASIDE}
-    causes = [
-        Cause(rule, finding, next((name for name in rule.follows if name in names), "")) for rule, finding in found
-    ]
-    return tuple(sorted(causes, key=_rank))
+    roots = [rule for rule, finding in found if finding.confidence != ASIDE]
+    return tuple(sorted((Cause(rule, finding, _root(rule, roots)) for rule, finding in found), key=_rank))
+
+
+def _root(rule: Rule, found: Sequence[Rule]) -> str:
+    """Return the rule that explains another one, nothing if that stands for itself."""
+    if rule.follows == ANY_ROOT:
+        area = AREAS.index(rule.area)
+        return next((o.name for o in found if o.follows != ANY_ROOT and AREAS.index(o.area) <= area), "")
+    names = {one.name for one in found}
+    return next((name for name in rule.follows if name in names), "")
 
 
 def _rank(cause: Cause) -> tuple[bool, bool, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpuprov.boot_files import NODES, REFRESH
 from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.doctor.examined import Examined
+from gpuprov.initramfs import BLACKLIST
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 # Package manager → its words to install, to install again over what is there, and to remove.
@@ -92,3 +93,42 @@ def comment_out(place: str) -> str:
     """Return the command that comments a line out, given as `file:line`."""
     path, _, line = place.rpartition(":")
     return f"sed -i '{line}s/^/#/' {path}"
+
+
+def driver_again(x: Examined) -> str:
+    """Return the command that brings back the driver's files: its package's, or the .run's."""
+    if x.host.driver_packaged:
+        return reinstall_packages(x, x.host.driver_packaged)
+    return gpuprov_install(x)
+
+
+def rebuild_module(x: Examined) -> str:
+    """Return the command that builds the driver's module for the running kernel."""
+    kernel = x.host.kernel.release
+    if "nvidia" in x.dkms:
+        return f"{headers_package(x)}; dkms autoinstall -k {kernel}; modprobe nvidia"
+    if x.host.driver_packaged:
+        return f"{headers_package(x)}; {driver_again(x)}; modprobe nvidia"
+    return gpuprov_install(x)
+
+
+def keep_nouveau_out(x: Examined) -> str:
+    """Return the commands that leave the GPUs to NVIDIA's driver from the next boot on."""
+    if BLACKLIST in x.host.files:
+        return f"{rebuild_initramfs(x)}; systemctl reboot"
+    lines = "printf 'blacklist nouveau\\noptions nouveau modeset=0\\nblacklist nova_core\\nblacklist nova_drm\\n'"
+    return f"{lines} > {BLACKLIST}; {rebuild_initramfs(x)}; systemctl reboot"
+
+
+def same_versions(x: Examined) -> str:
+    """Return the commands after which module and libraries are of one version."""
+    if x.host.kernel.container:
+        # The kernel, and so the module, is the machine's outside: the libraries must follow.
+        kind = "" if x.spec.driver == "runfile" else " -e gpuprov_driver=runfile"
+        version = x.driver.kernel_version
+        wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
+        return f"gpuprov install{kind}{wanted}"
+    return (
+        "systemctl reboot; or, with nothing on the GPUs: systemctl stop nvidia-persistenced; "
+        "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
+    )

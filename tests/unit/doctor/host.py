@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ def healthy(root: Path) -> DoctorHost:
     for program in ("runc", "dmesg", "python3"):
         (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
         (host.root / "usr/bin" / program).chmod(0o755)
+    (host.root / "etc/ld.so.conf").write_text("/usr/lib/x86_64-linux-gnu\n")
+    subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True, timeout=60)
     events: list[Any] = []
     code = run_request(Request("install", spec_to_json(SPEC)), events.append, host)
     assert code == 0, events[-1]
