@@ -122,6 +122,22 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
 
 @cli.command()
 @_fleet_options
+def doctor(**options: Any) -> None:
+    """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
+
+    Only looks, and changes nothing; the table of causes is in docs/doctor.md. Ends with 0 where nothing is wrong.
+
+    \b
+    Examples:
+      sudo gpuprov doctor
+      gpuprov doctor --hosts inventory.ini --limit gpu07
+      gpuprov doctor --hosts inventory.ini --json
+    """
+    _run("doctor", options)
+
+
+@cli.command()
+@_fleet_options
 def facts(**options: Any) -> None:
     """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
 

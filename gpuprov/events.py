@@ -96,6 +96,24 @@ class CheckDone:
 
 
 @dataclass(frozen=True)
+class CauseFound:
+    """One cause of the doctor's: `rank` 1 is the first to mend; `rule` is its name in docs/doctor.md.
+
+    `confidence`: certain, likely, possible, or aside for what keeps no container from its GPUs. `follows`: the rule
+    that explains this one, where it is a mere consequence.
+    """
+
+    rank: int
+    rule: str
+    area: str
+    what: str
+    evidence: str
+    next_step: str
+    confidence: str
+    follows: str = ""
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of every run. `exit_code`: errors.ExitCode; `changed`: changes made, or foreseen with --check.
 
@@ -111,12 +129,25 @@ class Finished:
     left_boot: str = ""
 
 
-Event = Union[Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, Finished]
+Event = Union[
+    Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CauseFound, Finished
+]  # fmt: skip
 Sink = Callable[[Event], None]
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
-    for cls in (Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, Finished)
+    for cls in (
+        Started,
+        Note,
+        Planned,
+        ChangeStarted,
+        ChangeProgress,
+        ChangeDone,
+        FactsGathered,
+        CheckDone,
+        CauseFound,
+        Finished,
+    )
 }
 _NESTED: dict[str, type[Any]] = {"changes": PlannedChange, "problems": Problem}
 

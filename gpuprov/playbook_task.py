@@ -22,7 +22,7 @@ BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "uninstall")
 
 
 def task_request(

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError
 
-COMMANDS = ("install", "verify", "facts", "rollback", "uninstall")
+COMMANDS = ("install", "verify", "facts", "doctor", "rollback", "uninstall")
 
 
 @dataclass(frozen=True)

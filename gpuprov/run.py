@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Callable
 from gpuprov import __version__, mig, mirror, running_driver
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
+from gpuprov.doctor import examine
 from gpuprov.download import unreachable
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
@@ -73,6 +74,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
         )
     if request.command == "verify":
         return _verify(spec, sink, system)
+    if request.command == "doctor":
+        return examine(system, spec, sink)
     if request.command == "install" and request.check:
         with _bundle(request, sink, system) as bundle:
             return _check(request, spec, sink, system, bundle)

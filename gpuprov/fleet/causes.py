@@ -42,7 +42,8 @@ def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
 def _problems(results: Iterable[HostResult]) -> Iterator[tuple[str, Problem]]:
     for result in results:
         for check in result.checks:
-            if check.status == "failed":
+            # What the doctor finds in an area stands in its causes.
+            if check.status == "failed" and (check.reason or not result.problems):
                 yield result.host, Problem(told(check))
         for problem in result.problems:
             yield result.host, problem

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuprov.fleet.agent_run import Agent
     from gpuprov.fleet.progress import Progress
 
-_NEEDS_ROOT = ("install", "verify", "rollback", "uninstall")
+_NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
 _PIPE_WIDTH = 160
 # What a run over SSH needs, and nothing before it: half a second of imports.
 _FOR_SSH = ("fabric", "rich.console", "gpuprov.fleet.run", "gpuprov.fleet.progress", "gpuprov.fleet.report")

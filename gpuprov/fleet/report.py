@@ -228,6 +228,8 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         return f"{hosts} ready: {_seen_by_containers(results)}"
     if command == "facts":
         return f"facts of {hosts}"
+    if command == "doctor":
+        return f"{hosts}: nothing found wrong in all that was looked at"
     if check:
         return f"{hosts}: {changes} {noun} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""
@@ -241,7 +243,8 @@ def _summed(numbers: Sequence[int]) -> str:
 
 _ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
 _PARTICIPLES = {
-    "install": "installed", "verify": "ready", "facts": "answered", "rollback": "rolled back",
+    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "found healthy",
+    "rollback": "rolled back",
     "uninstall": "uninstalled",
 }  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: s
 @pytest.mark.parametrize("command", TASK_COMMANDS)
 def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str) -> None:
     # The agent itself heeds `check` for these.
-    harmless = command in ("plan", "install", "facts", "uninstall")
+    harmless = command in ("plan", "install", "facts", "doctor", "uninstall")
     assert (skipped_in_check_mode(command) is None) is harmless
 
 
@@ -198,7 +198,7 @@ def test_commands_of_tasks_are_the_agents() -> None:
     known = set(TASK_COMMANDS)
     asked = {task["gpuprov.host.agent"].get("command", "install") for _, task in tasks()}
     assert asked <= known
-    assert {"plan", "install", "verify", "facts", "rollback"} <= asked
+    assert {"plan", "install", "verify", "doctor", "facts", "rollback"} <= asked
 
 
 def test_root_is_asked_for_wherever_it_is_needed() -> None:

@@ -19,7 +19,8 @@ from gpuprov.fleet.command import Options
 from gpuprov.spec import option_names
 
 COMMANDS = (
-    "install", "verify", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle", "completion",
+    "install", "verify", "doctor", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle",
+    "completion",
 )  # fmt: skip
 
 

@@ -17,11 +17,12 @@ options:
     description:
       - C(install) brings the host to what the variables say. C(plan) only tells what that would change.
       - C(verify) compares what containers see with what the host has. C(facts) sets C(ansible_local.gpuprov).
+      - C(doctor) says why containers do not see the GPUs, and fails if it finds a cause; it changes nothing.
       - C(rollback) undoes the last run. All tasks of one C(ansible-playbook) are one run.
       - C(uninstall) takes everything away that gpuprov ever put there.
     type: str
     default: install
-    choices: [plan, install, verify, facts, rollback, uninstall]
+    choices: [plan, install, verify, facts, doctor, rollback, uninstall]
   steps:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
@@ -64,7 +65,7 @@ changes:
   elements: dict
 checks:
   description: What was verified, each with C(name), C(status), C(host), C(container) and C(reason).
-  returned: C(verify)
+  returned: C(verify) and C(doctor)
   type: list
   elements: dict
 problems:

@@ -1,0 +1,154 @@
+"""Causes in CDI specifications: missing, broken, stale, in each other's way. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gpuprov.cdi.generate import PATH
+from gpuprov.doctor import words
+from gpuprov.doctor.docker_rules import in_daemon
+from gpuprov.doctor.driver_rules import ROOTS
+from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
+from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
+from gpuprov.doctor.parse import host_paths
+from gpuprov.engines.docker_change import version_key
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+
+_SUFFIXES = (".json", ".yaml", ".yml")
+
+
+def specifications(x: Examined) -> dict[str, str]:
+    """Return path → text of the specifications that name NVIDIA's devices, or nothing that can be read."""
+    texts = {path: text for path, text in x.texts.items() if path.startswith(SPECIFICATION_FOLDERS)}
+    named = {path: text for path, text in texts.items() if path.endswith(_SUFFIXES)}
+    return {path: text for path, text in named.items() if path == PATH or "nvidia" in text}
+
+
+def _anew(x: Examined, path: str) -> str:
+    """Return the command that writes a specification anew."""
+    ctk = "/usr/bin/nvidia-ctk" in x.there
+    return words.refresh_specification(x) if path == PATH or not ctk else f"nvidia-ctk cdi generate --output={path}"
+
+
+def _missing(x: Examined) -> Finding | None:
+    wanted = in_daemon(x) == LAUNCHER_PATH or (not x.host.docker.installed and "/usr/bin/podman" in x.there)
+    if not wanted or specifications(x) or not x.driver.library_version:
+        return None
+    return Finding(
+        "there is no CDI specification, so no container can be given a GPU",
+        "\n".join(f"{folder}: nothing of NVIDIA's" for folder in SPECIFICATION_FOLDERS),
+        words.refresh_specification(x),
+    )
+
+
+def _broken(x: Examined) -> Finding | None:
+    for path, text in specifications(x).items():
+        try:
+            if path.endswith(".json"):
+                json.loads(text)
+        except json.JSONDecodeError as error:
+            return Finding(
+                f"the CDI specification {path} is no JSON",
+                f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
+                _anew(x, path),
+                CERTAIN if path == PATH else LIKELY,
+            )
+    return None
+
+
+def _stale(x: Examined) -> Finding | None:
+    if not x.specification_fault or _broken(x) is not None:
+        return None
+    return Finding(
+        f"the CDI specification does not say what is there now: {x.specification_fault}",
+        f"{PATH}:1: {x.specification_fault}",
+        words.refresh_specification(x),
+    )
+
+
+def _names_absent(x: Examined) -> Finding | None:
+    for path, text in specifications(x).items():
+        absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
+        if absent:
+            return Finding(
+                f"the CDI specification {path} names {len(absent)} files that are not there",
+                "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
+                _anew(x, path),
+            )
+    return None
+
+
+def _devices(text: str) -> tuple[str, frozenset[str]]:
+    """Return kind and names of devices in a specification's text, JSON or YAML."""
+    kind = re.search(r"""^\s*["']?kind["']?\s*:\s*["']?([\w.-]+/[\w.-]+)""", text, re.MULTILINE)
+    compact = kind or re.search(r'"kind"\s*:\s*"([^"]+)"', text)
+    names = re.findall(r"""^\s*(?:- )?["']?name["']?\s*:\s*["']?([\w.:-]+)""", text, re.MULTILINE)
+    names += re.findall(r'[{,]\s*"name"\s*:\s*"([^"]+)"', text)
+    return compact[1] if compact else "", frozenset(names)
+
+
+def _conflict(x: Examined) -> Finding | None:
+    seen: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
+    for path, text in sorted(specifications(x).items()):
+        kind, names = _devices(text)
+        folder = path.rpartition("/")[0]
+        other, known = seen.get((folder, kind), ("", frozenset()))
+        both = sorted(names & known)
+        if kind and both:
+            mine = path if path != PATH else other
+            return Finding(
+                f"two CDI specifications have the same devices, so engines take neither: {kind}={both[0]}",
+                f"{other}: {kind}={both[0]}\n{path}: {kind}={both[0]}",
+                f"rm {mine}",
+                LIKELY,
+            )
+        seen.setdefault((folder, kind), (path, names))
+    return None
+
+
+def _covered(x: Examined) -> Finding | None:
+    later = [path for path in specifications(x) if path.startswith("/var/run/cdi/")]
+    if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
+        return None
+    return Finding(
+        f"{later[0]} stands before {PATH}, and nobody keeps both right", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+    )  # fmt: skip
+
+
+def _docker_without(x: Examined) -> Finding | None:
+    docker = x.host.docker
+    if not docker.active or not specifications(x) or version_key(docker.version) < (25,):
+        return None
+    config = json.loads(docker.config_text or "{}") if _is_object(docker.config_text) else {}
+    cdi = (config.get("features") or {}).get("cdi") if isinstance(config.get("features") or {}, dict) else None
+    off = cdi is False or (cdi is None and version_key(docker.version) < (28, 2) and not in_daemon(x))
+    if not off:
+        return None
+    return Finding(
+        "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
+        f"/etc/docker/daemon.json: features.cdi is {json.dumps(cdi)}, docker {docker.version}",
+        f'in daemon.json: "features": {{"cdi": true}}; {words.RESTART_DOCKER}',
+        LIKELY,
+    )
+
+
+def _is_object(text: str | None) -> bool:
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        return False
+
+
+RULES = (
+    Rule("cdi-missing", CDI, "gpuprov's runtime (or podman alone), and no specification in /etc/cdi or /var/run/cdi",
+         _missing, ROOTS),
+    Rule("cdi-broken", CDI, "a specification is no JSON", _broken),
+    Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
+    Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
+         (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
+    Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
+    Rule("cdi-covered", CDI, "a specification in /var/run/cdi stands before gpuprov's", _covered),
+    Rule("cdi-off-in-docker", CDI, "docker ≥ 25 without features.cdi (before 28.2), or with it false",
+         _docker_without, ("runtime-unregistered", "daemon-json-broken")),
+)  # fmt: skip

@@ -1,0 +1,90 @@
+"""Causes in engines besides docker, and in the units that keep a host right. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from gpuprov.boot_files import PERSISTENCE, REFRESH
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
+from gpuprov.engines.docker_change import version_key
+from gpuprov.engines.more import ENGINES as KNOWN
+
+_FIRST_PODMAN_WITH_CDI = (4, 1)
+
+
+def _not_installed(x: Examined) -> Finding | None:
+    name = next((name for name, facts in x.host.engines.items() if not facts.installed), "")
+    if not name:
+        return None
+    return Finding(f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name][0]}: nothing",
+                   words.install_packages(x, name))  # fmt: skip
+
+
+def _unreadable(x: Examined) -> Finding | None:
+    problem = next((facts.problem for facts in x.host.engines.values() if facts.problem is not None), None)
+    return None if problem is None else Finding(problem.what, problem.evidence, problem.next_step)
+
+
+def _unconfigured(x: Examined) -> Finding | None:
+    name = next((name for name, facts in x.host.engines.items() if facts.edits), "")
+    if not name:
+        return None
+    path = x.host.engines[name].edits[0].path
+    return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
+                   words.gpuprov_install(x))  # fmt: skip
+
+
+def _down(x: Examined) -> Finding | None:
+    for name, facts in x.host.engines.items():
+        unit = x.units.get(KNOWN[name][1])
+        if facts.installed and unit is not None and unit.active in ("failed", "inactive"):
+            return Finding(
+                f"{name} does not run", f"systemctl show {KNOWN[name][1]}: {unit.active}, {unit.result}",
+                f"systemctl restart {name}; journalctl -u {name} -n 30 --no-pager",
+            )  # fmt: skip
+    return None
+
+
+def _old_podman(x: Examined) -> Finding | None:
+    version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
+    if not version or version_key(version) >= _FIRST_PODMAN_WITH_CDI:
+        return None
+    return Finding(
+        f"podman {version} knows no CDI, so it can't give containers GPUs", f"package podman: {version}",
+        words.install_packages(x, "podman"), LIKELY if "podman" in x.host.engines else ASIDE,
+    )  # fmt: skip
+
+
+def _refresh_failed(x: Examined) -> Finding | None:
+    unit = x.units.get(REFRESH)
+    if unit is None or unit.active != "failed":
+        return None
+    return Finding(
+        "the CDI specification is not kept up to date", f"systemctl show {REFRESH}: {unit.active}, {unit.result}",
+        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE,
+    )  # fmt: skip
+
+
+def _persistence_failed(x: Examined) -> Finding | None:
+    unit = x.units.get(PERSISTENCE)
+    if unit is None or unit.active != "failed":
+        return None
+    return Finding(
+        "nvidia-persistenced has failed: GPUs are started anew for each container, which takes seconds",
+        f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
+        f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
+        ASIDE,
+    )
+
+
+RULES = (
+    Rule("engine-missing", ENGINES, "gpuprov_engines names an engine that is not installed", _not_installed),
+    Rule("engine-unreadable", ENGINES, "an engine's configuration can't be read", _unreadable),
+    Rule("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia", _unconfigured),
+    Rule("engine-down", ENGINES, "an engine's unit has failed, or is not active", _down),
+    Rule("podman-without-cdi", ENGINES, "podman before 4.1", _old_podman),
+    Rule("refresh-unit-failed", ENGINES, "gpuprov-refresh.service has failed", _refresh_failed),
+    Rule("persistenced-failed", ENGINES, "nvidia-persistenced.service has failed", _persistence_failed),
+)  # fmt: skip

@@ -1,0 +1,53 @@
+"""One examination of a host, told as events: what was looked at, and each cause, the first to mend first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpuprov.doctor.examined import gather
+from gpuprov.doctor.finding import AREAS, ASIDE
+from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.doctor.summary import summary
+from gpuprov.errors import ExitCode, Problem
+from gpuprov.events import CauseFound, CheckDone, Finished, Note, Sink
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+
+def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
+    """Look at the host, tell what was looked at and what was found, and return how it ends."""
+    x = gather(system, spec)
+    causes = diagnose(x)
+    troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
+    for area in AREAS:
+        ill = any(cause.rule.area == area for cause in troubles)
+        sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", summary(x, area)))
+    for rank, cause in enumerate(causes, 1):
+        sink(_event(rank, cause))
+        if cause.finding.confidence == ASIDE:
+            sink(Note(f"{cause.finding.what}; {cause.finding.next_step}", "warning"))
+    if x.kernel_log_error:
+        sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
+    if troubles:
+        return Finished(int(ExitCode.FAILED), problems=_problems(troubles), summary=f"{len(troubles)} causes found")
+    return Finished(int(ExitCode.DONE), summary="nothing found wrong")
+
+
+def _event(rank: int, cause: Cause) -> CauseFound:
+    finding = cause.finding
+    return CauseFound(
+        rank, cause.rule.name, cause.rule.area, finding.what, finding.evidence, finding.next_step, finding.confidence,
+        cause.follows,
+    )  # fmt: skip
+
+
+def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
+    return tuple(Problem(_told(cause), cause.finding.evidence, cause.finding.next_step) for cause in causes)
+
+
+def _told(cause: Cause) -> str:
+    """Return the cause with how sure it is; of a consequence that it is one."""
+    sure = (
+        f"{cause.finding.confidence}; a consequence of {cause.follows}" if cause.follows else cause.finding.confidence
+    )
+    return f"{cause.finding.what} ({sure})"

@@ -1,0 +1,49 @@
+"""What a rule of the doctor is, and what it finds: a cause, its evidence, how sure it is, and what to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+from gpuprov.doctor.examined import Examined
+
+# How sure a finding is. An aside keeps no container from its GPUs now: it is told, and fails nothing.
+CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible", "aside")
+
+# What is looked at, in the order in which things depend on each other.
+AREAS = (
+    "GPUs", "kernel module", "driver libraries", "device nodes", "container toolkit", "CDI specification", "docker",
+    "other engines",
+)  # fmt: skip
+GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
+
+
+ANY_ROOT = ("*",)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said."""
+
+    what: str
+    evidence: str
+    next_step: str
+    confidence: str = CERTAIN
+
+
+Look = Callable[[Examined], Optional[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One cause that is looked for. `sign`: what speaks for it, for the documentation.
+
+    `follows`: rules of which this one is a mere consequence, where they find something; ANY_ROOT for a symptom, which
+    follows from whatever else is found in its own area or in one before it.
+    """
+
+    name: str
+    area: str
+    sign: str
+    look: Look
+    follows: tuple[str, ...] = ()

@@ -1,0 +1,204 @@
+"""Causes that the kernel's log names: what the driver says of a GPU, Xids, refused modules. Pure.
+
+A line in the log tells of a moment: where nvidia-smi serves every GPU now, it is an aside. Sources: NVIDIA's open
+kernel modules (the messages), docs.nvidia.com/deploy/xid-errors (the numbers), Linux, kernel/module (refusals).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+from gpuprov import generations
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import KEYS, Examined
+from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, MODULE, Finding, Rule
+from gpuprov.doctor.parse import find_in_log
+
+_REPORT = "nvidia-bug-report.sh"
+_BUS = r"(?P<bus>[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
+
+
+def serves_all(x: Examined) -> bool:
+    """Say whether nvidia-smi shows every GPU that is on the PCI bus."""
+    return not x.smi.reason and x.smi.returncode == 0 and x.smi.text.count("<gpu id=") >= max(len(x.host.gpus), 1)
+
+
+@dataclass(frozen=True)
+class LogSign:
+    """A message of the kernel's. `what` may hold the pattern's named groups; `next_step` is what to type."""
+
+    name: str
+    area: str
+    pattern: str
+    what: str
+    next_step: Callable[[Examined], str]
+    confidence: str = CERTAIN
+    follows: tuple[str, ...] = ()
+
+
+def rule_of(row: LogSign) -> Rule:
+    """Return the rule that looks for a message."""
+
+    def look(x: Examined) -> Finding | None:
+        found = find_in_log(x.kernel_log, row.pattern)
+        if found is None:
+            return None
+        named, lines = found
+        confidence = ASIDE if serves_all(x) else row.confidence
+        evidence = "\n".join(("dmesg:", *lines))
+        return Finding(row.what.format(**named), evidence, row.next_step(x), confidence)
+
+    return Rule(row.name, row.area, f"the kernel's log: {_shown(row.pattern)}", look, row.follows)
+
+
+def _shown(pattern: str) -> str:
+    """Return a pattern as people read it."""
+    return f"`{pattern.replace(_BUS, 'BUS').replace('|', ' / ')}`"
+
+
+def _say(text: str) -> Callable[[Examined], str]:
+    return lambda _: text
+
+
+def _other_modules(kind: str) -> Callable[[Examined], str]:
+    def step(x: Examined) -> str:
+        if x.host.driver_packaged:
+            return words.install_packages(x, "nvidia-open" if kind == "open" else "cuda-drivers")
+        return f"{words.gpuprov_install(x)} -e gpuprov_kernel_module_type={kind}"
+
+    return step
+
+
+def _other_branch(x: Examined) -> str:
+    rows = (generations.generation_of(gpu.device_id) for gpu in x.host.gpus)
+    newest = min((row.newest for row in rows if row is not None and row.newest), default=580)
+    return f"gpuprov install -e gpuprov_driver_version={newest}"
+
+
+def _reset(x: Examined) -> str:
+    return "nvidia-smi --gpu-reset (with nothing on the GPUs), or systemctl reboot"
+
+
+def _enrol(x: Examined) -> str:
+    key = next((path for path in KEYS if path in x.there), "")
+    if key:
+        return f"mokutil --import {key}; systemctl reboot, and enrol the key at the console"
+    return (
+        "sign the modules (gpuprov_module_signing_key, gpuprov_module_signing_certificate; gpuprov install), or switch "
+        "Secure Boot off in the firmware"
+    )
+
+
+_DRIVER_SIGNS = (
+    LogSign(
+        "fallen-off-bus", GPUS, r"GPU [^\]]{0,120}?fallen off the bus|Xid \(PCI:[^)]*\): 79,",
+        "a GPU has fallen off the PCI bus",
+        _say(f"systemctl reboot; if it comes back: power, seating, heat; {_REPORT}"),
+    ),
+    LogSign(
+        "power-cables", GPUS, r"does not have the necessary power cables",
+        "a GPU lacks its power cable", _say("poweroff; connect the GPU's power cables"),
+    ),
+    LogSign(
+        "bar-invalid", GPUS, r"PCI I/O region assigned to your NVIDIA device is invalid|BAR\d is 0M @ 0x0",
+        "the firmware has given a GPU no room in the address space (BAR)",
+        _say("switch on `Above 4G decoding` in the firmware, or boot with pci=realloc; systemctl reboot"),
+        follows=("fallen-off-bus",),
+    ),
+    LogSign(
+        "gsp-firmware-missing", MODULE, r"Direct firmware load for nvidia/\S+ failed|RmFetchGspRmImages: No firmware",
+        "the GPU's firmware (GSP) is not on this host, or is of another version", words.driver_again,
+    ),
+    LogSign(
+        "gsp-timeout", GPUS, r"Xid \(PCI:[^)]*\): (?:119|120),",
+        "the GPU's own processor (GSP) has stopped to answer", _reset,
+    ),
+    LogSign(
+        "bound-to-another", MODULE, rf"GPU {_BUS} is already bound to (?P<driver>[\w-]+)",
+        "the driver {driver} has taken GPU {bus}", words.keep_nouveau_out, follows=("gpu-nouveau", "gpu-vfio"),
+    ),
+    LogSign(
+        "probe-not-called", MODULE, r"NVIDIA probe routine was not called for (?P<count>\d+) device",
+        "another driver has taken {count} GPUs before NVIDIA's", words.keep_nouveau_out,
+        follows=("gpu-nouveau", "gpu-vfio", "bound-to-another"),
+    ),
+    LogSign(
+        "needs-open-modules", MODULE, r"requires use of the NVIDIA open kernel modules",
+        "this GPU works with the open kernel modules alone, and the proprietary ones are loaded",
+        _other_modules("open"),
+    ),
+    LogSign(
+        "needs-proprietary-modules", MODULE, r"not supported by open nvidia\.ko because it does not include",
+        "this GPU works with the proprietary kernel modules alone (before Turing), and the open ones are loaded",
+        _other_modules("proprietary"),
+    ),
+    LogSign(
+        "branch-without-gpu", MODULE, r"is not supported by the (?:NVIDIA )?(?P<version>\d[\d.]+)",
+        "driver {version} does not know this GPU: too old for it, or no longer for it", _other_branch,
+    ),
+    LogSign(
+        "init-failed", GPUS, rf"(?:GPU {_BUS}: )?RmInitAdapter failed! \((?P<code>[^)]*)\)",
+        "the driver can't initialise a GPU (RmInitAdapter failed, {code})",
+        _say("systemctl reboot; then dmesg | grep -i nvrm; " + _REPORT), LIKELY,
+        ("fallen-off-bus", "power-cables", "bar-invalid", "iommu-fault", "gsp-firmware-missing", "gsp-timeout",
+         "needs-open-modules", "needs-proprietary-modules", "branch-without-gpu", "xid-48", "xid-95", "xid-64"),
+    ),
+    LogSign(
+        "uvm-and-kaslr", MODULE, r"devmem_alloc_pagemap|uvm_pmm_devmem\w*.*-34",
+        "nvidia-uvm can't map its memory behind the kernel's (KASLR and HMM)",
+        _say("echo options nvidia_uvm uvm_disable_hmm=1 > /etc/modprobe.d/nvidia-uvm-hmm.conf; "
+             "modprobe -r nvidia_uvm; modprobe nvidia_uvm"), LIKELY,
+    ),
+    LogSign(
+        "api-mismatch", MODULE, r"API mismatch: the client '?(?P<client>[^']*?)'? .*?has the version (?P<theirs>[\d.]+)"
+        r".*?this kernel module has the version (?P<ours>[\d.]+)",
+        "a program with libraries {theirs} has asked the kernel module {ours}", words.same_versions, LIKELY,
+        ("version-mismatch",),
+    ),
+)  # fmt: skip
+# What the kernel says when it refuses a module.
+_REFUSALS = (
+    LogSign(
+        "key-rejected", MODULE,
+        r"nvidia.*?Key was rejected by service|Loading of module with unavailable key is rejected|"
+        r"Loading of unsigned module is rejected|PKCS#7 signature not signed with a trusted key",
+        "the kernel refuses the driver's module: it is not signed with a key that this machine trusts (Secure Boot)",
+        _enrol,
+    ),
+    LogSign(
+        "lockdown", MODULE, r"Lockdown: \S+ unsigned module loading is restricted",
+        "the kernel is locked down and refuses unsigned modules", _enrol, follows=("key-rejected",),
+    ),
+    LogSign(
+        "module-of-another-kernel", MODULE,
+        r"nvidia[\w-]*: (?:disagrees about version of symbol \w+|version magic '[^']*' should be '[^']*')",
+        "the driver's module was built for another kernel", words.rebuild_module,
+    ),
+)  # fmt: skip
+# Number, what it means, what to type; docs.nvidia.com/deploy/xid-errors.
+_XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
+    (31, "a program on a GPU has touched memory that is not its own", _say("compute-sanitizer PROGRAM")),
+    (43, "a GPU has stopped a program's channel", _say("start the program anew; dmesg | grep -i xid")),
+    (48, "a GPU has an ECC error that can't be corrected (double bit)", _reset),
+    (62, "a GPU's power management has halted", _reset),
+    (63, "a GPU has written down a broken memory row, and replaces it at its next reset", _reset),
+    (64, "a GPU could not replace a broken memory row", _say(f"{_REPORT}; replace the GPU (RMA)")),
+    (74, "an NVLink connection of a GPU fails", _say(f"nvidia-smi nvlink --status; systemctl reboot; {_REPORT}")),
+    (92, "a GPU corrects many ECC errors (single bit)", _say("nvidia-smi -q -d ECC")),
+    (94, "a GPU has an ECC error that ended one program (contained)",
+     _say("start the program anew; nvidia-smi -q -d ECC")),
+    (95, "a GPU has an ECC error that went beyond one program (uncontained)", _reset),
+    (109, "a GPU's context switch has timed out", _reset),
+    (140, "a GPU has ECC errors that can't be recovered", _reset),
+    (154, "the driver asks for a GPU's reset or for a reboot", _reset),
+)  # fmt: skip
+
+
+def _xid(number: int, what: str, next_step: Callable[[Examined], str]) -> Rule:
+    pattern = rf"Xid \(PCI:(?P<bus>[^ )]+)[^)]*\): {number},"
+    row = LogSign(f"xid-{number}", GPUS, pattern, f"{what} (Xid {number}, {{bus}})", next_step, LIKELY)
+    return rule_of(row)
+
+
+RULES = (*map(rule_of, _DRIVER_SIGNS), *map(rule_of, _REFUSALS), *(_xid(*row) for row in _XIDS))

@@ -1,0 +1,198 @@
+"""Causes in the kernel's half of the driver: not built, not allowed, not loaded, not for the next boot. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import KEYS, Examined
+from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
+from gpuprov.doctor.parse import lines_that_match
+from gpuprov.next_kernel import fault, newest
+
+_REFUSED = ("modules-disabled", "key-rejected", "lockdown", "secure-boot-unsigned", "module-of-another-kernel")
+_ABSENT = ("headers-missing", "dkms-failed", "module-missing")
+_BLACKLIST = (
+    r"^\s*(blacklist\s+nvidia(-current)?\s*$|(install|alias)\s+nvidia(-current)?\s+(/usr)?(/bin/)?(false|true|off)\b)"
+)
+
+
+def _not_loaded(x: Examined) -> bool:
+    """Say whether this machine's own kernel lacks the driver for its GPUs."""
+    return bool(x.host.gpus) and not (x.driver.kernel_version or x.host.kernel.container or x.host.kernel.wsl)
+
+
+def _outside(x: Examined) -> Finding | None:
+    manager = x.host.kernel.container
+    if not manager or x.driver.kernel_version:
+        return None
+    return Finding(
+        f"the driver of the machine outside is not loaded, or is not shown inside {manager}",
+        "cat /proc/driver/nvidia/version: No such file or directory",
+        "on the machine outside: modprobe -a nvidia nvidia-uvm; nvidia-smi; then bind its /proc/driver/nvidia and "
+        "/dev/nvidia* into this container again, or start the container anew",
+    )
+
+
+def _modules_disabled(x: Examined) -> Finding | None:
+    if not _not_loaded(x) or x.host.kernel.takes_modules:
+        return None
+    seen = "/proc/sys/kernel/modules_disabled: 1" if x.host.kernel.modules_disabled else "there is no /proc/modules"
+    return Finding(
+        "this kernel takes no modules, so NVIDIA's driver can't be loaded", seen,
+        "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d; take it out; systemctl reboot"
+        if x.host.kernel.modules_disabled else "boot the distribution's own kernel",
+    )  # fmt: skip
+
+
+def _unsigned(x: Examined) -> Finding | None:
+    signed = x.module.signer or not x.module.path
+    if not _not_loaded(x) or x.host.kernel.secure_boot != "enabled" or signed:
+        return None
+    key = next((path for path in KEYS if path in x.there), "")
+    return Finding(
+        "Secure Boot is on, and nobody has signed the driver's module",
+        f"the EFI variable SecureBoot is 1\nmodinfo nvidia: {x.module.path} has no signer",
+        f"mokutil --import {key}; {words.rebuild_module(x)}; systemctl reboot, and enrol the key at the console"
+        if key else "gpuprov install with gpuprov_module_signing_key and gpuprov_module_signing_certificate, or switch "
+        "Secure Boot off in the firmware",
+        LIKELY,
+    )  # fmt: skip
+
+
+def _here(x: Examined) -> tuple[bool, bool]:
+    """Return whether the running kernel has headers, and the driver's module."""
+    running = next((one for one in x.kernels if one.release == x.host.kernel.release), None)
+    return (running.headers, running.module or bool(x.module.path)) if running else (False, bool(x.module.path))
+
+
+def _headers_missing(x: Examined) -> Finding | None:
+    headers, module = _here(x)
+    if not _not_loaded(x) or headers or module or "nvidia" not in x.dkms:
+        return None
+    kernel = x.host.kernel.release
+    return Finding(
+        f"the running kernel {kernel} has no headers, so DKMS could not build the driver for it",
+        f"ls /lib/modules/{kernel}/build/Makefile: No such file or directory\ndkms status: {_dkms_line(x)}",
+        words.rebuild_module(x),
+    )
+
+
+def _dkms_failed(x: Examined) -> Finding | None:
+    headers, module = _here(x)
+    if not _not_loaded(x) or not headers or module or "nvidia" not in x.dkms:
+        return None
+    line, kernel = _dkms_line(x), x.host.kernel.release
+    # nvidia/550.163.01, 6.1.0-13-amd64, x86_64: installed (DKMS 3); nvidia, 550.163.01, …: installed (DKMS 2)
+    folder = "/".join(re.split(r"[/,:]\s*", line)[:2])
+    return Finding(
+        f"DKMS has not built the driver for the running kernel {kernel}",
+        f"dkms status: {line}\nmodinfo nvidia: not found",
+        f"dkms install {folder} -k {kernel}; modprobe nvidia; where it fails: "
+        f"less /var/lib/dkms/{folder}/build/make.log",
+    )
+
+
+def _dkms_line(x: Examined) -> str:
+    lines = [line for line in x.dkms.splitlines() if "nvidia" in line]
+    return next((line for line in lines if x.host.kernel.release in line), lines[0] if lines else "")
+
+
+def _module_missing(x: Examined) -> Finding | None:
+    kernel = x.host.kernel.release
+    if not _not_loaded(x) or _here(x)[1]:
+        return None
+    others = [one.release for one in x.kernels if one.module]
+    elsewhere = f"\n/lib/modules: {', '.join(others)} has it" if others else ""
+    what = f"the running kernel {kernel} has no NVIDIA module"
+    return Finding(
+        f"{what}: it came after the driver" if others else what,
+        f"modinfo nvidia: not found in /lib/modules/{kernel}{elsewhere}",
+        words.rebuild_module(x),
+    )
+
+
+def _other_kernels_module(x: Examined) -> Finding | None:
+    built = x.module.vermagic.partition(" ")[0]
+    if not _not_loaded(x) or not built or built == x.host.kernel.release:
+        return None
+    return Finding(
+        f"the driver's module was built for kernel {built}, and {x.host.kernel.release} runs",
+        f"modinfo nvidia: {x.module.path}: vermagic {x.module.vermagic}",
+        words.rebuild_module(x),
+    )
+
+
+def _blacklisted(x: Examined) -> Finding | None:
+    if not _not_loaded(x):
+        return None
+    modprobe = {path: text for path, text in x.texts.items() if path.startswith("/etc/modprobe.d/")}
+    places = lines_that_match(modprobe, _BLACKLIST)
+    if not places:
+        return None
+    return Finding(
+        "modprobe is told not to load NVIDIA's driver",
+        "\n".join(f"{place}: {line}" for place, line in places),
+        f"{words.comment_out(places[0][0])}; {words.rebuild_initramfs(x)}; modprobe nvidia",
+    )
+
+
+def _module_idle(x: Examined) -> Finding | None:
+    if not _not_loaded(x) or not _here(x)[1]:
+        return None
+    return Finding(
+        "the driver's module is there and not loaded",
+        f"/proc/driver/nvidia/version is not there\nmodinfo nvidia: {x.module.path or 'found'}",
+        "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
+    )
+
+
+def _no_uvm(x: Examined) -> Finding | None:
+    if not x.driver.nodes or any(node.path == "/dev/nvidia-uvm" for node in x.driver.nodes):
+        return None
+    return Finding(
+        "the module nvidia-uvm is not loaded: CUDA ends with error 999 or 3", "/proc/devices: no nvidia-uvm",
+        "modprobe nvidia-uvm" + ("  # on the machine outside" if x.host.kernel.container else ""),
+    )  # fmt: skip
+
+
+def _next_kernel(x: Examined) -> Finding | None:
+    running = x.host.kernel.release
+    kernel = None if x.host.kernel.container else newest(x.kernels, running)
+    row = distribution_of(x.host.os)
+    if kernel is None or row is None or not x.driver.kernel_version:
+        return None
+    reason = fault(
+        kernel,
+        headers=kernel_headers(row, kernel.release),
+        missing=next_kernel_headers(row, running, x.host.packages.installed),
+        dkms="nvidia" in x.dkms,
+    )
+    if not reason:
+        return None
+    what, _, step = reason.partition(": ")
+    return Finding(f"at the next boot the driver would be gone: {what}", f"/lib/modules/{kernel.release}", step, LIKELY)
+
+
+RULES = (
+    Rule("driver-outside", MODULE, "a system container (LXC, nspawn) without /proc/driver/nvidia", _outside,
+         ("no-gpu",)),
+    Rule("modules-disabled", MODULE, "kernel.modules_disabled is 1, or there is no /proc/modules", _modules_disabled),
+    Rule("secure-boot-unsigned", MODULE, "Secure Boot, and modinfo shows no signer", _unsigned,
+         ("key-rejected", "lockdown")),
+    Rule("headers-missing", MODULE, "DKMS has the driver, and the running kernel has no headers", _headers_missing),
+    Rule("dkms-failed", MODULE, "DKMS has the driver and the headers, and no module for this kernel", _dkms_failed),
+    Rule("module-missing", MODULE, "modinfo finds no nvidia for the running kernel", _module_missing,
+         ("headers-missing", "dkms-failed")),
+    Rule("module-vermagic", MODULE, "modinfo: vermagic names another kernel", _other_kernels_module,
+         ("module-of-another-kernel",)),
+    Rule("module-blacklisted", MODULE, "/etc/modprobe.d: blacklist nvidia, install nvidia /bin/false", _blacklisted),
+    Rule("module-not-loaded", MODULE, "the module is there, and /proc/driver/nvidia is not", _module_idle,
+         (*_REFUSED, *_ABSENT, "module-vermagic", "module-blacklisted", "gpu-nouveau", "gpu-vfio", "bound-to-another",
+          "probe-not-called", "needs-open-modules", "needs-proprietary-modules", "branch-without-gpu",
+          "gpu-too-old-or-new")),
+    Rule("uvm-not-loaded", MODULE, "/proc/devices has no nvidia-uvm", _no_uvm),
+    Rule("next-kernel", MODULE, "the newest installed kernel has no NVIDIA module, or no headers to come",
+         _next_kernel),
+)  # fmt: skip

@@ -1,0 +1,109 @@
+"""Causes in /dev: nodes that are missing, are something else, or can't be opened. Pure."""
+
+from __future__ import annotations
+
+from gpuprov.boot_files import NODES as NODES_UNIT
+from gpuprov.cdi.discover import missing_nodes
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Finding, Rule
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+
+_WORLD = 0o006
+# What opening a node gives (open(2)), and what it means of a device.
+_ERRORS = {
+    "ENXIO": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
+    "ENODEV": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
+    "EIO": ("the driver can't start the GPU behind {path}", "dmesg | grep -i -e nvrm -e xid; systemctl reboot"),
+    "EPERM": ("a device cgroup forbids {path}, on this machine itself", "on the machine outside: allow the device "
+              "(lxc.cgroup2.devices.allow = c 195:* rwm; systemd-nspawn: DeviceAllow=char-nvidia rw)"),
+    "EACCES": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
+}  # fmt: skip
+
+
+def _missing(x: Examined) -> Finding | None:
+    paths = [node.path for node in missing_nodes(x.driver) if not x.in_place.get(node.path)]
+    if not paths:
+        return None
+    return Finding(
+        f"{_listed(paths)} {'is' if len(paths) == 1 else 'are'} missing",
+        "\n".join(f"ls {path}: No such file or directory" for path in paths[:4]),
+        words.make_nodes(x),
+    )
+
+
+def _listed(paths: list[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more nodes" if len(paths) > 4 else "")
+
+
+def _wrong(x: Examined) -> Finding | None:
+    wrong = [(node, x.in_place[node.path]) for node in missing_nodes(x.driver) if x.in_place.get(node.path)]
+    if not wrong:
+        return None
+    paths = " ".join(node.path for node, _ in wrong)
+    return Finding(
+        f"{paths} is not the device that it should be",
+        "\n".join(f"ls -ld {node.path}: {there}; it should be char {node.major}:{node.minor}" for node, there in wrong),
+        f"rm -rf {paths}; {words.make_nodes(x)}",
+    )
+
+
+def _closed(x: Examined) -> Finding | None:
+    expected = {node.path: node.mode for node in x.driver.nodes}
+    closed = [
+        p for p, mode in x.node_modes.items() if expected.get(p, 0) & _WORLD == _WORLD and mode & _WORLD != _WORLD
+    ]
+    if not closed:
+        return None
+    return Finding(
+        f"{_listed(closed)} may be used by root alone, so containers of other users get nothing",
+        "\n".join(f"stat -c %a {path}: {x.node_modes[path]:o}" for path in closed[:4]),
+        f"chmod 0666 {' '.join(closed)}",
+        LIKELY,
+    )
+
+
+def _unopened(x: Examined) -> Finding | None:
+    if not x.node_errors:
+        return None
+    path, error = next(iter(x.node_errors.items()))
+    what, step = _ERRORS.get(error, ("{path} can't be opened", "dmesg | grep -i nvrm"))
+    return Finding(what.format(path=path), f"open {path}: {error}", step, LIKELY)
+
+
+def _no_links(x: Examined) -> Finding | None:
+    # gpuprov's runtime makes them at each container's start.
+    ours = (x.host.docker.runtimes or {}).get("nvidia") == LAUNCHER_PATH
+    if ours or not x.links_missing or x.host.docker.cgroup_driver != "systemd" or not x.driver.present:
+        return None
+    return Finding(
+        "running containers lose their GPUs at the next `systemctl daemon-reload` (Failed to initialize NVML: Unknown "
+        "Error): systemd finds the devices by links in /dev/char, and they are missing",
+        "\n".join(f"ls {path}: No such file or directory" for path in x.links_missing[:4]),
+        "nvidia-ctk system create-dev-char-symlinks --create-all",
+        LIKELY,
+    )
+
+
+def _unit_failed(x: Examined) -> Finding | None:
+    unit = x.units.get(NODES_UNIT)
+    if unit is None or unit.active != "failed":
+        return None
+    return Finding(
+        "the device nodes could not be made at boot", f"systemctl show {NODES_UNIT}: {unit.active}, {unit.result}",
+        f"systemctl restart {NODES_UNIT}; journalctl -b -u {NODES_UNIT} -n 20",
+        CERTAIN if missing_nodes(x.driver) or not x.driver.nodes else ASIDE,
+    )  # fmt: skip
+
+
+RULES = (
+    Rule("nodes-missing", NODES, "the loaded driver's device nodes are not all in /dev", _missing),
+    Rule("node-wrong", NODES, "a file, a folder or another device lies in a node's place", _wrong),
+    Rule("nodes-closed", NODES, "the driver's DeviceFileMode is open to all, the node is not", _closed),
+    Rule("node-does-not-open", NODES, "nvidia-smi fails, and opening a node gives ENXIO, EIO, EPERM or EACCES",
+         _unopened, ANY_ROOT),
+    Rule("dev-char-links", NODES, "NVIDIA's runtime, docker with systemd's cgroups, no links to the nodes in /dev/char",
+         _no_links, ("nodes-missing", "driver-outside", "module-not-loaded")),
+    Rule("nodes-unit-failed", NODES, "gpuprov-nodes.service has failed", _unit_failed,
+         ("driver-outside", "module-not-loaded", "module-missing", "nodes-missing")),
+)  # fmt: skip

@@ -1,0 +1,148 @@
+"""What programs and files say, as values for the doctor's rules. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Lines of the kernel's log that can tell why a GPU is not served.
+_TELLING = re.compile(
+    r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|Lockdown|modprobe|"
+    r"DMAR: \[|AMD-Vi: Event|avc: +denied|apparmor=\"DENIED\"|BAR \d|devmem_alloc_pagemap|module_layout",
+    re.IGNORECASE,
+)
+_MOST_LINES = 4000
+_MOST_EVIDENCE = 6
+# Time, host and program as dmesg and journalctl -k put them; the driver's own mark.
+_PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
+# What dockerd logs when it begins; what stands before it is an earlier daemon's.
+_DOCKER_BEGINS = "Starting up"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A systemd unit, in `systemctl show`'s words."""
+
+    load: str = ""
+    active: str = ""
+    result: str = ""
+    enabled: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleFile:
+    """nvidia.ko as modinfo describes it; `signer` is nothing for an unsigned one."""
+
+    path: str = ""
+    version: str = ""
+    vermagic: str = ""
+    signer: str = ""
+    license: str = ""
+
+
+def telling_lines(log: str) -> tuple[str, ...]:
+    """Return the lines of a kernel log that concern GPUs and their driver."""
+    lines = (line.strip() for line in log.splitlines()[-_MOST_LINES:])
+    return tuple(line for line in lines if _TELLING.search(line))
+
+
+def docker_lines(log: str) -> tuple[str, ...]:
+    """Return what the docker daemon that runs now, or that failed last, has logged."""
+    lines = log.splitlines()
+    begun = max((number for number, line in enumerate(lines) if _DOCKER_BEGINS in line), default=0)
+    return tuple(line.strip() for line in lines[begun:])
+
+
+def parse_units(text: str) -> Mapping[str, Unit]:
+    """Return name → unit of `systemctl show` over several units: blocks of KEY=VALUE with an empty line between."""
+    found = {}
+    for block in text.split("\n\n"):
+        fields = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if fields.get("Id"):
+            found[fields["Id"]] = Unit(
+                fields.get("LoadState", ""), fields.get("ActiveState", ""), fields.get("Result", ""),
+                fields.get("UnitFileState", ""),
+            )  # fmt: skip
+    return found
+
+
+def parse_modinfo(text: str) -> ModuleFile:
+    """Return what modinfo (kmod) says of a module."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return ModuleFile(
+        fields.get("filename", ""), fields.get("version", ""), fields.get("vermagic", ""), fields.get("signer", ""),
+        fields.get("license", ""),
+    )  # fmt: skip
+
+
+def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
+    """Return (path on the host, line) of mounts and device nodes in a CDI specification's text, JSON or YAML."""
+    pattern = re.compile(r"""["']?hostPath["']?\s*:\s*["']?(/[^"'\s,}]+)""")
+    found: dict[str, int] = {}
+    for number, line in enumerate(specification.splitlines(), 1):
+        for match in pattern.finditer(line):
+            found.setdefault(match[1], number)
+    return tuple(found.items())
+
+
+def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], tuple[str, ...]] | None:
+    """Return the last place where a pattern is found: its named groups, and the lines.
+
+    The driver breaks its sentences over several lines, each with `NVRM:` before it: they are read as one.
+    """
+    starts, text = [], ""
+    for line in lines:
+        starts.append(len(text))
+        text += _PREFIX.sub("", line.strip()) + " "
+    found = None
+    for match in re.finditer(pattern, text, re.IGNORECASE):
+        found = match
+    if found is None:
+        return None
+    first, last = (max(n for n, start in enumerate(starts) if start <= place) for place in (found.start(), found.end()))
+    named = {name: value or "?" for name, value in found.groupdict().items()}
+    return named, tuple(lines[first : last + 1][:_MOST_EVIDENCE])
+
+
+def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str, str], ...]:
+    """Return (`file:line`, the line) of all lines in which a pattern is found."""
+    compiled = re.compile(pattern)
+    return tuple(
+        (f"{path}:{number}", line.strip())
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if compiled.search(line)
+    )
+
+
+def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
+    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`; none for what is no such report.
+
+    Read line by line: what is looked at stands on one line each, and the report is not trusted to be small.
+    """
+    found: list[dict[str, str]] = []
+    path: list[str] = []
+    for line in report.splitlines()[:_MOST_LINES]:
+        text = line.strip()
+        if text.startswith("<gpu "):
+            found.append({})
+            path = []
+            continue
+        opened = re.fullmatch(r"<([\w.-]+)>", text)
+        whole = re.fullmatch(r"<([\w.-]+)>(.*)</\1>", text)
+        if not found:
+            continue
+        if whole:
+            found[-1].setdefault("/".join([*path, whole[1]]), whole[2].strip())
+        elif opened:
+            path.append(opened[1])
+        elif text.startswith("</"):
+            path = path[:-1]
+        elif path:
+            key = "/".join(path)
+            found[-1][key] = found[-1].get(key, "") + text
+    return tuple(found)

@@ -1,0 +1,55 @@
+"""All rules, and what they come to on a host: causes in the order in which to look at them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuprov.doctor import (
+    cdi_rules,
+    docker_rules,
+    driver_rules,
+    engine_rules,
+    log_rules,
+    machine_rules,
+    module_rules,
+    node_rules,
+    toolkit_rules,
+)
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, Finding, Rule
+
+RULES: tuple[Rule, ...] = (
+    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *node_rules.RULES,
+    *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES, *engine_rules.RULES,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a rule found. `follows`: the rule that explains it, where it is a mere consequence."""
+
+    rule: Rule
+    finding: Finding
+    follows: str = ""
+
+
+def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
+    """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
+    found = [(rule, finding) for rule in rules if (finding := rule.look(x)) is not None]
+    roots = [rule for rule, finding in found if finding.confidence != ASIDE]
+    return tuple(sorted((Cause(rule, finding, _root(rule, roots)) for rule, finding in found), key=_rank))
+
+
+def _root(rule: Rule, found: Sequence[Rule]) -> str:
+    """Return the rule that explains another one, nothing if that stands for itself."""
+    if rule.follows == ANY_ROOT:
+        area = AREAS.index(rule.area)
+        return next((o.name for o in found if o.follows != ANY_ROOT and AREAS.index(o.area) <= area), "")
+    names = {one.name for one in found}
+    return next((name for name in rule.follows if name in names), "")
+
+
+def _rank(cause: Cause) -> tuple[bool, bool, int, int]:
+    confidence = CONFIDENCES.index(cause.finding.confidence)
+    return cause.finding.confidence == ASIDE, cause.follows != "", confidence, AREAS.index(cause.rule.area)

@@ -1,0 +1,254 @@
+"""Causes in the container toolkit, gpuprov's own or NVIDIA's: programs gone, settings that don't fit. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from gpuprov import toolkit
+from gpuprov.doctor import words
+from gpuprov.doctor.docker_rules import in_daemon, in_file
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
+from gpuprov.doctor.parse import lines_that_match
+from gpuprov.engines.docker_change import version_key
+from gpuprov.engines.docker_config import DAEMON_JSON
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from gpuprov.spec import HostSpec
+
+_NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
+_PACKAGES = (
+    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
+)  # fmt: skip
+# NVIDIA's security bulletins: the first version that is free of CVE-2024-0132, CVE-2025-23359, CVE-2025-23266.
+_SAFE_SINCE = (1, 17, 8)
+
+
+def _again(x: Examined, path: str) -> str:
+    """Return the command that brings a program of the toolkit back."""
+    ours = path == LAUNCHER_PATH or "nvidia-container-toolkit-base" not in x.host.packages.installed
+    return words.gpuprov_install(x) if ours else words.reinstall_packages(x, "nvidia-container-toolkit-base")
+
+
+def _uses_nvidias(x: Examined) -> bool:
+    """Say whether docker's runtime nvidia is NVIDIA's own, whose settings then count."""
+    return (in_daemon(x) or in_file(x)).endswith("nvidia-container-runtime")
+
+
+def _runtime_missing(x: Examined) -> Finding | None:
+    named = (("docker info", in_daemon(x)), (DAEMON_JSON, in_file(x)))
+    source, path = next(((source, path) for source, path in named if path in x.absent), ("", ""))
+    if not path:
+        return None
+    return Finding(
+        f"the container runtime {path} is missing",
+        f"{source}: runtime nvidia is {path}\nls {path}: No such file or directory",
+        _again(x, path),
+    )
+
+
+def _not_executable(x: Examined) -> Finding | None:
+    path = in_daemon(x) or in_file(x)
+    if path not in x.not_executable:
+        return None
+    return Finding(
+        f"the container runtime {path} may not be executed", f"stat -c %a {path}: {x.not_executable[path]:o}",
+        f"chmod 0755 {path}",
+    )  # fmt: skip
+
+
+def _toolkit_missing(x: Examined) -> Finding | None:
+    there = {LAUNCHER_PATH, _NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk"} & x.there
+    if there or in_daemon(x) or in_file(x) or x.host.docker.snap:
+        return None
+    return Finding(
+        "no container toolkit is installed, neither gpuprov's nor NVIDIA's",
+        f"ls {LAUNCHER_PATH} {_NVIDIA_RUNTIME}: No such file or directory",
+        words.gpuprov_install(x),
+    )
+
+
+def _files_missing(x: Examined) -> Finding | None:
+    if LAUNCHER_PATH not in x.there:
+        return None
+    change = next(iter(toolkit.plan_runtime(x.host, HostSpec())), None)
+    if not isinstance(change, toolkit.InstallRuntime):
+        return None
+    missing = [path for path, _, _ in change.files if path not in x.host.files]
+    if missing:
+        return Finding(
+            f"{len(missing)} files of gpuprov's container runtime are missing", f"ls {missing[0]}: No such file",
+            words.gpuprov_install(x),
+        )  # fmt: skip
+    return Finding(
+        "gpuprov's container runtime on this host is of another version than this gpuprov", LIBRARY_PATH,
+        words.gpuprov_install(x), ASIDE,
+    )  # fmt: skip
+
+
+def _no_python(x: Examined) -> Finding | None:
+    if LAUNCHER_PATH not in x.there or "/usr/bin/python3" in x.there:
+        return None
+    return Finding(
+        "gpuprov's container runtime has no Python to run on", "ls /usr/bin/python3: No such file or directory",
+        words.install_packages(x, "python3"),
+    )  # fmt: skip
+
+
+def _no_low_level(x: Examined) -> Finding | None:
+    if not x.host.docker.installed or any(x.programs.get(name) for name in ("runc", "crun")):
+        return None
+    return Finding(
+        "neither runc nor crun is installed", "command -v runc crun: nothing", words.install_packages(x, "runc")
+    )
+
+
+def _settings_broken(x: Examined) -> Finding | None:
+    if not x.settings_fault:
+        return None
+    path = SETTINGS_PATH if SETTINGS_PATH in x.settings_fault else NVIDIA_SETTINGS_PATH
+    line = re.search(r"line (\d+)", x.settings_fault)
+    aside = f"nvidia-ctk config default --output={path}" if _uses_nvidias(x) else f"mv {path} {path}.broken"
+    return Finding(
+        f"the runtime's settings can't be read, so no GPU container starts: {path}",
+        x.settings_fault,
+        f"{aside}  # the defaults hold then; or correct it: ${{EDITOR:-vi}} +{line[1] if line else 1} {path}",
+    )
+
+
+def _setting(x: Examined, pattern: str) -> tuple[str, str] | None:
+    """Return the place and the line of a setting, of the file that counts."""
+    files = {path: text for path, text in x.texts.items() if path in (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)}
+    return next(iter(lines_that_match(files, rf"^\s*{pattern}")), None)
+
+
+def _no_cgroups(x: Examined) -> Finding | None:
+    found = _setting(x, r"no-cgroups\s*=\s*true")
+    if found is None or not x.host.docker.active or not _uses_nvidias(x):
+        return None
+    return Finding(
+        "no-cgroups = true keeps the devices closed in every container of a docker that runs as root (NVML: Unknown "
+        "Error); it is for rootless engines alone",
+        f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
+    )  # fmt: skip
+
+
+def _environment_refused(x: Examined) -> Finding | None:
+    found = _setting(x, r"accept-nvidia-visible-devices-envvar-when-unprivileged\s*=\s*false")
+    if found is None:
+        return None
+    return Finding(
+        "NVIDIA_VISIBLE_DEVICES and --gpus are ignored for every container that is not privileged, as the settings ask",
+        f"{found[0]}: {found[1]}",
+        f"{words.comment_out(found[0])}  # or ask for devices by volume mounts or CDI, as the site wants it",
+        LIKELY,
+    )
+
+
+def _few_capabilities(x: Examined) -> Finding | None:
+    found = _setting(x, r"supported-driver-capabilities\s*=")
+    if found is None or re.search(r"\ball\b", found[1]) or {"compute", "utility"} <= set(re.findall(r"\w+", found[1])):
+        return None
+    return Finding(
+        "containers get neither nvidia-smi nor CUDA: the settings leave out `compute` or `utility`",
+        f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
+    )  # fmt: skip
+
+
+def _driver_root(x: Examined) -> Finding | None:
+    found = _setting(x, r'root\s*=\s*"/[^"]')
+    path = found[1].partition('"')[2].partition('"')[0] if found else ""
+    if found is None or path not in x.absent:
+        return None
+    return Finding(
+        f"NVIDIA's toolkit looks for the driver below {path}, which is not there",
+        f"{found[0]}: {found[1]}", words.comment_out(found[0]),
+    )  # fmt: skip
+
+
+def _ldconfig(x: Examined) -> Finding | None:
+    found = _setting(x, r'ldconfig\s*=\s*"@?/')
+    path = re.sub(r'.*?"@?(/[^"]*)".*', r"\1", found[1]) if found else ""
+    if found is None or path not in x.absent:
+        return None
+    number = found[0].rpartition(":")[2]
+    return Finding(
+        f"NVIDIA's toolkit shall run {path}, which is not there", f"{found[0]}: {found[1]}",
+        f"""sed -i '{number}s|=.*|= "@/sbin/ldconfig"|' {NVIDIA_SETTINGS_PATH}""",
+    )  # fmt: skip
+
+
+def _old_toolkit(x: Examined) -> Finding | None:
+    version = x.host.packages.installed.get("nvidia-container-toolkit", "")
+    if not version or version_key(version) >= _SAFE_SINCE:
+        return None
+    return Finding(
+        f"nvidia-container-toolkit {version} lets a container take over this host (CVE-2024-0132, CVE-2025-23359, "
+        "CVE-2025-23266)",
+        f"package nvidia-container-toolkit: {version}; 1.17.8 is the first without them",
+        words.install_packages(x, *(name for name in _PACKAGES if name in x.host.packages.installed)),
+        ASIDE,
+    )
+
+
+def _mixed_toolkit(x: Examined) -> Finding | None:
+    found = {name: x.host.packages.installed[name] for name in _PACKAGES if name in x.host.packages.installed}
+    if len({version.partition("-")[0] for version in found.values()}) < 2:
+        return None
+    return Finding(
+        "the toolkit's packages are of different versions", "\n".join(f"{name}: {v}" for name, v in found.items()),
+        words.install_packages(x, *found), LIKELY,
+    )  # fmt: skip
+
+
+def _retired(x: Examined) -> Finding | None:
+    found = next((name for name in ("nvidia-docker2", "nvidia-docker", "nvidia-container-runtime")
+                  if name in x.host.packages.installed), "")  # fmt: skip
+    if not found:
+        return None
+    return Finding(
+        f"{found} is retired, and its repository clashes with the toolkit's", f"package {found} is installed",
+        words.remove_packages(x, found), ASIDE,
+    )  # fmt: skip
+
+
+def _cut_off(x: Examined) -> Finding | None:
+    if not x.open_run:
+        return None
+    return Finding(
+        f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", words.gpuprov_install(x), LIKELY
+    )
+
+
+def _reboot_asked(x: Examined) -> Finding | None:
+    reboot = x.host.reboot
+    if not reboot.asked_in or reboot.asked_in != reboot.boot_id:
+        return None
+    return Finding(
+        "gpuprov waits for a reboot of this host", f"/var/lib/gpuprov: {'; '.join(reboot.asked_for)}",
+        f"systemctl reboot; then {words.gpuprov_install(x)}", CERTAIN if not x.driver.kernel_version else LIKELY,
+    )  # fmt: skip
+
+
+RULES = (
+    Rule("run-cut-off", TOOLKIT, "gpuprov's journal has a run without an end", _cut_off),
+    Rule("reboot-asked-for", TOOLKIT, "gpuprov has asked for a reboot, and there was none since", _reboot_asked),
+    Rule("toolkit-missing", TOOLKIT, "neither gpuprov's runtime nor NVIDIA's is there", _toolkit_missing),
+    Rule("runtime-missing", TOOLKIT, "the program that docker has as runtime nvidia is not there", _runtime_missing),
+    Rule("runtime-not-executable", TOOLKIT, "docker's runtime nvidia may not be executed", _not_executable),
+    Rule("runtime-files-missing", TOOLKIT, "files in /usr/lib/gpuprov are missing, or of another version",
+         _files_missing, ("run-cut-off",)),
+    Rule("python-missing", TOOLKIT, "gpuprov's runtime is there, /usr/bin/python3 is not", _no_python),
+    Rule("low-level-runtime-missing", TOOLKIT, "docker is there, neither runc nor crun is", _no_low_level),
+    Rule("settings-broken", TOOLKIT, f"`{SETTINGS_PATH}` or `{NVIDIA_SETTINGS_PATH}` can't be read", _settings_broken),
+    Rule("no-cgroups", TOOLKIT, "no-cgroups = true, and docker runs as root with NVIDIA's runtime", _no_cgroups),
+    Rule("environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false",
+         _environment_refused),
+    Rule("capabilities-left-out", TOOLKIT, "supported-driver-capabilities without compute or utility",
+         _few_capabilities),
+    Rule("driver-root-missing", TOOLKIT, "config.toml: root names a folder that is not there", _driver_root),
+    Rule("ldconfig-missing", TOOLKIT, "config.toml: ldconfig names a program that is not there", _ldconfig),
+    Rule("toolkit-old", TOOLKIT, "nvidia-container-toolkit before 1.17.8", _old_toolkit),
+    Rule("toolkit-mixed", TOOLKIT, "the toolkit's four packages are not of one version", _mixed_toolkit),
+    Rule("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it", _retired),
+)  # fmt: skip

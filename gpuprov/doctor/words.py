@@ -1,0 +1,134 @@
+"""What to type on a host, in its distribution's own words. Pure."""
+
+from __future__ import annotations
+
+from gpuprov.boot_files import NODES, REFRESH
+from gpuprov.distros import distribution_of, kernel_headers
+from gpuprov.doctor.examined import Examined
+from gpuprov.initramfs import BLACKLIST
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+
+# Package manager → its words to install, to install again over what is there, and to remove.
+_MANAGERS = {
+    "apt": ("apt-get install -y", "apt-get install -y --reinstall", "apt-get purge"),
+    "dnf": ("dnf install -y", "dnf reinstall -y", "dnf remove"),
+    "yum": ("yum install -y", "yum reinstall -y", "yum remove"),
+    "zypper": ("zypper install -y", "zypper install -y --force", "zypper remove"),
+}
+RESTART_DOCKER = "systemctl restart docker"
+
+
+def _manager(x: Examined) -> tuple[str, str, str]:
+    row = distribution_of(x.host.os)
+    name = x.host.packages.manager or (row.package_manager if row is not None else "")
+    return _MANAGERS.get(name, _MANAGERS["apt"])
+
+
+def install_packages(x: Examined, *names: str) -> str:
+    """Return the command that installs packages."""
+    return f"{_manager(x)[0]} {' '.join(names)}"
+
+
+def reinstall_packages(x: Examined, *names: str) -> str:
+    """Return the command that brings back the files of packages that are installed already."""
+    return f"{_manager(x)[1]} {' '.join(names)}"
+
+
+def remove_packages(x: Examined, *names: str) -> str:
+    """Return the command that removes packages."""
+    return f"{_manager(x)[2]} {' '.join(names)}"
+
+
+def headers_package(x: Examined) -> str:
+    """Return the command that installs the running kernel's headers."""
+    row = distribution_of(x.host.os)
+    names = kernel_headers(row, x.host.kernel.release) if row is not None else ()
+    return install_packages(x, *(names or (f"linux-headers-{x.host.kernel.release}",)))
+
+
+def rebuild_initramfs(x: Examined) -> str:
+    """Return the command that rebuilds the initramfs of all kernels."""
+    row = distribution_of(x.host.os)
+    return " ".join(row.initramfs) if row is not None else "update-initramfs -u -k all"
+
+
+def gpuprov_install(x: Examined) -> str:
+    """Return the installation that mends what gpuprov makes itself; it needs to know which driver."""
+    version = x.driver.kernel_version or x.driver.library_version
+    known = x.spec.driver_version or x.spec.driver != "runfile" or not version
+    return "gpuprov install" if known else f"gpuprov install -e gpuprov_driver_version={version}"
+
+
+def is_gpuprovs(x: Examined) -> bool:
+    """Say whether gpuprov has set this host up, or NVIDIA's toolkit has not."""
+    return LAUNCHER_PATH in x.there or has_unit(x, REFRESH) or "/usr/bin/nvidia-ctk" not in x.there
+
+
+def has_unit(x: Examined, name: str) -> bool:
+    """Say whether a unit of that name is there to be started."""
+    unit = x.units.get(name)
+    return unit is not None and unit.load == "loaded"
+
+
+def refresh_specification(x: Examined) -> str:
+    """Return the command that writes the CDI specification anew."""
+    if has_unit(x, REFRESH):
+        return f"systemctl start {REFRESH}"
+    if is_gpuprovs(x):
+        return gpuprov_install(x)
+    return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+
+
+def make_nodes(x: Examined) -> str:
+    """Return the command that makes missing device nodes, and their links in /dev/char."""
+    if has_unit(x, NODES):
+        return f"systemctl restart {NODES}"
+    if "/usr/bin/nvidia-modprobe" in x.there:
+        numbers = " ".join(f"-c {gpu.minor}" for gpu in x.driver.gpus)
+        return f"nvidia-modprobe {numbers} -u -m"
+    return gpuprov_install(x)
+
+
+def comment_out(place: str) -> str:
+    """Return the command that comments a line out, given as `file:line`."""
+    path, _, line = place.rpartition(":")
+    return f"sed -i '{line}s/^/#/' {path}"
+
+
+def driver_again(x: Examined) -> str:
+    """Return the command that brings back the driver's files: its package's, or the .run's."""
+    if x.host.driver_packaged:
+        return reinstall_packages(x, x.host.driver_packaged)
+    return gpuprov_install(x)
+
+
+def rebuild_module(x: Examined) -> str:
+    """Return the command that builds the driver's module for the running kernel."""
+    kernel = x.host.kernel.release
+    if "nvidia" in x.dkms:
+        return f"{headers_package(x)}; dkms autoinstall -k {kernel}; modprobe nvidia"
+    if x.host.driver_packaged:
+        return f"{headers_package(x)}; {driver_again(x)}; modprobe nvidia"
+    return gpuprov_install(x)
+
+
+def keep_nouveau_out(x: Examined) -> str:
+    """Return the commands that leave the GPUs to NVIDIA's driver from the next boot on."""
+    if BLACKLIST in x.host.files:
+        return f"{rebuild_initramfs(x)}; systemctl reboot"
+    lines = "printf 'blacklist nouveau\\noptions nouveau modeset=0\\nblacklist nova_core\\nblacklist nova_drm\\n'"
+    return f"{lines} > {BLACKLIST}; {rebuild_initramfs(x)}; systemctl reboot"
+
+
+def same_versions(x: Examined) -> str:
+    """Return the commands after which module and libraries are of one version."""
+    if x.host.kernel.container:
+        # The kernel, and so the module, is the machine's outside: the libraries must follow.
+        kind = "" if x.spec.driver == "runfile" else " -e gpuprov_driver=runfile"
+        version = x.driver.kernel_version
+        wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
+        return f"gpuprov install{kind}{wanted}"
+    return (
+        "systemctl reboot; or, with nothing on the GPUs: systemctl stop nvidia-persistenced; "
+        "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
+    )

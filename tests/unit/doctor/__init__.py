@@ -1,0 +1,1 @@
+"""The doctor's rules over recorded hosts."""

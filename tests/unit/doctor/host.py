@@ -1,0 +1,87 @@
+"""A host that gpuprov has set up and on which nothing is wrong, and what its programs answer the doctor."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpuprov.doctor.examined import Examined, gather
+from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, spec_to_json
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+SPEC = HostSpec(driver="preinstalled", docker="preinstalled")
+# `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
+SMI = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
+
+
+class DoctorHost(FakeHost):
+    """A host whose programs answer the doctor, too: program → exit code and what it prints."""
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        super().__init__(root, **more)
+        self.answers: dict[str, tuple[int, str]] = {"nvidia-smi": (0, SMI), "dmesg": (0, "")}
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        code, said = self.answers.get(argv[0], (-1, ""))
+        if code < 0:
+            return super().run(argv, **more)
+        self.commands.append(tuple(argv))
+        return Completed(tuple(argv), code, said)
+
+    def answer(self, program: str, said: str, code: int = 0) -> None:
+        """Let a program be there and answer."""
+        place = self.root / "usr/bin" / program
+        place.write_text("#!/bin/sh\n")
+        place.chmod(0o755)
+        self.answers[program] = (code, said)
+
+
+def healthy(root: Path) -> DoctorHost:
+    """Return a host on which gpuprov's own installation has just ended well."""
+    host = DoctorHost(root)
+    simgpu.install_tree(host.root)
+    host.installed["runc"] = "1.1.5"
+    for program in ("runc", "dmesg", "python3"):
+        (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
+        (host.root / "usr/bin" / program).chmod(0o755)
+    (host.root / "etc/ld.so.conf").write_text("/usr/lib/x86_64-linux-gnu\n")
+    subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True, timeout=60)
+    events: list[Any] = []
+    code = run_request(Request("install", spec_to_json(SPEC)), events.append, host)
+    assert code == 0, events[-1]
+    return host
+
+
+def examined(host: DoctorHost) -> Examined:
+    return gather(host, SPEC)
+
+
+def first(x: Examined) -> Cause:
+    """Return the cause to mend first."""
+    causes = diagnose(x)
+    assert causes, "nothing found"
+    return causes[0]
+
+
+def names(x: Examined) -> list[str]:
+    return [cause.rule.name for cause in diagnose(x)]
+
+
+def with_driver(x: Examined, **changes: Any) -> Examined:
+    return replace(x, host=replace(x.host, driver=replace(x.host.driver, **changes)))
+
+
+def with_docker(x: Examined, **changes: Any) -> Examined:
+    return replace(x, host=replace(x.host, docker=replace(x.host.docker, **changes)))
+
+
+def with_kernel(x: Examined, **changes: Any) -> Examined:
+    return replace(x, host=replace(x.host, kernel=replace(x.host.kernel, **changes)))

@@ -1,0 +1,177 @@
+"""Ways in which a healthy host can be ill, and the form of a row: a rule, its trouble, what is told of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+from gpuprov.doctor.examined import Examined, Smi
+from gpuprov.doctor.finding import CERTAIN
+from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.facts import PciGpu
+from gpuprov.next_kernel import InstalledKernel
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
+from tests.unit.fake_host import RELEASE
+
+Change = Callable[[Examined], Examined]
+DOCKER_START = 'Sat Nov 21 docker: level=info msg="Starting up"'
+NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule's name, what makes a healthy host ill, what the evidence and the step must hold, and how sure it is."""
+
+    rule: str
+    change: Change
+    evidence: str
+    step: str
+    confidence: str = CERTAIN
+
+
+# -- ways to be ill --------------------------------------------------------------------------------------------------
+
+
+def smi(code: int, said: str = "") -> Change:
+    return lambda x: replace(x, smi=Smi(code, said))
+
+
+def report(old: str, new: str) -> Change:
+    """A report of nvidia-smi in which something reads otherwise."""
+    assert old in SMI
+    return lambda x: replace(x, smi=Smi(0, SMI.replace(old, new)))
+
+
+def log(*lines: str) -> Change:
+    """A kernel's log, on a host whose nvidia-smi finds no device."""
+    return lambda x: replace(x, kernel_log=lines, smi=Smi(6, "No devices were found"))
+
+
+def metal(x: Examined, **more: Any) -> Examined:
+    """A machine of its own, with the module built and not loaded."""
+    x = with_driver(
+        with_kernel(x, container="", takes_modules=True),
+        kernel_version="",
+        gpus=(),
+        nodes=(),
+        present=(),
+        capability_nodes=(),
+    )
+    x = replace(
+        x, smi=Smi(reason="no driver is loaded"), specification_fault="", dkms=DKMS + "installed\n",
+        kernels=(InstalledKernel(RELEASE, headers=True, module=True),),
+        module=ModuleFile(f"/lib/modules/{RELEASE}/updates/nvidia.ko", "550.163.01", f"{RELEASE} SMP", "", "NVIDIA"),
+    )  # fmt: skip
+    return replace(x, **more)
+
+
+# `dkms status` of dkms 3.0.10, Debian 12.
+DKMS = f"nvidia/550.163.01, {RELEASE}, x86_64: "
+
+
+def on_metal(**more: Any) -> Change:
+    return lambda x: metal(x, **more)
+
+
+def kernel_says(*lines: str) -> Change:
+    """A machine of its own whose kernel has refused the module."""
+    return on_metal(kernel_log=lines)
+
+
+def bound_to(driver: str) -> Change:
+    def change(x: Examined) -> Examined:
+        x = metal(x)
+        return replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver=driver) for gpu in x.host.gpus)))
+
+    return change
+
+
+def host(**more: Any) -> Change:
+    return lambda x: replace(x, host=replace(x.host, **more))
+
+
+def installed(**packages: str) -> Change:
+    """More packages; `_` in a name stands for `-`."""
+
+    def change(x: Examined) -> Examined:
+        names = {**x.host.packages.installed, **{name.replace("_", "-"): v for name, v in packages.items()}}
+        return replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
+
+    return change
+
+
+def text(path: str, content: str, *absent: str) -> Change:
+    return lambda x: replace(x, texts={**x.texts, path: content}, absent=x.absent | {*absent})
+
+
+def without(*paths: str) -> Change:
+    return lambda x: replace(x, there=x.there - {*paths})
+
+
+def there(*paths: str) -> Change:
+    return lambda x: replace(x, there=x.there | {*paths})
+
+
+def unit(name: str, **more: str) -> Change:
+    return lambda x: replace(x, units={**x.units, name: Unit(**{"load": "loaded", "active": "active", **more})})
+
+
+def docker(**more: Any) -> Change:
+    return lambda x: with_docker(x, **more)
+
+
+def docker_says(*lines: str) -> Change:
+    return lambda x: replace(x, docker_log=(DOCKER_START, *lines))
+
+
+def both(*changes: Change) -> Change:
+    def change(x: Examined) -> Examined:
+        for one in changes:
+            x = one(x)
+        return x
+
+    return change
+
+
+def nvidias(x: Examined) -> Examined:
+    """NVIDIA's own toolkit in place of gpuprov's."""
+    config = json.dumps({"runtimes": {"nvidia": {"path": NVIDIA_RUNTIME, "args": []}}})
+    x = with_docker(x, runtimes={"runc": "runc", "nvidia": NVIDIA_RUNTIME}, config_text=config)
+    names = {**x.host.packages.installed, "nvidia-container-toolkit-base": "1.19.0-1"}
+    x = replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
+    return replace(x, there=x.there - {LAUNCHER_PATH} | {NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk"})
+
+
+def divided_without_instances(x: Examined) -> Examined:
+    return replace(x, smi=Smi(0, SMI.replace("<current_mig>Disabled", "<current_mig>Enabled", 1)))
+
+
+def gpu_ids(device_id: str, module_license: str = "NVIDIA") -> Change:
+    """A machine whose GPUs are of another kind, and not served."""
+    return lambda x: replace(
+        metal(x), module=replace(metal(x).module, license=module_license),
+        host=replace(metal(x).host, gpus=(PciGpu("0000:17:00.0", device_id, "nvidia"),)),
+    )  # fmt: skip
+
+
+def mismatched(x: Examined) -> Examined:
+    """`nvidia-smi` of 550 after an upgrade under the loaded module (nvidia-smi's own words; dpkg.log of Debian 12)."""
+    line = "/var/log/dpkg.log:812:2026-11-20 06:12:44 upgrade libnvidia-ml1:amd64 550.163.01-2 550.200.01-1"
+    x = with_driver(x, library_version="550.200.01")
+    files = {path.replace("550.163.01", "550.200.01"): "550.200.01" for path in x.library_files}
+    said = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.200"
+    return replace(x, smi=Smi(18, said), library_files=files, package_change=(line,))
+
+
+CONFIG_TOML = "[nvidia-container-cli]\n{}\n"
+SWITCHES = ("0000:c1:00.0", "0000:c2:00.0")
+FABRIC = "nvidia-fabricmanager.service"
+AVC = (
+    # From a report to the toolkit's project, RHEL 9.
+    'audit: type=1400 audit(1700.1:2): avc:  denied  { read write } for  pid=1 comm="nvidia-smi" name="nvidiactl" '
+    "scontext=system_u:system_r:container_t:s0 tcontext=system_u:object_r:xserver_misc_device_t:s0 tclass=chr_file"
+)
+NODES = "gpuprov-nodes.service"
+LIBRARIES = "/usr/lib/x86_64-linux-gnu"

@@ -1,0 +1,436 @@
+"""Troubles of toolkit, CDI specification and engines, with what the doctor must say of each.
+
+The messages were recorded where the rows say: from drivers and installers in Debian chroots, from NVIDIA's open kernel
+modules and documentation, and from bug reports of the projects named.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from gpuprov.cdi.generate import PATH
+from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.engines.more import EngineFacts
+from gpuprov.engines.wish import FileEdit
+from gpuprov.errors import Problem
+from gpuprov.reboot_state import RebootFacts
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from tests.unit.doctor.ill import (
+    AVC,
+    CONFIG_TOML,
+    NVIDIA_RUNTIME,
+    Row,
+    both,
+    docker,
+    docker_says,
+    host,
+    installed,
+    nvidias,
+    text,
+    unit,
+    without,
+)
+
+CONTAINER_ROWS = (
+    # -- container toolkit
+    Row(
+        "run-cut-off",
+        lambda x: replace(x, open_run=" in: install packages"),
+        "/var/lib/gpuprov/runs",
+        "gpuprov install",
+        LIKELY,
+    ),
+    Row(
+        "reboot-asked-for",
+        host(reboot=RebootFacts("b", "b", ("nouveau has a GPU",))),
+        "nouveau has a GPU",
+        "systemctl reboot",
+        LIKELY,
+    ),
+    Row(
+        "toolkit-missing",
+        both(docker(runtimes={"runc": "runc"}, config_text=None), without(LAUNCHER_PATH)),
+        f"ls {LAUNCHER_PATH}",
+        "gpuprov install",
+    ),
+    Row(
+        "runtime-missing",
+        both(without(LAUNCHER_PATH), lambda x: replace(x, absent=frozenset({LAUNCHER_PATH}))),
+        f"docker info: runtime nvidia is {LAUNCHER_PATH}",
+        "gpuprov install",
+    ),
+    Row(
+        "runtime-missing",
+        both(nvidias, lambda x: replace(x, absent=frozenset({NVIDIA_RUNTIME}))),
+        f"ls {NVIDIA_RUNTIME}",
+        "apt-get install -y --reinstall nvidia-container-toolkit-base",
+    ),
+    Row(
+        "runtime-not-executable",
+        lambda x: replace(x, not_executable={LAUNCHER_PATH: 0o644}),
+        ": 644",
+        f"chmod 0755 {LAUNCHER_PATH}",
+    ),
+    Row(
+        "runtime-files-missing",
+        lambda x: host(files={path: file for path, file in x.host.files.items() if not path.endswith("/decision.py")})(
+            x
+        ),
+        "decision.py",
+        "gpuprov install",
+    ),
+    Row("runtime-files-missing", host(bytecode_current=False), "/usr/lib/gpuprov", "gpuprov install", ASIDE),
+    Row("python-missing", without("/usr/bin/python3"), "ls /usr/bin/python3", "apt-get install -y python3"),
+    Row(
+        "low-level-runtime-missing",
+        lambda x: replace(x, programs={}),
+        "command -v runc crun",
+        "apt-get install -y runc",
+    ),
+    Row(
+        "settings-broken",
+        lambda x: replace(x, settings_fault=f"{SETTINGS_PATH} can't be read: line 3: no value"),
+        "line 3",
+        f"mv {SETTINGS_PATH} {SETTINGS_PATH}.broken",
+    ),
+    Row(
+        "settings-broken",
+        both(nvidias, lambda x: replace(x, settings_fault=f"{NVIDIA_SETTINGS_PATH}: line 2: x")),
+        "line 2",
+        f"nvidia-ctk config default --output={NVIDIA_SETTINGS_PATH}",
+    ),
+    Row(
+        "no-cgroups",
+        both(nvidias, text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format("no-cgroups = true"))),
+        f"{NVIDIA_SETTINGS_PATH}:2: no-cgroups = true",
+        f"sed -i '2s/^/#/' {NVIDIA_SETTINGS_PATH}",
+        LIKELY,
+    ),
+    Row(
+        "environment-refused",
+        text(SETTINGS_PATH, "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n"),
+        f"{SETTINGS_PATH}:1",
+        "sed -i '1s/^/#/'",
+        LIKELY,
+    ),
+    Row(
+        "capabilities-left-out",
+        text(SETTINGS_PATH, 'supported-driver-capabilities = "graphics,video"\n'),
+        "graphics,video",
+        "sed -i",
+        LIKELY,
+    ),
+    Row(
+        "driver-root-missing",
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
+        f"{NVIDIA_SETTINGS_PATH}:2",
+        "sed -i '2s/^/#/'",
+    ),
+    Row(
+        "ldconfig-missing",
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('ldconfig = "@/sbin/ldconfig.real"'), "/sbin/ldconfig.real"),
+        "ldconfig.real",
+        """= "@/sbin/ldconfig"|' """,
+    ),
+    Row("toolkit-old", installed(nvidia_container_toolkit="1.14.3-1"), "1.14.3-1", "apt-get install -y", ASIDE),
+    Row(
+        "toolkit-mixed",
+        installed(nvidia_container_toolkit="1.19.0-1", libnvidia_container1="1.18.2-1"),
+        "libnvidia-container1: 1.18.2-1",
+        "nvidia-container-toolkit libnvidia-container1",
+        LIKELY,
+    ),
+    Row(
+        "toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", "apt-get purge nvidia-docker2", ASIDE
+    ),
+    # -- CDI specification
+    Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
+    Row(
+        "cdi-missing",
+        both(unit("gpuprov-refresh.service"), lambda x: replace(x, texts={})),
+        "/var/run/cdi",
+        "systemctl start gpuprov-refresh.service",
+    ),
+    Row("cdi-broken", text(PATH, '{"cdiVersion": "0.5.0",\n nvidia}'), f"{PATH}:2: column 2", "gpuprov install"),
+    Row(
+        "cdi-stale",
+        lambda x: replace(x, specification_fault="driver-version is 535.261.03 there, 550.163.01 here"),
+        "535.261.03",
+        "gpuprov install",
+    ),
+    Row(
+        "cdi-names-absent-files",
+        text(
+            "/etc/cdi/nvidia.yaml",
+            "kind: nvidia.com/gpu\n    - hostPath: /usr/lib64/libcuda.so.535.261.03\n",
+            "/usr/lib64/libcuda.so.535.261.03",
+        ),
+        "/etc/cdi/nvidia.yaml:2: /usr/lib64/libcuda.so.535.261.03",
+        "gpuprov install",
+    ),
+    Row(
+        "cdi-names-absent-files",
+        both(nvidias, text("/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n- hostPath: /gone\n", "/gone")),
+        ":2: /gone",
+        "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+    ),
+    Row(
+        "cdi-conflict",
+        text("/etc/cdi/nvidia.yaml", 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n'),
+        "nvidia.com/gpu=0",
+        "rm /etc/cdi/nvidia.yaml",
+        LIKELY,
+    ),
+    Row(
+        "cdi-covered",
+        text("/var/run/cdi/nvidia.yaml", 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n'),
+        "/var/run/cdi",
+        "rm /var/run/cdi/nvidia.yaml",
+        ASIDE,
+    ),
+    Row(
+        "cdi-off-in-docker",
+        lambda x: docker(
+            version="26.1.5",
+            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "features": {"cdi": False}}),
+        )(x),
+        "features.cdi is false",
+        '"features": {"cdi": true}',
+        LIKELY,
+    ),
+    # -- docker
+    Row(
+        "docker-missing",
+        docker(installed=False, active=False, runtimes=None, config_text=None),
+        "command -v dockerd",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-snap",
+        docker(installed=False, snap=True, active=False, runtimes=None, config_text=None),
+        "/snap/bin/docker",
+        "snap remove docker",
+    ),
+    Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", ASIDE),
+    Row(
+        "daemon-json-broken",
+        docker(config_text='{\n  "runtimes": {,\n}\n'),
+        "daemon.json:2: line 2, column 16",
+        "+2 /etc/docker/daemon.json",
+    ),
+    # dockerd 20.10.24, its unit started with --add-runtime beside the file.
+    Row(
+        "docker-flags-twice",
+        both(
+            docker(active=False, runtimes=None),
+            docker_says(
+                "unable to configure the Docker daemon with file /etc/docker/daemon.json: the following directives are "
+                "specified both as a flag and in the configuration file: hosts: (from flag: [fd://], from file: [tcp://x])"
+            ),
+        ),
+        "specified both as a flag",
+        "systemctl cat docker",
+    ),
+    Row(
+        "docker-masked",
+        both(docker(active=False), unit("docker.service", load="masked", active="inactive")),
+        "masked",
+        "systemctl unmask docker.service",
+    ),
+    Row(
+        "docker-down",
+        both(
+            docker(active=False, error="Cannot connect"),
+            unit("docker.service", active="failed", result="exit-code"),
+            docker_says(
+                'level=error msg="failed to start daemon: error initializing graphdriver: driver not supported"'
+            ),
+        ),
+        "failed, exit-code",
+        "systemctl reset-failed docker; systemctl restart docker",
+    ),
+    Row(
+        "docker-not-restarted",
+        docker(runtimes={"runc": "runc"}),
+        f"runtime nvidia is {LAUNCHER_PATH}",
+        "systemctl restart docker",
+    ),
+    Row(
+        "docker-not-restarted",
+        docker(runtimes={"runc": "runc", "nvidia": "/opt/old"}),
+        "has runtime nvidia as /opt/old",
+        "systemctl restart docker",
+    ),
+    Row(
+        "runtime-unregistered",
+        docker(config_text="{}", runtimes={"runc": "runc"}),
+        "no runtimes.nvidia",
+        "gpuprov install",
+    ),
+    Row(
+        "runtime-unregistered",
+        both(nvidias, docker(config_text=None, runtimes={"runc": "runc"})),
+        "No such file",
+        "nvidia-ctk runtime configure --runtime=docker; systemctl restart docker",
+    ),
+    Row("runtime-unsaved", docker(config_text="{}"), "no runtimes.nvidia", "gpuprov install", LIKELY),
+    Row(
+        "default-runtime-unknown",
+        lambda x: docker(
+            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "default-runtime": "kata"})
+        )(x),
+        "default-runtime: kata",
+        "correct it",
+        LIKELY,
+    ),
+    Row(
+        "hook-missing",
+        both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
+        f"ls {NVIDIA_HOOK_PATH}",
+        "systemctl restart docker",
+    ),
+    # dockerd 20.10.24 and 26.1.5, `docker run --gpus all` without the hook at its start.
+    Row(
+        "hook-unseen",
+        docker_says(
+            'level=error msg="Handler for POST /v1.41/containers/x/start returned error: could not select device '
+            'driver \\"\\" with capabilities: [[gpu]]"'
+        ),
+        "could not select device driver",
+        "systemctl restart docker",
+    ),
+    Row(
+        "hook-unseen",
+        lambda x: replace(x, modified={NVIDIA_HOOK_PATH: 20.0, "/run/docker.pid": 10.0}),
+        "stat",
+        "systemctl restart docker",
+        ASIDE,
+    ),
+    Row(
+        "hook-not-on-path",
+        lambda x: replace(x, docker_unit="[Service]\nEnvironment=PATH=/opt/bin:/bin\n"),
+        "PATH=/opt/bin:/bin",
+        "systemctl edit docker",
+        LIKELY,
+    ),
+    Row(
+        "docker-context",
+        text("/root/.docker/config.json", '{"currentContext": "desktop-linux"}'),
+        "desktop-linux",
+        "docker context use default",
+        LIKELY,
+    ),
+    Row(
+        "docker-rootless",
+        lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)),
+        "/run/user/1000",
+        "systemctl --user restart docker",
+        ASIDE,
+    ),
+    Row(
+        "selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", container_use_devices="off", kernel_log=(AVC,)),
+        "xserver_misc_device_t",
+        "setsebool -P container_use_devices 1",
+        LIKELY,
+    ),
+    Row(
+        "selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", container_use_devices="on", audit_log=(AVC,)),
+        "denied",
+        "setsebool",
+        POSSIBLE,
+    ),
+    Row(
+        "apparmor-denies",
+        lambda x: replace(
+            x,
+            kernel_log=(
+                'audit: apparmor="DENIED" operation="open" profile="docker-default" name="/dev/nvidiactl" pid=1',
+            ),
+        ),
+        "docker-default",
+        "aa-status",
+        POSSIBLE,
+    ),
+    Row(
+        "bpf-refused",
+        docker_says(
+            "nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
+            "BPF_CGROUP_DEVICE) failed: operation not permitted"
+        ),
+        "bpf_prog_query",
+        "CDI",
+        ASIDE,
+    ),
+    Row(
+        "library-not-loaded",
+        docker_says(
+            "nvidia-container-cli: initialization error: load library failed: "
+            "libnvidia-ml.so.1: cannot open shared object file"
+        ),
+        "libnvidia-ml",
+        "ldconfig",
+        ASIDE,
+    ),
+    Row(
+        "cdi-unresolved",
+        docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
+        "gpu=7",
+        "gpuprov cdi list",
+        ASIDE,
+    ),
+    Row(
+        "requirement-unmet",
+        docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
+        "cuda>=13.0",
+        "image",
+        ASIDE,
+    ),
+    # -- other engines
+    Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y crio"),
+    Row(
+        "engine-unreadable",
+        host(engines={"containerd": EngineFacts(True, (), Problem("config.toml is no TOML", "line 1", "mend it"))}),
+        "line 1",
+        "mend it",
+    ),
+    Row(
+        "engine-unconfigured",
+        host(engines={"containerd": EngineFacts(True, (FileEdit("/etc/containerd/config.toml", b"", b"x"),))}),
+        "/etc/containerd/config.toml",
+        "gpuprov install",
+    ),
+    Row(
+        "engine-down",
+        both(
+            host(engines={"containerd": EngineFacts(True)}),
+            unit("containerd.service", active="failed", result="timeout"),
+        ),
+        "failed, timeout",
+        "systemctl restart containerd",
+    ),
+    Row(
+        "podman-without-cdi",
+        both(installed(podman="3.0.1+dfsg1-3"), host(engines={"podman": EngineFacts(True)})),
+        "3.0.1",
+        "apt-get install -y podman",
+        LIKELY,
+    ),
+    Row(
+        "refresh-unit-failed",
+        unit("gpuprov-refresh.service", active="failed", result="exit-code"),
+        "exit-code",
+        "systemctl start gpuprov-refresh",
+        ASIDE,
+    ),
+    Row(
+        "persistenced-failed",
+        unit("nvidia-persistenced.service", active="failed", result="signal"),
+        "signal",
+        "systemctl restart nvidia-persistenced",
+        ASIDE,
+    ),
+)

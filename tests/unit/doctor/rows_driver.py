@@ -1,0 +1,256 @@
+"""Troubles of the driver's libraries and of device nodes, with what the doctor must say of each.
+
+The messages were recorded where the rows say: from drivers and installers in Debian chroots, from NVIDIA's open kernel
+modules and documentation, and from bug reports of the projects named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpuprov.doctor.examined import Smi
+from gpuprov.doctor.finding import ASIDE, LIKELY
+from tests.unit.doctor.host import with_driver, with_kernel
+from tests.unit.doctor.ill import (
+    FABRIC,
+    LIBRARIES,
+    NODES,
+    SWITCHES,
+    Row,
+    both,
+    divided_without_instances,
+    docker,
+    host,
+    installed,
+    mismatched,
+    nvidias,
+    report,
+    smi,
+    text,
+    there,
+    unit,
+    without,
+)
+
+DRIVER_ROWS = (
+    # -- driver libraries
+    Row("driver-incomplete", there("/var/lib/gpuprov/driver-incomplete"), "driver-incomplete", "gpuprov install"),
+    Row(
+        "driver-missing",
+        lambda x: replace(with_driver(x, library_version=""), library_files={}, loader={}, specification_fault=""),
+        "none of the loader's folders",
+        "gpuprov install",
+    ),
+    Row(
+        "nvml-missing",
+        lambda x: replace(
+            with_driver(x, library_version=""), library_files={f"{LIBRARIES}/libcuda.so.550.163.01": "550.163.01"}
+        ),
+        f"ls -L {LIBRARIES}/libnvidia-ml.so.1",
+        "gpuprov install",
+    ),
+    Row(
+        "nvml-missing",
+        both(
+            host(driver_packaged="libnvidia-compute-550"),
+            lambda x: replace(
+                with_driver(x, library_version=""), library_files={f"{LIBRARIES}/libcuda.so.550.163.01": "550.163.01"}
+            ),
+        ),
+        "libcuda.so.550.163.01 is there",
+        "apt-get install -y --reinstall libnvidia-compute-550",
+    ),
+    Row(
+        "version-mismatch",
+        mismatched,
+        "/var/log/dpkg.log:812:",
+        "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01",
+    ),
+    Row(
+        "version-mismatch",
+        lambda x: with_kernel(mismatched(x), container=""),
+        "libnvidia-ml.so.550.200.01: 550.200.01",
+        "modprobe -r nvidia_uvm",
+    ),
+    Row(
+        "library-not-in-cache",
+        both(without("/etc/ld.so.cache"), lambda x: replace(x, loader={})),
+        "ls /etc/ld.so.cache: No such file",
+        "ldconfig",
+    ),
+    Row("library-not-in-cache", lambda x: replace(x, loader={}), "no libnvidia-ml.so.1", "ldconfig", LIKELY),
+    Row(
+        "cuda-stub",
+        both(
+            text("/etc/ld.so.conf.d/cuda.conf", "/usr/local/cuda/lib64/stubs\n"),
+            lambda x: replace(x, loader={**x.loader, "libcuda.so.1": "/usr/local/cuda/lib64/stubs/libcuda.so.1"}),
+        ),
+        "/etc/ld.so.conf.d/cuda.conf:1",
+        "sed -i '1s/^/#/' /etc/ld.so.conf.d/cuda.conf; ldconfig",
+    ),
+    Row(
+        "cuda-stub-configured",
+        text("/etc/ld.so.conf.d/cuda.conf", "/usr/local/cuda/compat\n"),
+        "cuda.conf:1",
+        "ldconfig",
+        ASIDE,
+    ),
+    Row(
+        "drivers-mixed",
+        both(there("/var/lib/nvidia/dirs"), host(driver_packaged="nvidia-driver-libs")),
+        "nvidia-driver-libs",
+        "nvidia-uninstall --silent",
+        LIKELY,
+    ),
+    Row(
+        "drivers-several",
+        lambda x: replace(x, library_files={**x.library_files, f"{LIBRARIES}/libcuda.so.535.261.03": "535.261.03"}),
+        "libcuda.so.535.261.03: 535.261.03",
+        f"rm {LIBRARIES}/libcuda.so.535.261.03; ldconfig",
+        ASIDE,
+    ),
+    Row(
+        "nvidia-smi-missing",
+        lambda x: replace(x, smi=Smi(reason="nvidia-smi is not installed")),
+        "command -v nvidia-smi",
+        "gpuprov install",
+    ),
+    # Recorded from nvidia-smi 535 and 550 (exit codes, message on stdout); the others from its manual.
+    Row("nvidia-smi-3", smi(3, "Operation not supported"), "exited 3", "gpuprov install"),
+    Row("nvidia-smi-4", smi(4, "Failed to initialize NVML: Insufficient Permissions"), "Insufficient", "chmod 0666"),
+    Row("nvidia-smi-6", smi(6, "No devices were found"), "exited 6: No devices were found", "lspci -d 10de:"),
+    Row("nvidia-smi-8", smi(8, "power cables"), "exited 8", "poweroff"),
+    Row(
+        "nvidia-smi-9",
+        smi(
+            9,
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure "
+            "that the latest NVIDIA driver is installed and running.",
+        ),
+        "couldn't communicate",
+        "modprobe",
+    ),
+    Row("nvidia-smi-10", smi(10, "interrupt"), "exited 10", "irq"),
+    Row(
+        "nvidia-smi-12",
+        smi(12, "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."),
+        "libnvidia-ml.so",
+        "ldconfig",
+    ),
+    Row("nvidia-smi-13", smi(13, "Function not found"), "exited 13", "gpuprov install"),
+    Row("nvidia-smi-14", smi(14, "infoROM is corrupted"), "infoROM", "RMA"),
+    Row(
+        "nvidia-smi-15",
+        smi(
+            15,
+            "Unable to determine the device handle for GPU0000:17:00.0: GPU is lost.  Reboot the "
+            "system to recover this GPU",
+        ),
+        "GPU is lost",
+        "systemctl reboot",
+    ),
+    Row("nvidia-smi-17", smi(17, "system call failed"), "exited 17", "dmesg"),
+    Row(
+        "nvidia-smi-18",
+        smi(18, "Failed to initialize NVML: Driver/library version mismatch"),
+        "mismatch",
+        "gpuprov install",
+    ),
+    Row("nvidia-smi-124", smi(124), "exited 124: (silent)", "--gpu-reset"),
+    Row("nvidia-smi-255", smi(255, "Failed to initialize NVML: Unknown Error"), "Unknown Error", "dmesg"),
+    Row("nvidia-smi-fails", smi(77, "who knows"), "exited 77: who knows", "nvidia-smi"),
+    Row("nvidia-smi-fewer", report('<gpu id="00000000:1B:00.0">', "<gpu_gone>"), "1 GPUs", "nvidia-smi -L", LIKELY),
+    Row("mig-without-instances", divided_without_instances, "current_mig is Enabled", "nvidia-smi -i 0 -mig 0"),
+    Row("compute-prohibited", report("<compute_mode>Default", "<compute_mode>Prohibited"), "GPU 0, 1", "-c DEFAULT"),
+    Row(
+        "compute-exclusive",
+        report("<compute_mode>Default", "<compute_mode>Exclusive_Process"),
+        "compute_mode",
+        "-c DEFAULT",
+        ASIDE,
+    ),
+    Row(
+        "row-remap-failed",
+        report(
+            "<compute_mode>Default</compute_mode>",
+            "<remapped_rows>\n<remapped_row_failure>Yes</remapped_row_failure>\n</remapped_rows>",
+        ),
+        "failure",
+        "RMA",
+        LIKELY,
+    ),
+    Row(
+        "row-remap-pending",
+        report(
+            "<compute_mode>Default</compute_mode>",
+            "<remapped_rows>\n<remapped_row_pending>Yes</remapped_row_pending>\n</remapped_rows>",
+        ),
+        "pending",
+        "--gpu-reset",
+        ASIDE,
+    ),
+    Row(
+        "fabric-state",
+        report(
+            "<compute_mode>Default</compute_mode>",
+            "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>",
+        ),
+        "state",
+        "nvidia-fabricmanager",
+        LIKELY,
+    ),
+    Row(
+        "fabric-manager-missing",
+        lambda x: replace(x, switches=SWITCHES),
+        "not-found",
+        "apt-get install -y nvidia-fabricmanager-550; systemctl enable --now nvidia-fabricmanager",
+    ),
+    Row(
+        "fabric-manager-missing",
+        both(unit(FABRIC, active="failed", result="exit-code"), lambda x: replace(x, switches=SWITCHES)),
+        "failed, exit-code",
+        "enable --now",
+    ),
+    Row(
+        "fabric-manager-version",
+        both(unit(FABRIC), installed(nvidia_fabricmanager_550="550.144.03-1"), lambda x: replace(x, switches=SWITCHES)),
+        "nvidia-fabricmanager-550: 550.144.03-1",
+        "systemctl restart nvidia-fabricmanager",
+    ),
+    # -- device nodes
+    Row(
+        "nodes-missing",
+        both(unit(NODES), lambda x: with_driver(x, present=x.driver.present[1:])),
+        "ls /dev/nvidia0: No such",
+        f"systemctl restart {NODES}",
+    ),
+    Row(
+        "nodes-missing",
+        both(there("/usr/bin/nvidia-modprobe"), lambda x: with_driver(x, present=())),
+        "ls /dev/nvidia0",
+        "nvidia-modprobe -c 0 -c 1 -u -m",
+    ),
+    Row(
+        "node-wrong",
+        both(
+            unit(NODES),
+            lambda x: replace(with_driver(x, present=x.driver.present[1:]), in_place={"/dev/nvidia0": "directory"}),
+        ),
+        "ls -ld /dev/nvidia0: directory; it should be char 195:0",
+        "rm -rf /dev/nvidia0; systemctl restart",
+    ),
+    Row(
+        "nodes-closed",
+        lambda x: replace(x, node_modes={**x.node_modes, "/dev/nvidiactl": 0o600}),
+        "stat -c %a /dev/nvidiactl: 600",
+        "chmod 0666 /dev/nvidiactl",
+        LIKELY,
+    ),
+    Row(
+        "dev-char-links",
+        both(nvidias, docker(cgroup_driver="systemd"), lambda x: replace(x, links_missing=("/dev/char/195:0",))),
+        "/dev/char/195:0",
+        "create-dev-char-symlinks",
+        LIKELY,
+    ),
+)

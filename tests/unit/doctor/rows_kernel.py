@@ -1,0 +1,360 @@
+"""Troubles of GPUs, of the kernel and of its modules, with what the doctor must say of each.
+
+The messages were recorded where the rows say: from drivers and installers in Debian chroots, from NVIDIA's open kernel
+modules and documentation, and from bug reports of the projects named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpuprov.doctor.examined import KEYS
+from gpuprov.doctor.finding import LIKELY
+from gpuprov.doctor.parse import ModuleFile
+from gpuprov.initramfs import BLACKLIST
+from gpuprov.next_kernel import InstalledKernel
+from tests.unit.doctor.host import with_driver, with_kernel
+from tests.unit.doctor.ill import (
+    DKMS,
+    Row,
+    both,
+    bound_to,
+    gpu_ids,
+    host,
+    kernel_says,
+    log,
+    metal,
+    on_metal,
+    text,
+    there,
+)
+from tests.unit.fake_host import RELEASE
+
+KERNEL_ROWS = (
+    # -- GPUs
+    Row(
+        "wsl-without-gpu",
+        lambda x: with_driver(with_kernel(metal(x), wsl=True), library_version="550.163.01"),
+        "/dev/dxg",
+        "wsl --update",
+    ),
+    Row(
+        "wsl-with-driver",
+        both(
+            lambda x: with_kernel(metal(x), wsl=True),
+            there("/dev/dxg", "/usr/lib/wsl/lib/libcuda.so.1"),
+            host(driver_packaged="libnvidia-compute-550"),
+        ),
+        "libnvidia-compute-550",
+        "apt-get purge '*nvidia*'",
+    ),
+    Row("no-gpu", lambda x: both(host(gpus=()))(metal(x)), "/sys/bus/pci/devices", "lspci -d 10de:"),
+    Row("gpu-nouveau", bound_to("nouveau"), "driver: nouveau", "blacklist nouveau"),
+    Row("gpu-nouveau", bound_to("NovaCore"), "driver: NovaCore", "update-initramfs -u -k all; systemctl reboot"),
+    Row(
+        "gpu-nouveau",
+        both(bound_to("nouveau"), lambda x: host(files={**x.host.files, BLACKLIST: None})(x)),
+        "driver: nouveau",
+        "update-initramfs -u -k all; systemctl reboot",
+    ),
+    Row(
+        "gpu-vfio",
+        both(bound_to("vfio-pci"), text("/etc/modprobe.d/vfio.conf", "#\noptions vfio-pci ids=10de:2330\n")),
+        "/etc/modprobe.d/vfio.conf:2: options vfio-pci",
+        "sed -i '2s/^/#/' /etc/modprobe.d/vfio.conf",
+    ),
+    Row("gpu-vfio", bound_to("vfio-pci"), "driver: vfio-pci", "> /sys/bus/pci/drivers/vfio-pci/unbind"),
+    Row(
+        "gpu-excluded",
+        both(
+            text("/proc/driver/nvidia/params", 'RmMsg: ""\nExcludedGpus: "GPU-1"\n'),
+            text("/etc/modprobe.d/nv.conf", "options nvidia NVreg_ExcludedGpus=GPU-1\n"),
+        ),
+        '/proc/driver/nvidia/params:2: ExcludedGpus: "GPU-1"',
+        "sed -i '1s/^/#/' /etc/modprobe.d/nv.conf",
+    ),
+    Row(
+        "gpu-unbound",
+        lambda x: host(gpus=tuple(replace(gpu, driver="") for gpu in x.host.gpus))(x),
+        "/driver is not there",
+        "/sys/bus/pci/drivers/nvidia/bind",
+        LIKELY,
+    ),
+    Row(
+        "gpus-fewer",
+        lambda x: with_driver(x, gpus=x.driver.gpus[:1]),
+        "/proc/driver/nvidia/gpus",
+        "dmesg | grep -i nvrm",
+        LIKELY,
+    ),
+    Row(
+        "gpu-too-old-or-new",
+        both(gpu_ids("1db1"), lambda x: with_driver(x, library_version="590.48.01")),
+        "10de:1db1 is Volta",
+        "gpuprov install -e gpuprov_driver_version=580",
+        LIKELY,
+    ),
+    Row(
+        "gpu-too-old-or-new",
+        both(gpu_ids("2901"), lambda x: with_driver(x, library_version="580.95.05")),
+        "10de:2901",
+        "gpuprov_kernel_module_type=open",
+        LIKELY,
+    ),
+    # open-gpu-kernel-modules 595.45.04; NVIDIA/NVSentinel's report of a GPU lost without an Xid.
+    Row(
+        "fallen-off-bus",
+        log(
+            "[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0",
+            "               NVRM: (PCI ID: 10de:26b5) installed in this system has",
+            "               NVRM: fallen off the bus and is not responding to commands.",
+        ),
+        "fallen off the bus",
+        "systemctl reboot",
+    ),
+    Row("fallen-off-bus", log("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."), "Xid", "power, seating"),
+    Row(
+        "power-cables",
+        log("NVRM: GPU 0000:0b:00.0: GPU does not have the necessary power cables connected."),
+        "power cables",
+        "poweroff",
+    ),
+    Row(
+        "bar-invalid",
+        log(
+            "NVRM: This PCI I/O region assigned to your NVIDIA device is invalid:",
+            "NVRM: BAR1 is 0M @ 0x0 (PCI:0000:b3:00.0)",
+        ),
+        "BAR1 is 0M",
+        "Above 4G decoding",
+    ),
+    Row(
+        "gsp-timeout",
+        log(
+            "NVRM: Xid (PCI:0000:17:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response "
+            "from GPU0 GSP!"
+        ),
+        "119",
+        "--gpu-reset",
+    ),
+    # Cyridd/cmpunlocker's report.
+    Row(
+        "init-failed",
+        log("[   21.091872] NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:894)"),
+        "(0x22:0x56:894)",
+        "nvidia-bug-report.sh",
+        LIKELY,
+    ),
+    Row(
+        "iommu-fault",
+        lambda x: log(
+            f"DMAR: [DMA Read NO_PASID] Request device [{x.host.gpus[0].bus_id[5:]}] fault addr 0xff [fault "
+            "reason 0x06] PTE Read access is not set"
+        )(x),
+        "fault addr",
+        "iommu=pt",
+        LIKELY,
+    ),
+    # docs.nvidia.com/deploy: a100-gpu-mem-error-mgmt, Xid log examples.
+    Row(
+        "xid-94",
+        log("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). RST: No, D-RST: No"),
+        "94, pid=7194",
+        "nvidia-smi -q -d ECC",
+        LIKELY,
+    ),
+    *(
+        Row(
+            f"xid-{number}",
+            log(f"NVRM: Xid (PCI:0000:65:00): {number}, pid='N/A', said so"),
+            f"{number}, pid",
+            step,
+            LIKELY,
+        )
+        for number, step in (
+            (31, "compute-sanitizer"),
+            (43, "start the program anew"),
+            (48, "--gpu-reset"),
+            (62, "--gpu-reset"),
+            (63, "--gpu-reset"),
+            (64, "RMA"),
+            (74, "nvlink"),
+            (92, "ECC"),
+            (95, "--gpu-reset"),
+            (109, "--gpu-reset"),
+            (140, "--gpu-reset"),
+            (154, "--gpu-reset"),
+        )
+    ),
+    # -- kernel module
+    Row(
+        "driver-outside",
+        lambda x: with_driver(x, kernel_version="", gpus=(), nodes=(), present=()),
+        "cat /proc/driver/nvidia/version: No such file",
+        "on the machine outside: modprobe -a nvidia",
+    ),
+    Row(
+        "modules-disabled",
+        lambda x: with_kernel(metal(x), takes_modules=False, modules_disabled=True),
+        "modules_disabled: 1",
+        "grep -rn modules_disabled",
+    ),
+    # Linux, kernel/module/signing.c, as the report of gpu-driver-container has it.
+    Row(
+        "key-rejected",
+        both(kernel_says("[ 8.1] Loading of module with unavailable key is rejected"), there(KEYS[1])),
+        "unavailable key",
+        f"mokutil --import {KEYS[1]}",
+    ),
+    Row(
+        "key-rejected",
+        kernel_says("modprobe: ERROR: could not insert 'nvidia': Key was rejected by service"),
+        "Key was rejected",
+        "gpuprov_module_signing_key",
+    ),
+    Row(
+        "lockdown",
+        kernel_says("Lockdown: modprobe: unsigned module loading is restricted; see man kernel_lockdown.7"),
+        "kernel_lockdown.7",
+        "Secure Boot off",
+    ),
+    Row(
+        "secure-boot-unsigned",
+        both(on_metal(), lambda x: with_kernel(x, secure_boot="enabled"), there(KEYS[0])),
+        "has no signer",
+        f"mokutil --import {KEYS[0]}",
+        LIKELY,
+    ),
+    Row(
+        "headers-missing",
+        on_metal(
+            module=ModuleFile(),
+            dkms="nvidia/550.163.01: added\n",
+            kernels=(InstalledKernel(RELEASE, headers=False, module=False),),
+        ),
+        "dkms status: nvidia/550.163.01: added",
+        f"apt-get install -y linux-headers-{RELEASE}; dkms autoinstall",
+    ),
+    Row(
+        "dkms-failed",
+        on_metal(
+            module=ModuleFile(),
+            dkms="nvidia/550.163.01: added\n",
+            kernels=(InstalledKernel(RELEASE, headers=True, module=False),),
+        ),
+        "dkms status: nvidia/550.163.01: added",
+        f"dkms install nvidia/550.163.01 -k {RELEASE}",
+    ),
+    # The installer without dkms registers nothing, and a new kernel comes.
+    Row(
+        "module-missing",
+        on_metal(
+            module=ModuleFile(),
+            dkms="",
+            kernels=(
+                InstalledKernel("6.1.0-12-amd64", headers=True, module=True),
+                InstalledKernel(RELEASE, headers=True, module=False),
+            ),
+        ),
+        "6.1.0-12-amd64 has it",
+        "gpuprov install",
+    ),
+    Row(
+        "module-vermagic",
+        lambda x: metal(x, module=replace(metal(x).module, vermagic="6.1.0-12-amd64 SMP")),
+        "vermagic 6.1.0-12-amd64",
+        "dkms autoinstall",
+    ),
+    Row(
+        "module-of-another-kernel",
+        kernel_says("nvidia: disagrees about version of symbol module_layout"),
+        "module_layout",
+        "dkms autoinstall",
+    ),
+    Row(
+        "module-blacklisted",
+        both(on_metal(), text("/etc/modprobe.d/no.conf", "# site\nblacklist nvidia\n")),
+        "/etc/modprobe.d/no.conf:2: blacklist nvidia",
+        "sed -i '2s/^/#/' /etc/modprobe.d/no.conf",
+    ),
+    Row("module-not-loaded", on_metal(), "/proc/driver/nvidia/version is not there", "modprobe -a nvidia nvidia-uvm"),
+    Row(
+        "uvm-not-loaded",
+        lambda x: with_driver(x, nodes=tuple(node for node in x.driver.nodes if "uvm" not in node.path)),
+        "/proc/devices: no nvidia-uvm",
+        "modprobe nvidia-uvm",
+    ),
+    Row(
+        "next-kernel",
+        lambda x: replace(
+            with_kernel(x, container=""),
+            dkms=DKMS + "installed",
+            kernels=(InstalledKernel("6.1.0-99-amd64", headers=False, module=False),),
+        ),
+        "/lib/modules/6.1.0-99-amd64",
+        "dkms autoinstall -k 6.1.0-99-amd64",
+        LIKELY,
+    ),
+    Row(
+        "gsp-firmware-missing",
+        log("nvidia 0000:01:00.0: Direct firmware load for nvidia/550.163.01/gsp_ga10x.bin failed with error -2"),
+        "gsp_ga10x.bin",
+        "gpuprov install",
+    ),
+    # beclab/Olares' report, kernel 7.0 of Ubuntu 26.04.
+    Row(
+        "bound-to-another",
+        log("[  201.910514] NVRM: GPU 0000:01:00.0 is already bound to NovaCore."),
+        "NovaCore",
+        "nova_core",
+    ),
+    Row(
+        "probe-not-called",
+        log("NVRM: The NVIDIA probe routine was not called for 1 device(s)."),
+        "1 device",
+        "blacklist",
+    ),
+    Row(
+        "needs-open-modules",
+        log(
+            "NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:2901)",
+            "NVRM: installed in this system requires use of the NVIDIA",
+            "NVRM: open kernel modules.",
+        ),
+        "requires use of",
+        "gpuprov_kernel_module_type=open",
+    ),
+    # negativo17/nvidia-driver's report, a GT 1030 with 560.31.
+    Row(
+        "needs-proprietary-modules",
+        log(
+            "kernel: NVRM: The NVIDIA GPU 0000:09:00.0 (PCI ID: 10de:1d01)",
+            "             NVRM: installed in this system is not supported by open",
+            "             NVRM: nvidia.ko because it does not include the required GPU",
+        ),
+        "not supported by open",
+        "gpuprov_kernel_module_type=proprietary",
+    ),
+    # open-gpu-kernel-modules' report of a 3050 Ti with 520.56.06.
+    Row(
+        "branch-without-gpu",
+        log(
+            "[  +0.000005] NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:25a0)",
+            "              NVRM: installed in this system is not supported by the",
+            "              NVRM: NVIDIA 520.56.06 driver release.",
+        ),
+        "520.56.06",
+        "gpuprov install -e gpuprov_driver_version=580",
+    ),
+    Row("uvm-and-kaslr", log("nvidia-uvm: devmem_alloc_pagemap() err -34"), "err -34", "uvm_disable_hmm=1", LIKELY),
+    Row(
+        "api-mismatch",
+        log(
+            "NVRM: API mismatch: the client 'nvidia-smi' (pid 1) has the version 550.200.01, but",
+            "NVRM: this kernel module has the version 550.163.01.  Please",
+        ),
+        "550.200.01",
+        "gpuprov install",
+        LIKELY,
+    ),
+)

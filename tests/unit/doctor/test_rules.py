@@ -1,0 +1,90 @@
+"""Each rule over a host that has just its trouble: what it finds comes first, with evidence and what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CONFIDENCES
+from gpuprov.doctor.rules import RULES, diagnose
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from tests.unit.doctor.host import examined, healthy, with_driver
+from tests.unit.doctor.ill import NODES, Change, Row, both, bound_to, docker, mismatched, unit
+from tests.unit.doctor.rows_containers import CONTAINER_ROWS
+from tests.unit.doctor.rows_driver import DRIVER_ROWS
+from tests.unit.doctor.rows_kernel import KERNEL_ROWS
+
+pytestmark = pytest.mark.root
+ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS)
+
+
+@pytest.fixture(scope="module")
+def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+    """A host with two GPUs on which nothing is wrong."""
+    yield examined(healthy(tmp_path_factory.mktemp("host")))
+
+
+# What else is found there follows from these, and is told after them: (rule, what makes the host ill, the first cause).
+CONSEQUENCES = (
+    ("node-does-not-open", lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "EIO"}), "version-mismatch"),
+    ("nodes-unit-failed", both(unit(NODES, active="failed"), lambda x: with_driver(x, present=())), "nodes-missing"),
+    ("nvidia-smi-18", mismatched, "version-mismatch"),
+    ("module-not-loaded", bound_to("nouveau"), "gpu-nouveau"),
+    ("docker-down", docker(active=False, runtimes=None, config_text="{"), "daemon-json-broken"),
+)
+COVERED = {row.rule for row in ROWS} | {name for name, _, _ in CONSEQUENCES}
+
+
+def test_every_rule_is_tried() -> None:
+    assert {rule.name for rule in RULES} == COVERED
+    assert len(RULES) >= 40
+
+
+def test_nothing_is_wrong_with_the_host_that_all_rows_start_from(x: Examined) -> None:
+    assert diagnose(x) == ()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_the_trouble_comes_first(x: Examined, row: Row) -> None:
+    causes = diagnose(row.change(x))
+    told = [(cause.rule.name, cause.follows, cause.finding) for cause in causes]
+    assert causes, "nothing found"
+    assert causes[0].rule.name == row.rule, told
+    finding = causes[0].finding
+    assert row.evidence in finding.evidence
+    assert row.step in finding.next_step
+    assert finding.confidence == row.confidence
+
+
+@pytest.mark.parametrize(("rule", "change", "root"), CONSEQUENCES, ids=[row[0] for row in CONSEQUENCES])
+def test_a_consequence_comes_after_its_root(x: Examined, rule: str, change: Change, root: str) -> None:
+    causes = diagnose(change(x))
+    assert causes[0].rule.name == root, [cause.rule.name for cause in causes]
+    assert {cause.rule.name: cause.follows for cause in causes}[rule] == root
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.rule.startswith("xid-")], ids=lambda row: row.rule)
+def test_a_line_of_the_past_is_an_aside_where_all_gpus_are_served(x: Examined, row: Row) -> None:
+    causes = diagnose(replace(row.change(x), smi=x.smi))
+    assert [(cause.rule.name, cause.finding.confidence) for cause in causes] == [(row.rule, ASIDE)]
+
+
+def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: Examined) -> None:
+    ill = both(docker(runtimes={"runc": "runc"}), unit("gpuprov-refresh.service", active="failed"),
+               lambda x: replace(x, not_executable={LAUNCHER_PATH: 0o644}, open_run=" in: x"))(x)  # fmt: skip
+    found = diagnose(ill)
+    ranks = [CONFIDENCES.index(cause.finding.confidence) for cause in found]
+    assert ranks == sorted(ranks)
+    assert [cause.rule.name for cause in found] == [
+        "runtime-not-executable", "docker-not-restarted", "run-cut-off", "refresh-unit-failed",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_a_rule_follows_from_exists(rule: Any) -> None:
+    assert rule.follows == ANY_ROOT or set(rule.follows) <= {one.name for one in RULES} - {rule.name}
+    assert rule.sign
