@@ -44,10 +44,13 @@ mkdir -p {_PACKAGES}/partial
 apt-get -qq install --no-install-recommends --download-only -o Dir::Cache::archives={_PACKAGES} \\
     "linux-headers-${{old#linux-image-}}" linux-image-cloud-amd64 linux-headers-cloud-amd64 > /dev/null
 rmdir {_PACKAGES}/partial && rm -f {_PACKAGES}/lock
+systemctl -q mask apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service \
+    systemd-timesyncd.service
 apt-get clean
 rm -rf /var/lib/apt/lists/*
 """
-# Built where the headers are, which the disk itself has not: the newer kernel needs its GPUs too.
+# Built where the headers are, which the disk itself has not: the newer kernel needs its GPUs too. What is built lies
+# outside: `clean` takes all modules away that are below.
 _BUILD_MODULES = f"""
 set -eu
 mount -t proc none /proc
@@ -56,8 +59,8 @@ dpkg --unpack --force-depends {_PACKAGES}/linux-headers-*.deb {_PACKAGES}/linux-
 for build in /lib/modules/*/build; do
     kernel=${{build#/lib/modules/}}; kernel=${{kernel%/build}}
     make -s -C "$build" M=/machine clean modules >&2
-    mkdir -p "/machine/built/$kernel"
-    cp /machine/*.ko "/machine/built/$kernel/"
+    mkdir -p "/built/$kernel"
+    cp /machine/*.ko "/built/$kernel/"
 done
 """
 _FILES = {
@@ -118,7 +121,7 @@ def _build(base: Path, half: Path, result: Path) -> None:
         for name, text in simgpu.machine_sources().items():
             (root / "machine" / name).write_text(text)
         _in_root(root, _BUILD_MODULES)
-        shutil.copytree(root / "machine/built", half / "built")
+        shutil.copytree(root / "built", half / "built")
     with _overlay(half / "final", system) as root:
         _finish(root, half / "built", result / "key")
         run(("truncate", "--size", _SIZE, str(result / "disk")))
