@@ -13,6 +13,7 @@ from gpuprov.errors import GpuprovError
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.kernel import builds_modules
+from gpuprov.module_proof import prove_modules
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.release import Release, release, start_again
 from gpuprov.spec import HostSpec
@@ -207,7 +208,7 @@ class InstallDriver(Change):
         return done, dkms
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
-        """Look for oneself: the log, the libraries, DKMS, nvidia-smi."""
+        """Look for oneself: the log, the libraries, the modules."""
         failure = runfile.explain_failure(
             done.returncode, system.read_text(INSTALLER_LOG) or "", done.stdout + done.stderr
         )
@@ -225,17 +226,8 @@ class InstallDriver(Change):
                 f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
                 f"see {INSTALLER_LOG}",
             )
-        if dkms:
-            self._prove_dkms(system)
-
-    def _prove_dkms(self, system: System) -> None:
-        status = system.run(("dkms", "status"))
-        if f"nvidia/{self.version}" not in status.stdout and f"nvidia, {self.version}" not in status.stdout:
-            raise GpuprovError(
-                "the driver is not registered with DKMS: the next kernel upgrade would lose it",
-                status.evidence(),
-                f"dkms install nvidia/{self.version}",
-            )
+        if self.kernel_modules:
+            prove_modules(system, self.version, dkms=dkms)
 
     def _prove_loaded(self, system: System) -> None:
         loaded = discover(system).kernel_version

@@ -30,6 +30,7 @@ from .gpus import (
     mig_nodes,
     mig_uuid,
 )
+from .kernel_sources import machine_sources
 from .kernel_tree import write_kernel_tree
 from .libraries import build_libraries
 from .runfile import build_run, install_tree, run_name
@@ -47,6 +48,7 @@ __all__ = [
     "device_nodes",
     "gpu",
     "install_tree",
+    "machine_sources",
     "mig_nodes",
     "mig_uuid",
     "run_name",

@@ -72,7 +72,7 @@ def _write_nvidia(destination: Path, cards: list[SimGpu], version: str, version_
     text = version_format.format(version=version)
     _write_all(nvidia, {"version": text, "params": _PARAMS, "registry": 'Binary: ""\n'})
     for card in cards:
-        files = {"information": _information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
+        files = {"information": information(card, version), "registry": 'Binary: ""\n', "power": _POWER}
         _write_all(nvidia / "gpus" / card.sysfs_id, files)
     for module in ("nvidia", "nvidia_modeset", "nvidia_uvm"):
         files = {"version": f"{version}\n", "initstate": "live\n", "refcnt": "0\n"}
@@ -169,7 +169,8 @@ def _pci_device(card: SimGpu, driver: str | None) -> dict[str, str]:
     }
 
 
-def _information(card: SimGpu, version: str) -> str:
+def information(card: SimGpu, version: str) -> str:
+    """Returns what the driver says of a GPU in /proc/driver/nvidia/gpus/BUSID/information."""
     return (
         f"Model: \t\t {card.name}\n"
         f"IRQ:   \t\t {64 + card.minor}\n"

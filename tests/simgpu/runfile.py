@@ -20,6 +20,7 @@ from pathlib import Path
 from .cache import DATA, SOURCES, built, digest_of, source_digest
 from .commands import output_of
 from .gpus import CUDA_VERSION, DRIVER_VERSION
+from .kernel_sources import kernel_header
 from .layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from .libraries import build_libraries
 from .payload import placeholder, supported_gpus
@@ -112,6 +113,7 @@ def _payload(version: str, cuda_version: str) -> dict[str, tuple[bytes, int]]:
         for source in sorted((SOURCES / "kernel").iterdir()):
             text = source.read_text().replace("@VERSION@", version)
             payload[f"{flavour}/{source.name}"] = (_licensed(text, flavour).encode(), 0o644)
+        payload[f"{flavour}/gpus.h"] = (kernel_header(version).encode(), 0o644)
     return payload
 
 

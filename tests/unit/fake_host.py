@@ -102,6 +102,7 @@ class FakeHost(System):
             "journalctl": lambda words: (0, "the unit's last words"),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
+            "modinfo": self._modinfo,
         }  # fmt: skip
         program = programs.get(argv[0].rpartition("/")[2])
         if program is None:
@@ -185,6 +186,9 @@ class FakeHost(System):
 
     def _modprobe(self, words: tuple[str, ...]) -> tuple[int, str]:
         return 1, "modprobe: FATAL: Module nouveau is in use."
+
+    def _modinfo(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return 0, f"{simgpu.DRIVER_VERSION}\n"
 
     def _uninstall(self, words: tuple[str, ...]) -> tuple[int, str]:
         for path in self._driver_files:

@@ -350,7 +350,7 @@ install_modules() {
     if [ "$dkms" = y ] && command -v dkms > /dev/null 2>&1; then
         source_tree=/usr/src/nvidia-$VERSION
         make_directories "$source_tree"
-        for file in "$HERE/$kernel_type"/*.c "$HERE/$kernel_type"/Kbuild "$HERE/$kernel_type"/Makefile "$HERE/$kernel_type"/dkms.conf; do
+        for file in "$HERE/$kernel_type"/*.[ch] "$HERE/$kernel_type"/Kbuild "$HERE/$kernel_type"/Makefile "$HERE/$kernel_type"/dkms.conf; do
             [ "${file%.mod.c}" = "$file" ] || continue # left by the test build
             install_file "$file" "$source_tree/${file##*/}" 0644
         done

@@ -1,8 +1,8 @@
 /* Creates the driver's device nodes, as nvidia-modprobe does for programs that may not: it is installed setuid root.
  *
- *   nvidia-modprobe            (would load the module: nothing to do here) and creates /dev/nvidiactl
+ *   nvidia-modprobe            loads the module, where the kernel takes any, and creates /dev/nvidiactl
  *   nvidia-modprobe -c N …     creates /dev/nvidiaN, N = 255 for nvidiactl; several -c are allowed
- *   nvidia-modprobe -u         the unified memory module: with -c 0 also /dev/nvidia-uvm and -uvm-tools
+ *   nvidia-modprobe -u         the unified memory module too: with -c 0 also /dev/nvidia-uvm and -uvm-tools
  *   nvidia-modprobe -m         /dev/nvidia-modeset
  */
 #include <errno.h>
@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define NVIDIA_MAJOR 195
@@ -40,6 +41,22 @@ static int dynamic_major(const char *name)
     return result;
 }
 
+/* Whether it helped, /proc/devices says. */
+static void load(const char *module)
+{
+    pid_t child;
+
+    if (dynamic_major(module) >= 0 || access("/proc/modules", F_OK) != 0)
+        return;
+    child = fork();
+    if (child == 0) {
+        execl("/sbin/modprobe", "modprobe", "-q", module, (char *)NULL);
+        _exit(127);
+    }
+    if (child > 0)
+        waitpid(child, NULL, 0);
+}
+
 static int create_uvm(void)
 {
     int number = dynamic_major("nvidia-uvm");
@@ -66,8 +83,11 @@ int main(int argc, char **argv)
         else if (option != 'l')
             return 1;
     }
-    if (unified_memory)
+    load("nvidia");
+    if (unified_memory) {
+        load("nvidia-uvm");
         return count > 0 ? create_uvm() : 0;
+    }
     if (modeset)
         result |= create("/dev/nvidia-modeset", NVIDIA_MAJOR, 254);
     for (int i = 0; i < count; i++) {

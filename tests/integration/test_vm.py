@@ -1,0 +1,125 @@
+"""The kernel's half of the driver on a virtual machine with a kernel of its own: built, loaded, kept, and seen missing.
+
+The tests are one story and stand in its order: a bare machine whose GPUs nouveau has; its installation, with the reboot
+that it needs; an upgrade of its kernel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import simgpu
+from tests.lab.fixtures import DRIVER, gpuprov
+from tests.lab.lab import CACHE
+from tests.lab.vm import Vm
+
+pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(1200)]
+# Python opens the node as a program of the driver's would; what a missing driver gives is ENXIO.
+_OPEN = 'import os; [os.close(os.open(f"/dev/nvidia{name}", os.O_RDWR)) for name in ("0", "1", "ctl", "-uvm")]'
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A running virtual machine, and an inventory that names it."""
+
+    vm: Vm
+    inventory: Path
+
+    def gpuprov(self, *words: str) -> tuple[int, str]:
+        done = gpuprov(*words, "--hosts", self.inventory, timeout=900)
+        return done.returncode, done.stdout
+
+    def kernel(self) -> str:
+        return self.vm.ssh("uname -r").stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    directory = tmp_path_factory.mktemp("vm")
+    with Path("/run/lock/gpuprov-vm").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        vm = Vm(CACHE / "bases", directory)
+        try:
+            vm.start()
+            run_file = simgpu.build_run(directory)
+            vm.ssh("cat > /root/driver.run", stdin=run_file.read_bytes())
+            variables = {
+                "ansible_host": "127.0.0.1",
+                "ansible_port": vm.port,
+                "ansible_user": "root",
+                "ansible_ssh_private_key_file": str(vm.key),
+                "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
+                "gpuprov_driver_version": DRIVER,
+                "gpuprov_driver_url": "/root/driver.run",
+                "gpuprov_reboot": "if-needed",
+            }
+            inventory = directory / "inventory.yml"
+            inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
+            yield Machine(vm, inventory)
+        finally:
+            vm.kill()
+
+
+def test_a_machine_whose_gpus_nouveau_has_is_rebooted_and_gets_a_driver_built_for_its_kernel(machine: Machine) -> None:
+    vm = machine.vm
+    assert vm.ssh("readlink /sys/bus/pci/devices/0000:1b:00.0/driver").stdout.strip().endswith("/nouveau")
+    assert vm.ssh("modprobe -r nouveau", check=False).returncode != 0
+    assert vm.ssh("test -e /lib/modules/$(uname -r)/build", check=False).returncode != 0
+    boot = vm.boot_id()
+    code, said = machine.gpuprov("install")
+    assert code == 0, said
+    assert "rebooting" in said
+    assert vm.boot_id() != boot
+
+
+def test_the_module_is_dkms_own_for_this_kernel_and_loaded(machine: Machine) -> None:
+    kernel = machine.kernel()
+    assert machine.vm.ssh("dkms status").stdout.strip() == f"nvidia/{DRIVER}, {kernel}, x86_64: installed"
+    path, version, magic = machine.vm.ssh(
+        "modinfo -F filename nvidia; modinfo -F version nvidia; modinfo -F vermagic nvidia"
+    ).stdout.splitlines()
+    assert path.startswith(f"/lib/modules/{kernel}/updates/dkms/nvidia.ko")
+    assert (version, magic.split()[0]) == (DRIVER, kernel)
+    assert machine.vm.ssh("readlink /sys/bus/pci/devices/*/driver").stdout.count("drivers/nvidia") == 2
+    machine.vm.ssh(("python3", "-c", _OPEN))
+
+
+def test_containers_open_the_nodes_of_the_loaded_driver(machine: Machine) -> None:
+    code, said = machine.gpuprov("verify")
+    assert code == 0, said
+    assert re.search(rf"next kernel +ok .*{re.escape(machine.kernel())}", said), said
+
+
+def test_a_second_run_has_nothing_to_do(machine: Machine) -> None:
+    code, said = machine.gpuprov("install")
+    assert (code, "0 changes" in said) == (0, True), said
+
+
+def test_a_newer_kernel_without_headers_is_named_and_the_next_run_brings_them(machine: Machine) -> None:
+    machine.vm.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq install linux-image-cloud-amd64", timeout=300)
+    newer = machine.vm.ssh("readlink -f /vmlinuz").stdout.strip().partition("vmlinuz-")[2]
+    assert newer != machine.kernel()
+    code, said = machine.gpuprov("verify")
+    assert code == 1, said
+    assert f"kernel {newer} has no NVIDIA module, and no headers to build one: install linux-headers-{newer}" in said
+    code, said = machine.gpuprov("install")
+    assert code == 0, said
+    code, said = machine.gpuprov("verify")
+    assert code == 0, said
+
+
+def test_the_newer_kernel_boots_with_the_driver(machine: Machine) -> None:
+    before = machine.kernel()
+    machine.vm.reboot()
+    assert machine.kernel() != before
+    code, said = machine.gpuprov("verify")
+    assert code == 0, said
+    code, said = machine.gpuprov("install")
+    assert (code, "0 changes" in said) == (0, True), said

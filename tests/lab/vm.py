@@ -1,0 +1,125 @@
+"""A virtual machine with a kernel of its own, for what system containers can't prove: headers, DKMS, modules, reboots.
+
+qemu without KVM, so that it runs everywhere: it boots in some fifteen seconds. What the guest writes goes into a
+temporary file and ends with the process; a reboot of the guest keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.lab.shell import LabError, wait_for
+from tests.lab.vm_image import build_image
+
+_BOOT_SECONDS = 180
+
+
+class Vm:
+    """A virtual machine; `directory` holds its console's log, its known_hosts, and its disk's changes."""
+
+    def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
+        self.image = build_image(cache, tell)
+        self.directory = directory
+        self.port = _free_port()
+        self.key = self.image / "key"
+        self.known_hosts = directory / "known_hosts"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Boot from the pristine disk and wait for the end of the boot. Raises LabError if it does not come."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        kind, blob, _ = (self.image / "host_key.pub").read_text().split()
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {kind} {blob}\n")
+        command = (
+            "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "2048", "-smp", "2", "-display", "none",
+            "-serial", f"file:{self.directory}/console.log", "-monitor", "none", "-nodefaults",
+            *_disk("disk", self.image / "disk", 1), *_disk("boot", self.image / "boot", 0),
+            "-netdev", f"user,id=network,restrict=on,hostfwd=tcp:127.0.0.1:{self.port}-:22",
+            "-device", "virtio-net-pci,netdev=network,romfile=",
+            "-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random",
+        )  # fmt: skip
+        with (self.directory / "qemu.log").open("w") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    env={**os.environ, "TMPDIR": str(self.directory)},
+                )  # fmt: skip
+            except FileNotFoundError:
+                raise LabError("there is no program qemu-system-x86_64; next: make setup") from None
+        self.wait_until_up()
+
+    def wait_until_up(self, left_boot: str = "") -> None:
+        """Wait until another boot than `left_boot` has come to its end."""
+        try:
+            wait_for("the boot of the virtual machine", lambda: self.boot_id() not in ("", left_boot), _BOOT_SECONDS)
+        except LabError as error:
+            console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
+            raise LabError(f"{error}\nqemu: {self._said()}\nconsole: {console}") from None
+        self.ssh("systemctl is-system-running --wait", check=False, timeout=_BOOT_SECONDS)
+
+    def boot_id(self) -> str:
+        """Return the boot's id, nothing while the machine does not answer."""
+        if self._process is None or self._process.poll() is not None:
+            raise LabError(f"qemu does not run: {self._said()}")
+        return self.ssh(
+            "test ! -e /run/nologin && cat /proc/sys/kernel/random/boot_id", check=False, timeout=20
+        ).stdout.strip()
+
+    def reboot(self) -> None:
+        """Reboot from inside, and wait for the end of the new boot."""
+        before = self.boot_id()
+        self.ssh("systemctl reboot", check=False)
+        self.wait_until_up(before)
+
+    def kill(self) -> None:
+        """Pull the plug; the disk's changes are gone."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+
+    def _said(self) -> str:
+        return (self.directory / "qemu.log").read_text(errors="replace").strip()[-1500:]
+
+    # -- use -----------------------------------------------------------------------------------------------------
+
+    def ssh(
+        self, command: str | Sequence[str], *, stdin: bytes = b"", check: bool = True, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command (words, or a line for the machine's shell). Raises LabError if it fails."""
+        line = command if isinstance(command, str) else shlex.join(command)
+        options = (
+            f"UserKnownHostsFile={self.known_hosts}", "BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR",
+            "StrictHostKeyChecking=yes", "IdentitiesOnly=yes",
+        )  # fmt: skip
+        words = [word for option in options for word in ("-o", option)]
+        argv = ("ssh", "-F", "none", "-i", str(self.key), "-p", str(self.port), *words, "root@127.0.0.1", line)
+        try:
+            done = subprocess.run(argv, input=stdin, capture_output=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired:
+            done = subprocess.CompletedProcess(argv, 124, b"", f"no end within {timeout:g} s".encode())
+        answer = subprocess.CompletedProcess(
+            argv, done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        )
+        if check and answer.returncode != 0:
+            said = answer.stderr.strip() or answer.stdout.strip()
+            raise LabError(f"`{line}` exited {answer.returncode}: {said}")
+        return answer
+
+
+def _disk(name: str, path: Path, order: int) -> tuple[str, ...]:
+    drive = f"file={path},if=none,id={name},format=raw,cache=unsafe,snapshot=on"
+    return ("-drive", drive, "-device", f"virtio-blk-pci,drive={name},bootindex={order}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
