@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-fast lint docs bench agent collection clean
+.PHONY: help setup demo demo-down test test-fast lint docs bench agent collection sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -59,6 +59,11 @@ agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 collection: setup  ## Build the Ansible collection gpuprov.host, the agent inside.
 	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host
 	$(BIN)/ansible-galaxy collection build --force --output-path build build/ansible_collections/gpuprov/host
+
+sanity: setup  ## All sanity tests of ansible-test for the collection; needs PyPI.
+	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host
+	cd build/ansible_collections/gpuprov/host && git init -q . && PATH=$(CURDIR)/$(BIN):$$PATH ansible-test sanity --python \
+		$$($(CURDIR)/$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 clean: demo-down  ## Remove what was built and cached.
 	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

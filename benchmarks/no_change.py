@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab import Host, HostRequest
+from tests.lab import Host, HostRequest, Lab
 from tests.lab.cgroups import cpu_seconds
 from tests.lab.fixtures import Site, running
 
@@ -50,15 +50,13 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    from tests.lab import Lab
-
     names = [f"host{number}" for number in range(given.hosts)]
     requests = {name: HostRequest(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder:
         for site in running(Lab(_NUMBER), Path(folder), requests, "apt"):
             _first_runs(site, names)
-            for count in sorted({1, 2, given.hosts}):
-                _no_change(site, names[:count], given.rounds)
+            _no_change(site, names[:1], given.rounds, verify=False)
+            _no_change(site, names, given.rounds, verify=True)
 
 
 def _first_runs(site: Site, names: list[str]) -> None:
@@ -97,24 +95,24 @@ def seconds_by_step(events: list[dict[str, object]]) -> dict[str, float]:
     return dict(taken)
 
 
-def _no_change(site: Site, names: list[str], rounds: int) -> None:
+def _no_change(site: Site, names: list[str], rounds: int, *, verify: bool) -> None:
     inventory = str(site.inventory(*names))
     playbook = (str(_BIN / "ansible-playbook"), "-i", inventory, "playbooks/site.yml")
-    install, verify = ((str(_BIN / "gpuprov"), word, "--hosts", inventory) for word in ("install", "verify"))
+    install, verification = ((str(_BIN / "gpuprov"), word, "--hosts", inventory) for word in ("install", "verify"))
     host = site.hosts[names[0]]
     commands: dict[str, tuple[tuple[str, ...], ...]] = {
         "ssh HOST true (one host)": ((*host.ssh_argv(), "true"),),
         _INSTALL: (install,),
         _SITE: ((*playbook, "--skip-tags", "verify"),),
         "ansible -m setup": ((str(_BIN / "ansible"), "-i", inventory, "all", "-m", "setup"),),
-        "gpuprov install, then verify": (install, verify),
-        "site.yml": (playbook,),
     }
+    if verify:
+        commands |= {"gpuprov install, then verify": (install, verification), "site.yml": (playbook,)}
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, parts in commands.items():
             costs[name].append(_cost(parts, host))
-    print(f"\n0 changes, {len(names)} hosts, medians of {rounds} alternating rounds, s")
+    print(f"\n0 changes, {len(names)} host{'s' * (len(names) > 1)}, medians of {rounds} alternating rounds, s")
     print(f"{'':30}{'wall':>8}{'controller CPU':>16}{'CPU of a host':>15}{'ratio to install':>18}")
     base = _median(costs[_INSTALL], lambda cost: cost.wall)
     for name, found in costs.items():
@@ -131,7 +129,7 @@ def _cost(commands: tuple[tuple[str, ...], ...], host: Host) -> Cost:
     # ssh_args: no connection is left open by the run before, as by itself Ansible would for a minute.
     environment = {
         **os.environ, "PATH": f"{_BIN}:{os.environ['PATH']}", "ANSIBLE_SSH_ARGS": "-C -o ControlMaster=auto -o "
-        "ControlPersist=1s",
+        "ControlPersist=1s", "ANSIBLE_PYTHON_INTERPRETER": "auto_silent",
     }  # fmt: skip
     on_host, here, begun = cpu_seconds(host.cgroup), _children_seconds(), time.perf_counter()
     for command in commands:

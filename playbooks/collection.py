@@ -20,6 +20,9 @@ _HERE = Path(__file__).resolve().parent
 _CLONE = _HERE.parent
 _REPOSITORY = "https://github.com/gpuprov/gpuprov"
 _RUNTIME = {"requires_ansible": ">=2.17.0"}
+# What `ansible-test sanity` finds that is meant so, for each release of ansible-core that it is asked by.
+_CORES = ("2.17", "2.18", "2.19", "2.20")
+_IGNORED = "plugins/modules/agent.py validate-modules:missing-gplv3-license # gpuprov is under Apache-2.0\n"
 
 
 def galaxy(version: str) -> dict[str, object]:
@@ -60,6 +63,9 @@ def write_collection(folder: Path) -> None:
     (folder / "CHANGELOG.md").write_text(
         f"# Changes\n\nThis collection is gpuprov {__version__}, and changes with it.\n"
     )
+    (folder / "tests/sanity").mkdir(parents=True)
+    for core in _CORES:
+        (folder / f"tests/sanity/ignore-{core}.txt").write_text(_IGNORED)
     (folder / "meta").mkdir()
     _write_yaml(folder / "meta/runtime.yml", _RUNTIME)
     _write_yaml(folder / "galaxy.yml", galaxy(__version__))

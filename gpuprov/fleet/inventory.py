@@ -15,6 +15,7 @@ from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.fleet.ansible_messages import ansible_error, ansible_said, clean, explained, vault_hint, worth_telling
+from gpuprov.fleet.ansible_routing import keep_routing
 from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
@@ -106,6 +107,7 @@ def _load(
 def _find_plugins() -> None:
     from ansible.plugins.loader import init_plugin_loader
 
+    keep_routing(Path("~/.cache/gpuprov").expanduser())
     init_plugin_loader([])
 
 

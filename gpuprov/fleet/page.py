@@ -27,11 +27,11 @@ p{margin:.2rem 0}.dim{color:var(--dim)}
 .wide{overflow:auto;max-height:85vh;border:1px solid var(--line);border-radius:6px}
 table{border-collapse:separate;border-spacing:0;font-size:.88rem;width:100%}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top;white-space:nowrap}
-td.text{white-space:normal;min-width:14rem;overflow-wrap:anywhere}
+td.text{white-space:normal;min-width:min(20rem,70vw);overflow-wrap:anywhere}
 thead th{position:sticky;top:0;background:var(--head);z-index:1}
-tbody th{position:sticky;left:0;background:var(--bg);font-weight:600;
-max-width:40vw;overflow:hidden;text-overflow:ellipsis}
-td.number{text-align:right;font-variant-numeric:tabular-nums}
+tbody th{position:sticky;left:0;background:var(--bg);font-weight:600}
+@media(max-width:40rem){tbody th{white-space:normal;overflow-wrap:anywhere;min-width:7rem;max-width:35vw}}
+.number{text-align:right;font-variant-numeric:tabular-nums}th.number{text-align:right}
 details,.cause{border:1px solid var(--line);border-radius:6px;padding:.5rem .8rem;margin:.5rem 0}
 summary{cursor:pointer}
 pre{margin:.4rem 0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}
@@ -44,6 +44,8 @@ _HEAD = (
 )
 _CLASSES = {"done": "good", "reboot needed": "warn", "not run": "warn", "ok": "good", "skipped": "warn"}
 _VERSION_NAMES = ("driver", "gpus", "docker", "kernel", "os")
+# Columns of numbers, aligned to the right with their heads.
+_NUMBERS = frozenset(("hosts", "changes", "time"))
 _MOST_NAMED = 30
 
 
@@ -71,7 +73,7 @@ def _top(run: Run, title: str) -> Iterator[str]:
     yield f"<h1>{_text(title)}</h1>"
     where = ", ".join(run.inventory) or "this machine"
     limit = f", limited to {run.limit}" if run.limit else ""
-    yield f'<p class="dim">{_text(run.began)} · {_duration(run.seconds)} · {_text(where + limit)}</p>'
+    yield f'<p class="dim">{_text(run.began.replace("T", " "))} · {_duration(run.seconds)} · {_text(where + limit)}</p>'
     counts: dict[str, int] = {}
     for result in run.results:
         counts[result.word] = counts.get(result.word, 0) + 1
@@ -104,19 +106,20 @@ def _versions(results: Sequence[HostResult]) -> Iterator[str]:
 
 
 def _hosts(results: Sequence[HostResult]) -> Iterator[str]:
-    """Yield the table of hosts: outcome, versions, then one column for each check, or for each step of the work."""
+    """Yield the table of hosts: outcome, one column for each check, or for each step of the work, then versions."""
     versions = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in results)]
     checks = list(dict.fromkeys(check.name for result in results for check in result.checks))
     steps = list(dict.fromkeys(step for result in results for step in _steps(result)))
     rows = (
-        (_row_head(result.host), _cell(result.word, _class(result.word)), _cell(str(result.changed), "number"),
-         _cell(_duration(result.seconds), "number"), *(_cell(result.versions.get(name, "")) for name in versions),
-         *(_check_cell(result, name) for name in checks), *(_step_cell(result, step) for step in steps),
-         _cell(result.reason, "text"))
+        (_row_head(result.host), _cell(result.word, _class(result.word)),
+         # Beside the outcome, where it is seen without scrolling.
+         _cell(result.reason, "text"), _cell(str(result.changed), "number"),
+         _cell(_duration(result.seconds), "number"), *(_check_cell(result, name) for name in checks),
+         *(_step_cell(result, step) for step in steps), *(_cell(result.versions.get(name, "")) for name in versions))
         for result in results
     )  # fmt: skip
     yield "<h2>Hosts</h2>"
-    yield from _table(("host", "result", "changes", "time", *versions, *checks, *steps, "reason"), rows)
+    yield from _table(("host", "result", "reason", "changes", "time", *checks, *steps, *versions), rows)
 
 
 def _steps(result: HostResult) -> dict[str, None]:
@@ -158,11 +161,15 @@ def _details(results: Sequence[HostResult]) -> Iterator[str]:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield '<div class="wide"><table>'
-    names = "".join(f'<th scope="col">{_text(name)}</th>' for name in header)
-    yield f"<thead><tr>{names}</tr></thead>"
+    yield f"<thead><tr>{''.join(map(_column_head, header))}</tr></thead>"
     yield "<tbody>"
     yield from (f"<tr>{''.join(row)}</tr>" for row in rows)
     yield "</tbody></table></div>"
+
+
+def _column_head(name: str) -> str:
+    kind = ' class="number"' if name in _NUMBERS else ""
+    return f'<th scope="col"{kind}>{_text(name)}</th>'
 
 
 def _row_head(name: str) -> str:

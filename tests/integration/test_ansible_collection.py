@@ -26,12 +26,30 @@ def run(*words: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+# Of ansible-test's sanity tests those that run without a network. The others make environments of their own with
+# packages from PyPI (`make sanity` runs them all): ansible-doc, import, pep8, pylint, runtime-metadata,
+# validate-modules, yamllint. Not here, as they look for files that a collection without them always passes: changelog,
+# empty-init, pslint, shellcheck; and for idioms that ruff looks for already: no-get-exception, replace-urlopen,
+# use-compat-six.
+_SANITY = (
+    "action-plugin-docs", "compile", "ignores", "line-endings", "no-assert", "no-illegal-filenames", "no-smart-quotes",
+    "shebang", "symlinks", "use-argspec-type-path",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is built, where ansible-test wants it."""
+    folder = tmp_path_factory.mktemp("source") / "ansible_collections/gpuprov/host"
+    run("python", REPOSITORY / "playbooks/collection.py", folder, cwd=REPOSITORY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
     """A folder of collections with ours in it."""
     folder = tmp_path_factory.mktemp("collection")
-    run("python", REPOSITORY / "playbooks/collection.py", folder / "source", cwd=folder)
-    run("ansible-galaxy", "collection", "build", "--output-path", folder, folder / "source", cwd=folder)
+    run("ansible-galaxy", "collection", "build", "--output-path", folder, source, cwd=folder)
     (archive,) = folder.glob("gpuprov-host-*.tar.gz")
     run("ansible-galaxy", "collection", "install", "--offline", "-p", folder / "collections", archive, cwd=folder)
     return folder / "collections"
@@ -50,3 +68,10 @@ def test_its_playbooks_run_by_name_and_push_the_agent_inside(installed: Path, tm
 def test_ansible_doc_shows_its_action(installed: Path, tmp_path: Path) -> None:
     said = run("ansible-doc", "gpuprov.host.agent", cwd=tmp_path, ANSIBLE_COLLECTIONS_PATH=str(installed))
     assert "ansible_local.gpuprov" in said
+
+
+def test_ansible_test_finds_it_sane(source: Path, tmp_path: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    words = [word for name in _SANITY for word in ("--test", name)]
+    said = run("ansible-test", "sanity", "--python", version, *words, cwd=source, HOME=str(tmp_path))
+    assert [name for name in _SANITY if f'Running sanity test "{name}"' not in said] == []

@@ -48,12 +48,12 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run the task and return its result."""
         result: dict[str, Any] = super().run(tmp, task_vars)
-        _, arguments = self.validate_argument_spec(
+        arguments = self.validate_argument_spec(
             {
                 "command": {"type": "str", "default": "install"},
                 "steps": {"type": "list", "elements": "str", "default": []},
             }
-        )
+        )[1]
         agent, digest = _agent()
         from gpuprov import playbook_task
         from gpuprov.errors import GpuprovError
@@ -77,7 +77,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return {**result, **skipped}
             bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
             events: tuple[Any, ...] = ()
-            for _ in range(_MOST_RUNS):
+            for _run in range(_MOST_RUNS):
                 output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
                 found, _strays = playbook_task.split_output(output)
                 left = playbook_task.left_boot(found)

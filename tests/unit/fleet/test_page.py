@@ -54,6 +54,12 @@ FLEET = (
 )  # fmt: skip
 
 
+def test_what_matters_of_a_host_is_seen_without_scrolling() -> None:
+    heads = re.findall(r"<th [^>]*>(.*?)</th>", render(run(*FLEET)).partition("<h2>Hosts</h2>")[2])
+    assert heads[:7] == ["host", "result", "reason", "changes", "time", "driver", "docker"]
+    assert heads[7:9] == ["driver", "gpus"], "versions come after the work"
+
+
 def test_page_has_hosts_steps_versions_durations_and_causes() -> None:
     text = Reader(render(run(*FLEET))).text
     for words in ("gpuprov install", "3 min 20 s", "1 done", "1 failed", "1 not run", "gpu1", "1 min 1 s", "550.163.01",
