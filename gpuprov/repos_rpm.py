@@ -15,6 +15,7 @@ from gpuprov.pgp import armored, fingerprints
 from gpuprov.repos import fetch_pinned_key, problems_of_any
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
+from gpuprov.toolkit_channels import toolkit_channels
 
 if TYPE_CHECKING:
     from gpuprov.distros import DockerRepository
@@ -70,12 +71,14 @@ def repositories(
 ) -> tuple[RpmRepository, ...]:
     """Return the repositories that a host shall have besides its distribution's."""
     found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, manager) for own in spec.repositories]
-    if spec.toolkit == "nvidia":
-        # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
-        base = spec.toolkit_repository.rstrip("/")
-        key = (f"{base}/gpgkey", spec.toolkit_key_fingerprint)
-        uri = f"{base}/stable/rpm/{architecture}"
-        found.append(RpmRepository("nvidia-container-toolkit", uri, *key, manager, signed_packages=False))
+    # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
+    found += [
+        RpmRepository(
+            one.name, f"{one.base}/rpm/{architecture}", one.key_url, spec.toolkit_key_fingerprint, manager,
+            signed_packages=False,
+        )
+        for one in toolkit_channels(spec)
+    ]  # fmt: skip
     if docker is not None:
         # docs.docker.com, docker-ce.repo: the packages are signed.
         key = (docker.key_url, docker.key_fingerprint)

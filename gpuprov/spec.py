@@ -190,6 +190,12 @@ class HostSpec:
         "bundled", "nvidia",
     )  # fmt: skip
     toolkit_version: str = _text("", "The version of NVIDIA's toolkit packages. Default: the newest.", _PACKAGE)
+    toolkit_channel: str = _choice(
+        "stable",
+        "Which releases of NVIDIA's toolkit there are to choose from: `stable`, or `experimental`, which adds release "
+        "candidates.",
+        "stable", "experimental",
+    )  # fmt: skip
     toolkit_repository: str = _text(
         "https://nvidia.github.io/libnvidia-container",
         "Where NVIDIA's toolkit repository, or its mirror, lies.",
