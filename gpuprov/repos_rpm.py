@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.packages_rpm import gather_keys
+from gpuprov.past_kernels import PastRelease
 from gpuprov.pgp import armored, fingerprints
 from gpuprov.repos import fetch_pinned_key, problems_of_any
 from gpuprov.spec import HostSpec
@@ -86,10 +87,12 @@ def repositories(
     return tuple(found)
 
 
-def problems(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None) -> tuple[Problem, ...]:
+def problems(
+    facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+) -> tuple[Problem, ...]:
     """Return what in the host's or the user's repositories can't be mended by gpuprov."""
     manager = facts.packages.manager
-    wanted = repositories(spec, manager, facts.architecture, docker)
+    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
     mixed = tuple(
         Problem(
             f"{path} names {uri} too, among others: packages could come from there with other checks",
@@ -102,10 +105,20 @@ def problems(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None =
     return problems_of_any(wanted) + mixed
 
 
-def plan_repositories(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None) -> tuple[Change, ...]:
+def _past(releases: tuple[PastRelease, ...], manager: str) -> tuple[RpmRepository, ...]:
+    """Return repositories of past releases, whose packages are signed as the distribution's are."""
+    return tuple(
+        RpmRepository(one.name, one.uri, one.key_url, one.key_fingerprint, manager, signed_metadata=False)
+        for one in releases
+    )
+
+
+def plan_repositories(
+    facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+) -> tuple[Change, ...]:
     """Return the keys and files to write, and what stands in their way to remove."""
     manager, files = facts.packages.manager, facts.files
-    wanted = repositories(spec, manager, facts.architecture, docker)
+    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
     changes: list[Change] = []
     for one in wanted:
         if not _key_is_there(files.get(one.key_path), one.key_fingerprint, facts.packages.trusted_keys):

@@ -164,6 +164,11 @@ class HostSpec:
         "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
     )  # fmt: skip
+    kernel_archive: bool = _flag(
+        False,
+        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux, AlmaLinux and "
+        "CentOS 7), for headers that the repositories have no longer.",
+    )
     module_signing_key: str = _text(
         "",
         "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
