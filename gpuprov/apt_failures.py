@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.errors import GpuprovError
+from gpuprov.past_kernels import Advice, require_known
 from gpuprov.system import Completed
 
 
@@ -22,6 +23,7 @@ class Failure:
     heading: str = ""
 
 
+NO_SUCH_PACKAGE = r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found"
 # The first row that matches decides.
 _FAILURES = (
     Failure(
@@ -49,7 +51,7 @@ _FAILURES = (
         "name one of them in gpuprov_packages: apt-cache showpkg NAME lists them",
     ),
     Failure(
-        r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found",
+        NO_SUCH_PACKAGE,
         "no repository has such a package", "apt-cache policy NAME shows what the repositories have; is one missing?",
     ),
     Failure(
@@ -126,12 +128,13 @@ _FAILURES = (
 )  # fmt: skip
 
 
-def finish(done: Completed, what: str) -> None:
-    """Raise GpuprovError, with apt's decisive line, if apt failed."""
+def finish(done: Completed, what: str, advice: Advice | None = None) -> None:
+    """Raise GpuprovError, with apt's decisive line, if apt failed; `advice` is for packages that nobody has."""
     if done.ok:
         return
     text = f"{done.stderr}\n{done.stdout}"
     said = [line.strip() for line in text.splitlines() if line.strip()]
+    require_known(done, said, advice, what, NO_SUCH_PACKAGE)
     for row in _FAILURES:
         line = next((line for line in said if re.search(row.pattern, line)), None)
         if line is not None:

@@ -14,7 +14,7 @@ from gpuprov import fabric_plan, generations
 from gpuprov.bundle import use
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, WriteFile
-from gpuprov.distros import NVIDIA_ARCHITECTURES, Distribution, distribution_of
+from gpuprov.distros import Distribution, distribution_of, nvidia_folder
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import HostFacts
 from gpuprov.kernel import builds_modules
@@ -22,14 +22,21 @@ from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 
+_DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 PROFILE = "/etc/profile.d/gpuprov-cuda.sh"
 _PROFILE_TEXT = (
     b'# Written by gpuprov: programs of the CUDA toolkit.\nexport PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
 )
-# Whose key signs which folders: file, fingerprint. Debian 13 wants better than the SHA-1 signature of the older key.
+# Whose key signs which folders: file, fingerprint; none where no source was found that tells it. Debian 13 wants better
+# than the SHA-1 signature of the older key; since 2025 each new folder has a key of its own.
 _KEYS = (
     (r"debian13", "8793F200.pub", "02182E60104FCDC26EAE1B8597A5D4CB8793F200"),
+    (r"ubuntu2604", "60DF8A40.pub", "14BAFBC7562AD710CA04E69905FBB6DA60DF8A40"),
     (r"(debian|ubuntu)\d+", "3bf863cc.pub", "EB693B3035CD5710E231E123A4B469963BF863CC"),
+    (r"rhel10", "CDF6BA43.pub", ""),
+    (r"fedora43", "1940C73E.pub", ""),
+    (r"fedora44", "73CD9B30.pub", "129994480EC63D2789BC98E490DFED2F73CD9B30"),
+    (r"suse16", "3A8B5622.pub", "CF65941A859D4B4E6870F188736A284B3A8B5622"),
     (r".*", "D42D0685.pub", "610C7B14E068A878070DA4E99CD0A493D42D0685"),
 )
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
@@ -52,15 +59,18 @@ def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
 
 def with_repository_of(row: Distribution, architecture: str, spec: HostSpec, *, more: bool = False) -> HostSpec:
     """Return the same for a row of the table and an architecture; `more`: there is more that comes from there."""
-    folder = NVIDIA_ARCHITECTURES.get(architecture)
-    if not (more or _wants_repository(spec)) or not row.nvidia_repository or not folder:
+    folder = nvidia_folder(row, architecture)
+    if not (more or _wants_repository(spec)) or not folder:
         return spec
-    base = f"{spec.cuda_repository.rstrip('/')}/{row.nvidia_repository}/{folder}"
-    file, fingerprint = next(
-        (file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository)
-    )
+    base = f"{spec.cuda_repository.rstrip('/')}/{folder}"
+    file, fingerprint = _key(row)
     one = SiteRepository("cuda", f"{base}/", f"{base}/{file}", spec.cuda_key_fingerprint or fingerprint, "/")
     return replace(spec, repositories=(*spec.repositories, one))
+
+
+def _key(row: Distribution) -> tuple[str, str]:
+    """Return file and fingerprint of the key that signs the repository of a row."""
+    return next((file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -68,7 +78,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     row = distribution_of(facts.os)
     if not _wants_repository(spec) or row is None:
         return ()
-    if not row.nvidia_repository or facts.architecture not in NVIDIA_ARCHITECTURES:
+    folder = nvidia_folder(row, facts.architecture)
+    if not folder:
         return (
             Problem(
                 f"NVIDIA has no CUDA repository for {row.name} {row.version} on {facts.architecture}",
@@ -76,7 +87,16 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
                 "set gpuprov_driver: runfile, and leave gpuprov_cuda out",
             ),
         )
-    return _driver_problems(facts, spec, row) if spec.driver == "packages" else ()
+    unknown = () if spec.cuda_key_fingerprint or _key(row)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}"),)
+    return (*unknown, *(_driver_problems(facts, spec, row) if spec.driver == "packages" else ()))
+
+
+def _unknown_key(row: Distribution, base: str) -> Problem:
+    return Problem(
+        f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}",
+        f"{base}/{_key(row)[0]}",
+        "look it up in a way that you trust (gpg --show-keys, over another network): gpuprov_cuda_key_fingerprint",
+    )
 
 
 def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tuple[Problem, ...]:
@@ -104,6 +124,14 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "leave gpuprov_driver_version out (and lock it: dnf versionlock), or set gpuprov_driver: runfile",
             ),
         )
+    if _is_old(facts) and generations.module_type(facts.gpu_device_ids, "550.999", spec.kernel_module_type) == "open":
+        return (
+            Problem(
+                f"NVIDIA's packages for {row.name} {row.version} have no open kernel modules, and these are wanted",
+                "its repository rhel7 ended in 2024 with branch 550",
+                "set gpuprov_driver: runfile; or take a newer release of the distribution",
+            ),
+        )
     return generations.problems(facts.gpu_device_ids, _comparable(spec.driver_version), spec.kernel_module_type)
 
 
@@ -128,8 +156,14 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that are wanted from NVIDIA's repository."""
     driver: tuple[str, ...] = ()
     if spec.driver == "packages":
-        driver = ("nvidia-open" if _module_type(facts, spec) == "open" else "cuda-drivers",)
+        driver = ("nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers",)
     return (*driver, *toolkit_packages(spec))
+
+
+def _is_old(facts: HostFacts) -> bool:
+    """Say whether NVIDIA's repository ended before it had open modules as packages (rhel7, June 2024: 550)."""
+    row = distribution_of(facts.os)
+    return row is not None and row.nvidia_repository == "rhel7"
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:

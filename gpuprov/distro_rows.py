@@ -22,11 +22,11 @@ class Distribution:
     """A supported distribution release.
 
     `version`: what VERSION_ID is, or what it begins with before a dot (`9` stands for 9.5 too); `*` is every version.
-    `kernel_headers`: by `uname -r`, first match wins. `next_kernel_headers`: by names of installed packages, so that a
-    kernel that such a package brings finds headers too. `dkms_from`: the repository that has DKMS where the
-    distribution itself has not. `docker_packages`: the distribution's own engine, nothing where it has none.
-    `docker_repository`: the folder at download.docker.com/linux. `nvidia_name`: the folder in NVIDIA's CUDA
-    repositories, {major} and {digits} standing for parts of the version. `source`: where the row was read.
+    `kernel_headers`: by `uname -r`, first match wins. `next_kernel_headers`: by the name of an installed package, a
+    blank and `uname -r`, so that a kernel that such a package brings finds headers too. `dkms_from`: the repository
+    that has DKMS where the distribution itself has not. `docker_packages`: the distribution's own engine, nothing where
+    it has none. `docker_repository`: the folder at download.docker.com/linux. `nvidia_name`: the folder in NVIDIA's
+    CUDA repositories, {major} and {digits} standing for parts of the version. `source`: where the row was read.
     """
 
     id: str
@@ -68,7 +68,7 @@ _DEB_HEADERS = (KernelPackages(_EVERY_KERNEL, ("linux-headers-{kernel}",)),)
 # kernel's version in their name, which bring the next kernel; its headers have the same name.
 _DEB_NEXT = (
     KernelPackages(
-        r"linux-image-(?P<flavour>(?!unsigned-|extra-)[a-z][a-z0-9.+-]*)(?<!-dbg)", ("linux-headers-{flavour}",)
+        r"linux-image-(?P<flavour>(?!unsigned-|extra-)[a-z][a-z0-9.+-]*)(?<!-dbg) .*", ("linux-headers-{flavour}",)
     ),
 )
 _DEBIAN = Distribution(
@@ -103,13 +103,22 @@ _OLD_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-
 # kernel-headers is built of newer sources from 9 on and need not be of the running kernel's version; Fedora has none
 # that were.
 _NEW_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers")),)
-_EL8_HEADERS = (_EL_REALTIME, *_OLD_HEADERS)
+_EL8_FLAVOUR = replace(_EL_FLAVOUR, names=("kernel-{flavour}-devel={release}", "kernel-headers={release}"))
+_EL8_HEADERS = (_EL_REALTIME, _EL8_FLAVOUR, *_OLD_HEADERS)
 _EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
 # Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
 _UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
 # kernel-devel-matched makes each new kernel-core bring its kernel-devel. Only one version of it can be installed, and
-# the newest would bring the newest kernel: so it is asked for in the running kernel's version, once.
-_MATCHED = (KernelPackages(r"kernel-core", ("kernel-devel-matched={kernel}",)),)
+# the newest would bring the newest kernel: so it is asked for in the running kernel's version, once. Each flavour has
+# its own (kernel-64k-core: kernel-64k-devel-matched); Oracle's UEK and the older kernel-rt have none, and kernel-core
+# may lie beside them.
+_MATCHED = (
+    KernelPackages(r"kernel-core (?P<release>(?!.*(?:uek\.|[.-]rt\d))[^+]+)", ("kernel-devel-matched={release}",)),
+    KernelPackages(
+        r"kernel-(?P<flavour>[a-z0-9-]+)-core (?P<release>.+)\+(?P=flavour)",
+        ("kernel-{flavour}-devel-matched={release}",),
+    ),
+)
 _EL_BUILD = ("gcc", "make", "elfutils-libelf-devel", "kmod")
 # Red Hat packages no docker; podman is its engine.
 _ROCKY = Distribution(

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ROWS", "Distribution", "KernelPackages"]
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
-NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
+_NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
+# Folders there without one for Arm: docs.nvidia.com, Driver Installation Guide, "Linux System Requirements".
+_WITHOUT_SBSA = re.compile(r"debian11|rhel7|opensuse15|fedora(3\d|4[014])")
 _IMAGE = (
     "take its ordinary sibling; or bring the driver in by transactional-update and set gpuprov_driver: preinstalled"
 )
@@ -29,7 +31,6 @@ _REFUSED = {
 # Names in ID_LIKE that are a family's, not a distribution's: SUSE's own editions for SAP, for desktops, for HPC.
 _FAMILIES = {"suse": "sles"}
 _DOCKER_DOWNLOADS = "https://download.docker.com/linux"
-_NVIDIA_DOWNLOADS = "https://developer.download.nvidia.com/compute/cuda/repos"
 
 
 def find_distribution(distribution_id: str, version: str) -> Distribution | None:
@@ -111,7 +112,7 @@ def next_kernel_headers(row: Distribution, kernel: str, installed: Collection[st
         name
         for rule in row.next_kernel_headers
         for package in sorted(installed)
-        for name in _matching(rule, package, kernel)
+        for name in _matching(rule, f"{package} {kernel}", kernel)
     )
     return tuple(dict.fromkeys(name for name in names if name.partition("=")[0] not in installed))
 
@@ -121,10 +122,12 @@ def _matching(rule: KernelPackages, text: str, kernel: str) -> tuple[str, ...]:
     return tuple(name.format(kernel=kernel, **match.groupdict()) for name in rule.names) if match else ()
 
 
-def nvidia_repository_url(row: Distribution, architecture: str) -> str:
-    """Return the URL of NVIDIA's CUDA repository for a machine, nothing if there is none."""
-    folder = NVIDIA_ARCHITECTURES.get(architecture)
-    return f"{_NVIDIA_DOWNLOADS}/{row.nvidia_repository}/{folder}/" if row.nvidia_repository and folder else ""
+def nvidia_folder(row: Distribution, architecture: str) -> str:
+    """Return the folder of a machine in NVIDIA's CUDA repositories, such as `rhel9/sbsa`; nothing if there is none."""
+    name, kind = row.nvidia_repository, _NVIDIA_ARCHITECTURES.get(architecture, "")
+    if not name or not kind or (kind == "sbsa" and _WITHOUT_SBSA.fullmatch(name)):
+        return ""
+    return f"{name}/{kind}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.package_lock import LOCK_SECONDS
+from gpuprov.past_kernels import Advice
 from gpuprov.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
 from gpuprov.system import System
 
@@ -129,13 +130,14 @@ class InstallPackages(Change):
     """These packages (`NAME[:ARCHITECTURE][=VERSION]`) shall be installed. None is ever removed for them.
 
     Those of `unhold` are held in another version than the asked one: the hold is taken off, for the version is asked.
-    `options` are further words for apt, such as name a bundle as its only source.
+    `options` are further words for apt, such as name a bundle as its only source; `advice` is for what nobody has.
     """
 
     names: tuple[str, ...]
     unhold: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
+    advice: Advice | None = field(default=None, compare=False)
 
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
     # again only to install them anew would gain nothing and could fail.
@@ -174,7 +176,7 @@ class InstallPackages(Change):
         older = ("--allow-downgrades",) if pinned(self.names) else ()
         words = ("install", "--no-remove", *older, "--", *self.names)
         done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
-        finish(done, what)
+        finish(done, what, self.advice)
         if apt.unfinished(system) or missing(gather_packages(system), self.names):
             # apt-get answers 0 over a package of which an earlier, killed run unpacked one half.
             repair(system, tell, self.lock_timeout, self.options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gpuprov.changes import Change, Json, Tell
 from gpuprov.errors import GpuprovError
 from gpuprov.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
 from gpuprov.packages import PackageFacts
+from gpuprov.past_kernels import Advice
 from gpuprov.pgp import fingerprints
 from gpuprov.rpm_failures import finish
 from gpuprov.rpm_locks import gather_locks
@@ -44,7 +45,10 @@ class RpmManager:
 
 MANAGERS = {
     "dnf": RpmManager(("dnf", "-y", "makecache"), ("dnf", "-y", "--setopt=install_weak_deps=False", "install"), "-"),
-    "yum": RpmManager(("yum", "-y", "makecache", "fast"), ("yum", "-y", "install"), "-"),
+    # yum would install the rest and say nothing but a line of what no repository has (yum.conf(5), from CentOS 7.4 on).
+    "yum": RpmManager(
+        ("yum", "-y", "makecache", "fast"), ("yum", "-y", "--setopt=skip_missing_names_on_install=0", "install"), "-"
+    ),
     # Never --gpg-auto-import-keys: it would trust whatever key a repository shows.
     "zypper": RpmManager(
         ("zypper", "--non-interactive", "refresh"),
@@ -132,12 +136,12 @@ def versions(installed: str, *, rebuilt: bool) -> set[str]:
 
 def plan(
     packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = (), lock_timeout: int = LOCK_SECONDS,
-    options: tuple[str, ...] = (),
+    options: tuple[str, ...] = (), advice: Advice | None = None,
 ) -> tuple[Change, ...]:  # fmt: skip
     """Return one refresh and one installation of all that is missing, or nothing."""
     names = missing(packages, wanted)
     manager = packages.manager
-    installation = InstallRpmPackages(manager, names, enable, lock_timeout, options)
+    installation = InstallRpmPackages(manager, names, enable, lock_timeout, options, advice)
     return (RefreshRpmIndex(manager, lock_timeout, options), installation) if names else ()
 
 
@@ -167,7 +171,8 @@ class InstallRpmPackages(Change):
     """These packages (`NAME` or `NAME=VERSION`) shall be installed, and units that they bring start with the machine.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
-    `options` are further words for the package manager, such as make a bundle its only source.
+    `options` are further words for the package manager, such as make a bundle its only source; `advice` is for what
+    nobody has.
     """
 
     manager: str
@@ -175,6 +180,7 @@ class InstallRpmPackages(Change):
     enable: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
+    advice: Advice | None = field(default=None, compare=False)
 
     # The next run plans afresh, from what rpm says is there.
     undo_when_interrupted: ClassVar[bool] = False
@@ -192,7 +198,7 @@ class InstallRpmPackages(Change):
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
         done = _run(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
-        finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes)
+        finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
             system.require(

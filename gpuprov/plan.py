@@ -74,7 +74,7 @@ def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return ()
     spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return repos_rpm.plan_repositories(facts, spec, docker)
+        return repos_rpm.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
     return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
@@ -83,7 +83,7 @@ def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...
         return ()
     spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return repos_rpm.problems(facts, spec, docker)
+        return repos_rpm.problems(facts, spec, docker, software.past_releases(facts, spec))
     return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 

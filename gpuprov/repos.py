@@ -13,6 +13,7 @@ from gpuprov.errors import GpuprovError, Problem
 from gpuprov.pgp import dearmored, fingerprints
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
+from gpuprov.toolkit_channels import toolkit_channels
 
 if TYPE_CHECKING:
     from gpuprov.distros import DockerRepository
@@ -76,11 +77,11 @@ def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]
         AptRepository(own.name, own.uri, own.suite, own.components, own.key_url, own.key_fingerprint, debian)
         for own in spec.repositories
     ]
-    if spec.toolkit == "nvidia":
-        # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
-        base = spec.toolkit_repository.rstrip("/")
-        key = (f"{base}/gpgkey", spec.toolkit_key_fingerprint)
-        found.append(AptRepository("nvidia-container-toolkit", f"{base}/stable/deb/{debian}", "/", "", *key, debian))
+    # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
+    found += [
+        AptRepository(one.name, f"{one.base}/deb/{debian}", "/", "", one.key_url, spec.toolkit_key_fingerprint, debian)
+        for one in toolkit_channels(spec)
+    ]
     return tuple(found)
 
 

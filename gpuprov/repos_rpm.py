@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.packages_rpm import gather_keys
+from gpuprov.past_kernels import PastRelease
 from gpuprov.pgp import armored, fingerprints
 from gpuprov.repos import fetch_pinned_key, problems_of_any
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
+from gpuprov.toolkit_channels import toolkit_channels
 
 if TYPE_CHECKING:
     from gpuprov.distros import DockerRepository
@@ -70,12 +72,14 @@ def repositories(
 ) -> tuple[RpmRepository, ...]:
     """Return the repositories that a host shall have besides its distribution's."""
     found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, manager) for own in spec.repositories]
-    if spec.toolkit == "nvidia":
-        # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
-        base = spec.toolkit_repository.rstrip("/")
-        key = (f"{base}/gpgkey", spec.toolkit_key_fingerprint)
-        uri = f"{base}/stable/rpm/{architecture}"
-        found.append(RpmRepository("nvidia-container-toolkit", uri, *key, manager, signed_packages=False))
+    # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
+    found += [
+        RpmRepository(
+            one.name, f"{one.base}/rpm/{architecture}", one.key_url, spec.toolkit_key_fingerprint, manager,
+            signed_packages=False,
+        )
+        for one in toolkit_channels(spec)
+    ]  # fmt: skip
     if docker is not None:
         # docs.docker.com, docker-ce.repo: the packages are signed.
         key = (docker.key_url, docker.key_fingerprint)
@@ -83,10 +87,12 @@ def repositories(
     return tuple(found)
 
 
-def problems(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None) -> tuple[Problem, ...]:
+def problems(
+    facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+) -> tuple[Problem, ...]:
     """Return what in the host's or the user's repositories can't be mended by gpuprov."""
     manager = facts.packages.manager
-    wanted = repositories(spec, manager, facts.architecture, docker)
+    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
     mixed = tuple(
         Problem(
             f"{path} names {uri} too, among others: packages could come from there with other checks",
@@ -99,10 +105,20 @@ def problems(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None =
     return problems_of_any(wanted) + mixed
 
 
-def plan_repositories(facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None) -> tuple[Change, ...]:
+def _past(releases: tuple[PastRelease, ...], manager: str) -> tuple[RpmRepository, ...]:
+    """Return repositories of past releases, whose packages are signed as the distribution's are."""
+    return tuple(
+        RpmRepository(one.name, one.uri, one.key_url, one.key_fingerprint, manager, signed_metadata=False)
+        for one in releases
+    )
+
+
+def plan_repositories(
+    facts: HostFacts, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+) -> tuple[Change, ...]:
     """Return the keys and files to write, and what stands in their way to remove."""
     manager, files = facts.packages.manager, facts.files
-    wanted = repositories(spec, manager, facts.architecture, docker)
+    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
     changes: list[Change] = []
     for one in wanted:
         if not _key_is_there(files.get(one.key_path), one.key_fingerprint, facts.packages.trusted_keys):

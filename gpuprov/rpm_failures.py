@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from gpuprov.errors import GpuprovError
+from gpuprov.past_kernels import Advice, require_known
 from gpuprov.system import Completed
 
+NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
 _FAILURES = (
     (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
@@ -18,7 +20,7 @@ _FAILURES = (
      "an image-based system (ostree, bootc, transactional-update) is changed by its own tools, not by gpuprov"),
     (r"filtered out by (exclude|modular) filtering", "an exclude, a lock or a module stream hides a package",
      "dnf versionlock list, excludepkgs in /etc/dnf/dnf.conf and dnf module list --enabled show what does"),
-    (r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found",
+    (NO_SUCH_PACKAGE,
      "no repository has such a package",
      "dnf list --showduplicates NAME, or zypper search -s NAME, shows what there is; is a repository missing?"),
     # Before the next rows: zypper says besides that the verification failed.
@@ -51,11 +53,12 @@ _FAILURES = (
 )  # fmt: skip
 
 
-def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,)) -> None:
-    """Raise GpuprovError, with the decisive line, if the command failed."""
+def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advice: Advice | None = None) -> None:
+    """Raise GpuprovError, with the decisive line, if the command failed; `advice` is for packages that nobody has."""
     if done.returncode in good_codes:
         return
     said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
+    require_known(done, said, advice, what, NO_SUCH_PACKAGE)
     for pattern, meaning, next_step in _FAILURES:
         line = next((line for line in said if re.search(pattern, line)), None)
         if line is not None:

@@ -152,6 +152,8 @@ def plan(
     `wanted` are the packages that shall be held, `lacking` those that are to be installed in another version than they
     have: dnf and zypper would not touch them while they are held, whoever holds them.
     """
+    if not facts.tool:
+        return (), ()
     names, lifted = set(wanted), set(lacking) & facts.held
     hold, release = names - (facts.held - lifted), facts.held_here - names - lifted
     path = facts.path or LOCK_TOOLS[facts.tool].path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from gpuprov import boot, cuda, kernel, packages_rpm, rpm_locks
+from gpuprov import boot, cuda, kernel, packages_rpm, past_kernels, rpm_locks
 from gpuprov.bundle import use, use_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
@@ -32,7 +32,7 @@ def dockers_own_repository(facts: HostFacts, spec: HostSpec) -> DockerRepository
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what is missing and must not be installed."""
-    return (*_manager_problems(facts), *_docker_problems(facts, spec))
+    return (*_manager_problems(facts), *_docker_problems(facts, spec), *_archive_problems(facts, spec))
 
 
 def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -132,7 +132,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     options = use.apt_options(facts.bundle)
     installation: tuple[Change, ...] = (
         RefreshPackageIndex(spec.lock_timeout, options),
-        InstallPackages(lacking, held, spec.lock_timeout, options),
+        InstallPackages(lacking, held, spec.lock_timeout, options, _advice(facts)),
     )
     # A hold that the installation takes off is to be made anew.
     packages = replace(facts.packages, held=facts.packages.held - {own_name(facts.packages, name) for name in held})
@@ -144,11 +144,34 @@ def _plan_rpm(facts: HostFacts, spec: HostSpec, names: tuple[str, ...]) -> tuple
     """Return the same for dnf, yum and zypper."""
     enable = () if facts.docker.installed else ("docker.service",)
     options = use_rpm.options(facts.bundle)
-    installation = packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout, options)
+    installation = packages_rpm.plan(facts.packages, names, enable, spec.lock_timeout, options, _advice(facts))
     keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
     lacking = pinned(packages_rpm.missing(facts.packages, names))
     lift, hold = rpm_locks.plan(facts.packages.locks, _held(spec), lacking)
     return (*keys, *lift, *installation, *hold)
+
+
+def _advice(facts: HostFacts) -> past_kernels.Advice | None:
+    """Return what to say if no repository has the headers of the running kernel."""
+    row = distribution_of(facts.os)
+    if row is None or facts.bundle is not None:
+        return None
+    return past_kernels.advice(row, facts.kernel.release, facts.architecture)
+
+
+def past_releases(facts: HostFacts, spec: HostSpec) -> tuple[past_kernels.PastRelease, ...]:
+    """Return the repositories that have the headers of the running kernel, where they are asked for."""
+    row = distribution_of(facts.os)
+    if row is None or not spec.kernel_archive or not kernel.packages(facts, spec):
+        return ()
+    return past_kernels.past_releases(row, facts.kernel.release, facts.architecture)
+
+
+def _archive_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    row = distribution_of(facts.os)
+    if row is None or not spec.kernel_archive or facts.bundle or not kernel.packages(facts, spec):
+        return ()
+    return past_kernels.problems(row, facts.kernel.release, facts.architecture)
 
 
 def _held(spec: HostSpec) -> tuple[str, ...]:

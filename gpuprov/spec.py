@@ -190,6 +190,11 @@ class HostSpec:
         "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
     )  # fmt: skip
+    kernel_archive: bool = _flag(
+        False,
+        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux, AlmaLinux and "
+        "CentOS 7), for headers that the repositories have no longer.",
+    )
     module_signing_key: str = _text(
         "",
         "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
@@ -235,6 +240,12 @@ class HostSpec:
         "bundled", "nvidia",
     )  # fmt: skip
     toolkit_version: str = _text("", "The version of NVIDIA's toolkit packages. Default: the newest.", _PACKAGE)
+    toolkit_channel: str = _choice(
+        "stable",
+        "Which releases of NVIDIA's toolkit there are to choose from: `stable`, or `experimental`, which adds release "
+        "candidates.",
+        "stable", "experimental",
+    )  # fmt: skip
     toolkit_repository: str = _text(
         "https://nvidia.github.io/libnvidia-container",
         "Where NVIDIA's toolkit repository, or its mirror, lies.",

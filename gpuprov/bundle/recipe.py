@@ -147,7 +147,8 @@ def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> t
 
 def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
     """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
-    return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, ("kernel-core",)))
+    cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
+    return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores))
 
 
 def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:

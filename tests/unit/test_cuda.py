@@ -57,7 +57,10 @@ _BASE = "https://developer.download.nvidia.com/compute/cuda/repos"
         ("debian", "13", "apt", "debian13", "8793F200.pub", "8793F200"),
         ("ubuntu", "24.04", "apt", "ubuntu2404", "3bf863cc.pub", "3BF863CC"),
         ("rocky", "9.5", "dnf", "rhel9", "D42D0685.pub", "D42D0685"),
-        ("opensuse-leap", "15.6", "zypper", "opensuse15", "D42D0685.pub", "D42D0685"),
+        ("sles", "15.6", "zypper", "sles15", "D42D0685.pub", "D42D0685"),
+        # Folders since 2025 have keys of their own.
+        ("ubuntu", "26.04", "apt", "ubuntu2604", "60DF8A40.pub", "60DF8A40"),
+        ("opensuse-leap", "16.0", "zypper", "suse16", "3A8B5622.pub", "3A8B5622"),
     ],
 )
 def test_each_distribution_has_its_repository_and_key(
@@ -66,6 +69,28 @@ def test_each_distribution_has_its_repository_and_key(
     facts = on(metal, distribution, version, manager)
     assert repository(facts, spec()) == (f"{_BASE}/{folder}/x86_64/", key, fingerprint)
     assert repository(replace(facts, architecture="aarch64"), spec())[0] == f"{_BASE}/{folder}/sbsa/"
+
+
+def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFacts) -> None:
+    rocky = on(metal, "rocky", "10.0", "dnf")
+    (problem,) = cuda.problems(rocky, spec())
+    assert "rhel10/x86_64/CDF6BA43.pub" in problem.evidence and "gpuprov_cuda_key_fingerprint" in problem.next_step
+    given = spec(cuda_key_fingerprint="A" * 40)
+    assert cuda.problems(rocky, given) == ()
+    assert repository(rocky, given) == (f"{_BASE}/rhel10/x86_64/", "CDF6BA43.pub", "A" * 8)
+
+
+def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> None:
+    leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
+    assert cuda.with_repository(leap, spec()) == spec()
+    assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda.problems(leap, spec())[0].what
+
+
+def test_the_oldest_repository_has_no_open_modules(metal: HostFacts) -> None:
+    amazon = on(metal, "amzn", "2", "yum")
+    assert cuda.packages(amazon, spec()) == ("cuda-drivers",)
+    (problem,) = cuda.problems(amazon, spec(kernel_module_type="open"))
+    assert "no open kernel modules" in problem.what
 
 
 def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:

@@ -18,7 +18,7 @@ from gpuprov.distros import (
     kernel_headers,
     machine_problems,
     next_kernel_headers,
-    nvidia_repository_url,
+    nvidia_folder,
     supported_names,
 )
 from gpuprov.facts import OperatingSystem, gather_os
@@ -167,6 +167,8 @@ HEADERS = [
     ("rocky", "8", "4.18.0-553.el8_10.x86_64",
      ("kernel-devel=4.18.0-553.el8_10.x86_64", "kernel-headers=4.18.0-553.el8_10.x86_64")),
     ("rhel", "8", "4.18.0-553.rt7.342.el8_10.x86_64", ("kernel-rt-devel=4.18.0-553.rt7.342.el8_10.x86_64",)),
+    ("rocky", "8", "4.18.0-553.el8_10.x86_64+debug",
+     ("kernel-debug-devel=4.18.0-553.el8_10.x86_64", "kernel-headers=4.18.0-553.el8_10.x86_64")),
     ("rhel", "9", "5.14.0-427.13.1.el9_4.x86_64", ("kernel-devel=5.14.0-427.13.1.el9_4.x86_64", "kernel-headers")),
     ("rhel", "9", "5.14.0-427.13.1.el9_4.aarch64+64k",
      ("kernel-64k-devel=5.14.0-427.13.1.el9_4.aarch64", "kernel-headers")),
@@ -204,6 +206,7 @@ def test_headers_are_those_of_the_running_kernel(name: str, version: str, kernel
         ("rocky", "9", ("kernel-core", "kernel"), ("kernel-devel-matched=K",)),
         ("rocky", "9", ("kernel-core", "kernel-devel-matched"), ()),
         ("rocky", "8", ("kernel-core",), ()),
+        ("fedora", "42", ("kernel-core",), ("kernel-devel-matched=K",)),
         ("sles", "15", ("kernel-default",), ()),
     ],
 )
@@ -214,19 +217,48 @@ def test_kernels_to_come_get_headers_too(
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "architecture", "url"),
+    ("name", "kernel", "installed", "names"),
     [
-        ("ubuntu", "26.04", "x86_64", "repos/ubuntu2604/x86_64/"),
-        ("almalinux", "10.0", "aarch64", "repos/rhel10/sbsa/"),
-        ("opensuse-leap", "15.6", "x86_64", "repos/opensuse15/x86_64/"),
-        ("opensuse-leap", "16.0", "x86_64", "repos/suse16/x86_64/"),
+        # A kernel of another flavour runs, and the plain one lies beside it: there is no such version of its headers.
+        ("rocky", "5.14.0-503.11.1.el9_5.aarch64+64k", ("kernel-core", "kernel-64k-core"),
+         ("kernel-64k-devel-matched=5.14.0-503.11.1.el9_5.aarch64",)),
+        ("rocky", "5.14.0-503.11.1.el9_5.x86_64+rt", ("kernel-core", "kernel-rt-core"),
+         ("kernel-rt-devel-matched=5.14.0-503.11.1.el9_5.x86_64",)),
+        ("rocky", "5.14.0-284.30.1.rt14.315.el9_2.x86_64", ("kernel-core", "kernel-rt-core"), ()),
+        ("ol", "5.15.0-209.161.7.2.el9uek.x86_64", ("kernel-core", "kernel-uek-core"), ()),
+        ("ol", "5.14.0-503.11.1.el9_5.x86_64", ("kernel-core", "kernel-uek-core"),
+         ("kernel-devel-matched=5.14.0-503.11.1.el9_5.x86_64",)),
+    ],
+)  # fmt: skip
+def test_kernels_to_come_are_of_the_running_ones_flavour(
+    name: str, kernel: str, installed: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    assert next_kernel_headers(row(name, "9"), kernel, installed) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "architecture", "folder"),
+    [
+        ("ubuntu", "26.04", "x86_64", "ubuntu2604/x86_64"),
+        ("ubuntu", "22.04", "aarch64", "ubuntu2204/sbsa"),
+        ("debian", "12", "aarch64", "debian12/sbsa"),
+        ("almalinux", "10.0", "aarch64", "rhel10/sbsa"),
+        ("amzn", "2023", "aarch64", "amzn2023/sbsa"),
+        ("sles", "15", "aarch64", "sles15/sbsa"),
+        ("fedora", "43", "aarch64", "fedora43/sbsa"),
+        ("opensuse-leap", "15.6", "x86_64", "opensuse15/x86_64"),
+        ("opensuse-leap", "16.0", "x86_64", "suse16/x86_64"),
         ("opensuse-tumbleweed", "20240609", "x86_64", ""),
         ("debian", "12", "riscv64", ""),
+        # NVIDIA has nothing for Arm there.
+        ("debian", "11", "aarch64", ""),
+        ("opensuse-leap", "15.6", "aarch64", ""),
+        ("amzn", "2", "aarch64", ""),
+        ("fedora", "44", "aarch64", ""),
     ],
 )
-def test_nvidias_repository(name: str, version: str, architecture: str, url: str) -> None:
-    found = nvidia_repository_url(row(name, version), architecture)
-    assert found.endswith(url) and bool(found) == bool(url)
+def test_nvidias_repository(name: str, version: str, architecture: str, folder: str) -> None:
+    assert nvidia_folder(row(name, version), architecture) == folder
 
 
 def test_dockers_own_repository() -> None:

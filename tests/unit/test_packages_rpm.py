@@ -138,7 +138,8 @@ class RecordedRpm(System):
 
 COMMANDS = {
     "dnf": ("dnf", "-y", "--setopt=install_weak_deps=False", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
-    "yum": ("yum", "-y", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
+    "yum": ("yum", "-y", "--setopt=skip_missing_names_on_install=0", "install", "gcc",
+            "kernel-devel-5.14.0-427.el9.x86_64"),
     "zypper": ("zypper", "--non-interactive", "install", "--no-recommends", "--", "gcc",
                "kernel-devel=5.14.0-427.el9.x86_64"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.errors import GpuprovError
-from gpuprov.pgp import dearmored, fingerprints
+from gpuprov.pgp import dearmored, fingerprints, key_ids
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ def test_fingerprints_are_those_that_gpg_tells(keys: Keys, algorithms: tuple[str
     exported = keys.export(*algorithms, armored=armored)
     assert sorted(fingerprints(exported)) == sorted(keys.prints[name] for name in algorithms)
     assert dearmored(exported) == keys.export(*algorithms)
+
+
+def test_signatures_name_a_key_or_one_of_its_subkeys(keys: Keys) -> None:
+    listed = gpg(
+        keys.home, "--with-colons", "--with-subkey-fingerprints", "--list-keys", keys.prints["rsa2048"]
+    ).decode()
+    ids = {found[-16:].lower() for found in re.findall(r"^fpr:+([0-9A-F]{40}):", listed, re.MULTILINE)}
+    assert key_ids(keys.export("rsa2048", armored=True)) == ids
+    assert len(ids) == 2
 
 
 def test_several_armored_blocks_in_one_file_all_count(keys: Keys) -> None:

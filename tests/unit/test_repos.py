@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,23 @@ def test_nvidias_repository_comes_with_its_toolkit() -> None:
         "https://mirror.example.org/toolkit/gpgkey",
         "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
     )
+
+
+def test_release_candidates_lie_beside_the_stable_releases() -> None:
+    found = repositories(HostSpec(toolkit="nvidia", toolkit_channel="experimental"), "x86_64")
+    base = "https://nvidia.github.io/libnvidia-container"
+    assert [one.uri for one in found] == [f"{base}/stable/deb/amd64", f"{base}/experimental/deb/amd64"]
+    assert {one.key_url for one in found} == {f"{base}/gpgkey"}
+    assert len({one.source_path for one in found}) == 2
+    assert repositories(HostSpec(toolkit_channel="experimental"), "x86_64") == ()
+
+
+def test_back_on_the_stable_channel_the_other_repository_goes() -> None:
+    both = HostSpec(toolkit="nvidia", toolkit_channel="experimental")
+    files = {one.source_path: fact(str(one)) for one in repositories(both, "x86_64")}
+    changes = plan_repositories(files, replace(both, toolkit_channel="stable"), "x86_64")
+    gone = [change.path for change in changes if isinstance(change, RemoveFile)]
+    assert gone == ["/etc/apt/sources.list.d/gpuprov-nvidia-container-toolkit-experimental.sources"]
 
 
 def test_a_bare_host_gets_the_key_before_the_source() -> None:

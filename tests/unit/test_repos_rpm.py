@@ -151,6 +151,15 @@ def test_nvidias_toolkit_comes_with_signed_metadata() -> None:
     assert (one.signed_metadata, one.signed_packages) == (True, False)
 
 
+@pytest.mark.parametrize("manager", ["dnf", "yum", "zypper"])
+def test_release_candidates_lie_beside_the_stable_releases(manager: str) -> None:
+    found = repositories(parse_spec({"toolkit": "nvidia", "toolkit_channel": "experimental"}), manager, "x86_64")
+    base = "https://nvidia.github.io/libnvidia-container"
+    assert [one.uri for one in found] == [f"{base}/stable/rpm/x86_64", f"{base}/experimental/rpm/x86_64"]
+    assert len({one.file_path for one in found}) == 2
+    assert all("repo_gpgcheck=1" in str(one) for one in found)
+
+
 def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
     rocky = find_distribution("rocky", "9")
     assert rocky is not None

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuprov import packages_rpm
 from gpuprov.bundle import use, use_rpm
 from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundleFile, BundlePackage, Manifest
 from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
 from gpuprov.bundle.rpm_sources import RpmSource, rpm_sources
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.facts import HostFacts, OperatingSystem, gather
+from gpuprov.packages import PackageFacts
 from gpuprov.repos_rpm import InstallRpmKey
 from gpuprov.spec import HostSpec
+from gpuprov.system import Completed, System
 from tests.unit.fake_host import FakeHost
 
 KEY, OTHER = "A" * 40, "B" * 40
@@ -149,3 +154,34 @@ def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: str, p
     text = use_rpm.source_text(manager)
     assert f"\n{packages_key}=1\n" in text and "\nrepo_gpgcheck=1\n" in text
     assert f"\nbaseurl=file://{FOLDER}/repository\n" in text
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "words"),
+    [
+        ("rocky", "9", ["dnf", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
+        ("centos", "7", ["yum", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
+        ("amzn", "2", ["yum", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
+        ("sles", "15.6", ["zypper", "--reposd-dir", f"{FOLDER}/repos.d", "--cache-dir", f"{FOLDER}/cache"]),
+    ],
+)
+def test_the_bundle_is_the_only_source(tmp_path: Path, distribution: str, version: str, words: list[str]) -> None:
+    manifest = dataclasses.replace(MANIFEST, distribution=distribution, version=version)
+    host = Recording(str(tmp_path))
+    manager = use_rpm.manager_of(manifest)
+    for change in packages_rpm.plan(PackageFacts(manager, {}), ["gcc"], options=use_rpm.options(BundleFacts(manifest))):
+        change.apply(host, lambda message, done, total: None)
+    asked = [command for command in host.commands if command[0] == manager]
+    assert [list(command[: len(words)]) for command in asked] == [words, words]
+
+
+class Recording(System):
+    """A host that carries out nothing."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.commands: list[tuple[str, ...]] = []
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        self.commands.append(tuple(argv))
+        return Completed(tuple(argv), 0, "", "")

@@ -1,0 +1,34 @@
+"""The keys that sign the packages of rpm's distributions, as data: where each lies, and its full fingerprint.
+
+Sources: rockylinux.org/resources/gpg-key-info, almalinux.org/security, centos.org/keys, fedoraproject.org/security.
+"""
+
+from __future__ import annotations
+
+_ROCKY = "https://dl.rockylinux.org/pub/rocky/RPM-GPG-KEY-Rocky-{major}"
+_ALMA = "https://repo.almalinux.org/almalinux/RPM-GPG-KEY-AlmaLinux-{major}"
+_FEDORA = "https://src.fedoraproject.org/rpms/fedora-repos/raw/rawhide/f/RPM-GPG-KEY-fedora-{major}-primary"
+_KEYS = {
+    ("rocky", "8"): (_ROCKY, "7051C470A929F454CEBE37B715AF5DAC6D745A60"),
+    ("rocky", "9"): (_ROCKY, "21CB256AE16FC54C6E652949702D426D350D275D"),
+    ("rocky", "10"): (_ROCKY, "FC226859C0860BF0DDB95B085B106C736FEDFC85"),
+    ("almalinux", "8"): (_ALMA, "BC5EDDCADF502C077F1582882AE81E8ACED7258B"),
+    ("almalinux", "9"): (_ALMA, "BF18AC2876178908D6E71267D36CB86CB86B3716"),
+    ("almalinux", "10"): (_ALMA, "EE6DB7B98F5BF5EDD9DA0DE5DEE5C11CC2A1E572"),
+    ("centos", "7"): (
+        "https://www.centos.org/keys/RPM-GPG-KEY-CentOS-7", "6341AB2753D78A78A7C27BB124C6A8A7F4A80EB5",
+    ),
+    ("centos", "9"): (
+        "https://www.centos.org/keys/RPM-GPG-KEY-CentOS-Official", "99DB70FAE1D7CE227FB6488205B555B38483C65D",
+    ),
+    ("fedora", "42"): (_FEDORA, "B0F4950458F69E1150C6C5EDC8AC4916105EF944"),
+    ("fedora", "43"): (_FEDORA, "C6E7F081CF80E13146676E88829B606631645531"),
+    ("fedora", "44"): (_FEDORA, "36F612DCF27F7D1A48A835E4DBFCF71C6D9F90A6"),
+}  # fmt: skip
+
+
+def vendor_key(distribution: str, version: str) -> tuple[str, str] | None:
+    """Return URL and fingerprint of the key of a distribution's release, or None where gpuprov knows none."""
+    major = version.partition(".")[0]
+    found = _KEYS.get((distribution, major))
+    return (found[0].format(major=major), found[1]) if found else None

@@ -1,0 +1,179 @@
+"""Headers of a kernel that left the repositories: what is said, for whom, and what is added where it is asked for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov import apt_failures, rpm_failures, software
+from gpuprov.changes import WriteFile
+from gpuprov.distros import ROWS, Distribution, find_distribution
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, OperatingSystem, gather
+from gpuprov.packages import PackageFacts
+from gpuprov.past_kernels import Advice, advice, past_releases
+from gpuprov.plan import make_plan
+from gpuprov.repos_rpm import InstallRpmKey
+from gpuprov.spec import parse_spec
+from gpuprov.system import Completed
+from tests.unit.fake_host import FakeHost
+
+
+def row(name: str, version: str) -> Distribution:
+    found = find_distribution(name, version)
+    assert found is not None
+    return found
+
+
+def said(name: str, version: str, kernel: str, architecture: str = "x86_64") -> Advice:
+    found = advice(row(name, version), kernel, architecture)
+    assert found is not None
+    return found
+
+
+EL9, EL8 = "5.14.0-427.13.1.el9_4.x86_64", "4.18.0-477.10.1.el8_8.x86_64"
+# Distribution, version, kernel; what the advice must hold: which package of which place, and the command.
+CASES = [
+    ("debian", "12", "6.1.0-13-amd64", ["linux-headers-6.1.0-13-amd64", "snapshot.debian.org/package/linux",
+     "apt-get install linux-image-amd64 linux-headers-amd64 && reboot"]),
+    ("debian", "13", "6.12.43+deb13-cloud-arm64", ["linux-image-cloud-arm64"]),
+    ("ubuntu", "22.04", "6.8.0-1021-aws", ["linux-headers-6.8.0-1021-aws", "launchpad.net/ubuntu/+source/linux",
+     "apt-get install linux-image-aws linux-headers-aws"]),
+    ("rhel", "9", EL9, ["subscription-manager release --set 9.4", "--enable rhel-9-for-x86_64-baseos-eus-rpms",
+     "--enable rhel-9-for-x86_64-appstream-eus-rpms", f"in AppStream: kernel-devel-{EL9};"]),
+    ("rhel", "8", EL8, ["release --set 8.8", f"in BaseOS: kernel-devel-{EL8} kernel-headers-{EL8};"]),
+    ("rocky", "9", EL9, ["gpuprov_kernel_archive: true", "https://dl.rockylinux.org/vault/rocky/9.4/", "in AppStream"]),
+    ("rocky", "8", EL8, ["https://dl.rockylinux.org/vault/rocky/8.8/", "in BaseOS"]),
+    ("rocky", "8", "4.18.0-553.el8_10.x86_64", ["vault/rocky/8.10/"]),
+    ("almalinux", "9", EL9, ["https://repo.almalinux.org/vault/9.4/"]),
+    ("almalinux", "8", EL8, ["vault/8.8/BaseOS/x86_64/os/", f"take kernel-devel-{EL8}"]),
+    ("centos", "7", "3.10.0-957.12.2.el7.x86_64", ["https://vault.centos.org/7.6.1810/", "in updates"]),
+    ("centos", "7", "3.10.0-1160.119.1.el7.x86_64", ["https://vault.centos.org/7.9.2009/", "yum update kernel"]),
+    ("centos", "9", "5.14.0-503.el9.x86_64", ["kojihub.stream.centos.org", "kernel-devel-5.14.0-503.el9.x86_64"]),
+    ("fedora", "43", "6.14.2-300.fc43.x86_64", ["fedora-repos-archive",
+     "--enablerepo=updates-archive install kernel-devel-6.14.2-300.fc43.x86_64"]),
+    ("ol", "9", "5.15.0-209.161.7.2.el9uek.x86_64", ["ol9_UEKR7", "kernel-uek-devel-5.15.0"]),
+    ("ol", "9", EL9, ["ol9_appstream"]),
+    ("amzn", "2023", "6.1.94-99.176.amzn2023.x86_64", ["--releasever=latest install kernel-devel-6.1.94"]),
+    ("amzn", "2", "5.10.220-209.869.amzn2.x86_64", ["amazon-linux-extras"]),
+    ("sles", "15", "6.4.0-150600.23.30-default", ["zypper search -s --match-exact kernel-default-devel"]),
+    ("sles", "15", "6.4.0-150600.8.5-azure", ["zypper update kernel-azure"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "version", "kernel", "held"), CASES)
+def test_which_package_of_which_place_and_the_next_command(
+    name: str, version: str, kernel: str, held: list[str]
+) -> None:
+    found = said(name, version, kernel)
+    assert [words for words in held if words not in found.next_step] == []
+    assert kernel in found.meaning
+    assert "{" not in found.next_step
+
+
+def test_every_distribution_has_a_next_command() -> None:
+    kernels = ("5.14.0-427.13.1.el9_4.x86_64", "3.10.0-957.el7.x86_64", "6.4.0-150600.23.30-default")
+    for one in ROWS:
+        assert any(advice(one, kernel, "x86_64") for kernel in kernels), one.name
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "kernel", "uris"),
+    [
+        ("rocky", "9", EL9, ["https://dl.rockylinux.org/vault/rocky/9.4/BaseOS/aarch64/os/",
+                             "https://dl.rockylinux.org/vault/rocky/9.4/AppStream/aarch64/os/"]),
+        ("centos", "7", "3.10.0-1062.el7.x86_64", ["https://vault.centos.org/7.7.1908/updates/aarch64/",
+                                                   "https://vault.centos.org/7.7.1908/os/aarch64/"]),
+        ("almalinux", "8", EL8, []),
+        ("rhel", "9", EL9, []),
+        ("debian", "12", "6.1.0-13-amd64", []),
+        # A kernel of somebody else's, ELRepo's say.
+        ("rocky", "9", "6.9.8-1.elrepo.x86_64", []),
+    ],
+)  # fmt: skip
+def test_archives_that_anybody_may_read(name: str, version: str, kernel: str, uris: list[str]) -> None:
+    found = past_releases(row(name, version), kernel, "aarch64")
+    assert [one.uri for one in found] == uris
+    assert all(re.fullmatch(r"[0-9A-F]{40}", one.key_fingerprint) for one in found)
+    assert len({one.name for one in found}) == len(found)
+
+
+# -- in a plan -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rocky(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    found = gather(FakeHost(tmp_path_factory.mktemp("host") / "root", metal=True))
+    return replace(
+        found,
+        os=OperatingSystem("rocky", "9.4", "", ("rhel",), "Rocky Linux 9.4"),
+        kernel=replace(found.kernel, release=EL9, takes_modules=True),
+        packages=PackageFacts("dnf", {"kernel-core": EL9}),
+    )
+
+
+def planned(facts: HostFacts, **options: object) -> list[str]:
+    plan = make_plan(facts, parse_spec({"driver_version": "550.163.01", **options}))
+    assert plan.problems == ()
+    changes = [item.change for item in plan.changes]
+    return [one.path for one in changes if isinstance(one, (WriteFile, InstallRpmKey)) and "past-" in one.path]
+
+
+def test_no_archive_is_added_unasked(rocky: HostFacts) -> None:
+    assert planned(rocky) == []
+    assert planned(rocky, kernel_archive=True) == [
+        "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-past-baseos", "/etc/yum.repos.d/gpuprov-past-baseos.repo",
+        "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-past-appstream", "/etc/yum.repos.d/gpuprov-past-appstream.repo",
+    ]  # fmt: skip
+    # A host that builds nothing needs no headers.
+    assert software.past_releases(rocky, parse_spec({"kernel_archive": True, "driver": "preinstalled"})) == ()
+
+
+def test_an_archive_that_there_is_not_is_told(rocky: HostFacts) -> None:
+    rhel = replace(rocky, os=replace(rocky.os, id="rhel", name="Red Hat Enterprise Linux 9.4"))
+    plan = make_plan(rhel, parse_spec({"driver_version": "550.163.01", "kernel_archive": True}))
+    (problem,) = [one for one in plan.problems if "archive" in one.what]
+    assert "appstream-eus-rpms" in problem.next_step
+
+
+# -- when it fails ---------------------------------------------------------------------------------------------------
+
+SAID = {
+    "apt-get": ("debian", "12", "6.1.0-13-amd64", "E: Unable to locate package docker.io\n"
+                "E: Unable to locate package linux-headers-6.1.0-13-amd64\n"),
+    "dnf": ("rocky", "9", EL9, f"No match for argument: kernel-devel-{EL9}\nError: Unable to find a match: a"),
+    "yum": ("centos", "7", "3.10.0-957.el7.x86_64", "No package kernel-devel-3.10.0-957.el7.x86_64 available.\n"),
+    "zypper": ("sles", "15", "6.4.0-150600.23.30-default",
+               "No provider of 'kernel-default-devel = 6.4.0-150600.23.30' found."),
+}  # fmt: skip
+
+
+def failure(program: str, output: str, found: Advice) -> str:
+    done = Completed((program, "install"), 1, "", output)
+    with pytest.raises(GpuprovError) as caught:
+        if program == "apt-get":
+            apt_failures.finish(done, "headers could not be installed", found)
+        else:
+            rpm_failures.finish(done, "headers could not be installed", advice=found)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("program", SAID)
+def test_a_package_manager_without_the_headers_is_answered_with_the_advice(program: str) -> None:
+    name, version, kernel, output = SAID[program]
+    found = said(name, version, kernel)
+    text = failure(program, output, found)
+    assert f"no repository of this host has the headers of the running kernel {kernel}" in text
+    assert found.next_step in text
+    other = output.replace(found.needle, "9.9.9").replace("linux-headers", "other")
+    assert found.next_step not in failure(program, other, found)
+
+
+def test_the_plan_hands_the_advice_on(rocky: HostFacts, tmp_path: Path) -> None:
+    wanted = parse_spec({"driver_version": "550.163.01"})
+    changes = [item.change for item in make_plan(rocky, wanted).changes]
+    (found,) = [one.advice for one in changes if hasattr(one, "advice")]
+    assert found == said("rocky", "9", EL9)
