@@ -15,6 +15,7 @@ from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
+from gpuprov.cuda_facts import CudaFacts, gather_cuda
 from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
@@ -148,6 +149,7 @@ class HostFacts:
     running: RunningDriver | None = None
     fabric: FabricFacts = field(default_factory=FabricFacts)
     mig: tuple[MigGpu, ...] = ()
+    cuda: CudaFacts = field(default_factory=CudaFacts)
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
@@ -196,6 +198,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         displays=gather_displays(system),
         clock=system.clock(),
         fabric=gather_fabric(system),
+        cuda=gather_cuda(system),
     )
 
 
