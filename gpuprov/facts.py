@@ -48,6 +48,7 @@ _MANAGED_FILES = (
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     "/var/lib/gpuprov/driver-in-use",
+    "/var/lib/gpuprov/stopped.json",
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
 )

@@ -24,6 +24,7 @@ from gpuprov import (
     release,
     repos,
     repos_rpm,
+    running_driver,
     software,
     toolkit,
 )
@@ -97,7 +98,9 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
+    runtime = toolkit.runtime_path(spec)
+    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    return (*changes, *running_driver.plan_containers(facts, spec))
 
 
 def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -108,7 +111,6 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *cuda.plan_pin(facts, spec),
         *software.plan(facts, spec),
-        *cuda_run.plan(facts, spec),
         *cuda.plan_profile(facts, spec),
     )
 
@@ -119,6 +121,8 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *cuda.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig_plan.plan(facts, spec),
+        # Here, for its file has been downloaded by now in every order in which the steps are asked for.
+        *cuda_run.plan(facts, spec),
     )
 
 
@@ -147,7 +151,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, cuda.EnableStream,
         driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver, toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver,
+        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
         cuda_run.LinkCudaToolkit,
     )

@@ -67,7 +67,7 @@ def spec(host: CudaHost, **values: Any) -> HostSpec:
 
 def install(host: CudaHost, wanted: HostSpec) -> Finished:
     events: list[Event] = []
-    run_request(Request("install", spec_to_json(wanted), steps=("download", "packages")), events.append, host)
+    run_request(Request("install", spec_to_json(wanted), steps=("download", "packages", "driver")), events.append, host)
     assert isinstance(events[-1], Finished)
     return events[-1]
 
@@ -125,7 +125,9 @@ def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost
     (problem,) = finished.problems
     assert problem.what == "the CUDA toolkit 12.4 was not installed"
     assert "No space left on device" in problem.evidence
-    assert host.tree() == before
+    after = host.tree()
+    # The step before has done its own work, which stands.
+    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} == {cuda.PROFILE}
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
