@@ -46,7 +46,7 @@ _INSTALL_SECONDS = 600
 
 
 def _wants_repository(spec: HostSpec) -> bool:
-    return spec.driver == "packages" or bool(spec.cuda)
+    return spec.driver == "packages" or bool(toolkit_packages(spec))
 
 
 def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
@@ -167,8 +167,8 @@ def _is_old(facts: HostFacts) -> bool:
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the CUDA toolkit as a package, if it is asked for."""
-    return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda else ()
+    """Return the CUDA toolkit as a package, if it is asked for from there."""
+    return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda and not spec.cuda_url else ()
 
 
 def pin_packages(spec: HostSpec) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.kernel import builds_modules
 from gpuprov.module_proof import prove_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import Release, release, start_again
+from gpuprov.release import Release, release, start_again, start_all_again
 from gpuprov.spec import HostSpec
 from gpuprov.supported_gpus import module_type as choose_modules
 from gpuprov.supported_gpus import read_supported_gpus
@@ -142,7 +142,7 @@ class InstallDriver(Change):
         except GpuprovError as error:
             if not wanted.boot_id:
                 raise
-            start_again(system, tell)
+            start_all_again(system, tell)
             tell(f"{error.problems[0].what}: a reboot is to bring the new one", 0, 0)
             system.write(IN_USE_MARK, f"{wanted.boot_id}\n".encode())
             return False
@@ -247,7 +247,7 @@ class InstallDriver(Change):
         system.remove(INCOMPLETE_MARK)
         for image in before.get("blacklists", ()):
             restore_path(system, image)
-        start_again(system, lambda message, done, total: None)
+        start_all_again(system, lambda message, done, total: None)
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:

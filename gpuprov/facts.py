@@ -15,6 +15,7 @@ from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
+from gpuprov.cuda_facts import CudaFacts, gather_cuda
 from gpuprov.distros import distribution_of
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
@@ -47,6 +48,7 @@ _MANAGED_FILES = (
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     "/var/lib/gpuprov/driver-in-use",
+    "/var/lib/gpuprov/stopped.json",
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
 )
@@ -148,6 +150,7 @@ class HostFacts:
     running: RunningDriver | None = None
     fabric: FabricFacts = field(default_factory=FabricFacts)
     mig: tuple[MigGpu, ...] = ()
+    cuda: CudaFacts = field(default_factory=CudaFacts)
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
@@ -196,6 +199,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         displays=gather_displays(system),
         clock=system.clock(),
         fabric=gather_fabric(system),
+        cuda=gather_cuda(system),
     )
 
 

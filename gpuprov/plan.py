@@ -9,6 +9,7 @@ from typing import Callable
 from gpuprov import (
     boot,
     cuda,
+    cuda_run,
     driver_install,
     driver_problems,
     driver_run,
@@ -23,6 +24,7 @@ from gpuprov import (
     release,
     repos,
     repos_rpm,
+    running_driver,
     software,
     toolkit,
 )
@@ -97,11 +99,21 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return docker.plan(facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime)
+    runtime = toolkit.runtime_path(spec)
+    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    return (*changes, *running_driver.plan_containers(facts, spec))
+
+
+def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*driver_run.plan_download(facts, spec), *cuda_run.plan_download(facts, spec))
 
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*cuda.plan_pin(facts, spec), *software.plan(facts, spec), *cuda.plan_profile(facts, spec))
+    return (
+        *cuda.plan_pin(facts, spec),
+        *software.plan(facts, spec),
+        *cuda.plan_profile(facts, spec),
+    )
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -110,11 +122,13 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *cuda.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig_plan.plan(facts, spec),
+        # Here, for its file has been downloaded by now in every order in which the steps are asked for.
+        *cuda_run.plan(facts, spec),
     )
 
 
 STEPS = (
-    Step("download", driver_run.plan_download),
+    Step("download", _plan_download),
     Step("repositories", _plan_repositories),
     Step("packages", _plan_packages),
     Step("nouveau", nouveau.plan),
@@ -139,8 +153,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         cuda.EnableStream, driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver,
         toolkit.InstallRuntime,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver,
-        fabric_manager.RunFabricManager, mig.DivideGpus,
+        boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
+        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
+        cuda_run.LinkCudaToolkit,
     )
 }  # fmt: skip
 
@@ -182,6 +197,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
             *cuda.problems(facts, spec),
+            *cuda_run.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
             *mig_plan.problems(facts, spec),
             *software.problems(facts, spec),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
@@ -26,13 +27,15 @@ _LET_GO_SECONDS = 15
 class Release:
     """Units and containers that are stopped, in this order, and the modules that are then unloaded, in this order.
 
-    `boot_id`: this boot, where a reboot may help if they can't be unloaded.
+    `devices`: nodes of other names by which the modules are held too (/dev/dri). `boot_id`: this boot, where a reboot
+    may help if they can't be unloaded.
     """
 
     version: str
     modules: tuple[str, ...]
     units: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     boot_id: str = ""
 
     def lines(self) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ def release(system: System, wanted: Release, tell: Tell) -> None:
         tell(f"stopping {unit}", 0, 0)
         system.require(("systemctl", "stop", unit), f"{unit} does not stop", f"systemctl status {unit}",
                        timeout=_STOP_SECONDS)  # fmt: skip
-    holders = _wait_for_holders(system)
+    holders = _wait_for_holders(system, wanted.devices)
     if holders:
         pids = " ".join(str(one.pid) for one in holders)
         raise GpuprovError(
@@ -94,6 +97,7 @@ class ReloadDriver(Change):
         except GpuprovError as error:
             tell(f"{error.problems[0].what}: a reboot is needed", 0, 0)
             system.write(IN_USE_MARK, f"{self.release.boot_id}\n".encode())
+            start_all_again(system, tell)
         start_again(system, tell)
         loaded = discover(system).kernel_version
         return {} if loaded == self.version else {"reboot": False}
@@ -101,32 +105,45 @@ class ReloadDriver(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Start again what was stopped: the driver before is not on the disk any more."""
-        start_again(system, lambda message, done, total: None)
+        start_all_again(system, lambda message, done, total: None)
 
 
 def _write_down(system: System, wanted: Release) -> None:
+    """Add to what is written down: an earlier run may have been killed."""
     before = _stopped(system)
-    lists = {
-        "units": (*before.units, *wanted.units),
-        "containers": (*before.containers, *wanted.containers),
-        "modules": (*before.modules, *wanted.modules),
-    }
+    _write(
+        system,
+        Release(
+            "",
+            (*before.modules, *wanted.modules),
+            (*before.units, *wanted.units),
+            (*before.containers, *wanted.containers),
+        ),
+    )
+
+
+def _write(system: System, stopped: Release) -> None:
+    lists = {"modules": stopped.modules, "units": stopped.units, "containers": stopped.containers}
     system.make_directory(STATE_DIRECTORY, 0o700)
     content = json.dumps({name: list(dict.fromkeys(values)) for name, values in lists.items()})
     system.write(STOPPED, f"{content}\n".encode(), mode=0o600)
 
 
 def _stopped(system: System) -> Release:
+    return _parse(system.read_text(STOPPED) or "")
+
+
+def _parse(text: str) -> Release:
     try:
-        found = json.loads(system.read_text(STOPPED) or "")
+        found = json.loads(text)
         return Release("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
     except (ValueError, KeyError, TypeError):
         return Release("", ())
 
 
-def _wait_for_holders(system: System) -> tuple[Holder, ...]:
+def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[Holder, ...]:
     deadline = system.now() + _LET_GO_SECONDS
-    while (holders := gather_holders(system)) and system.now() < deadline:
+    while (holders := gather_holders(system, devices)) and system.now() < deadline:
         system.sleep(0.5)
     return holders
 
@@ -148,10 +165,13 @@ def _unload(system: System, name: str) -> None:
 
 
 def start_again(system: System, tell: Tell) -> None:
-    """Load the modules that are installed and start what was stopped; what does not start is told. Harmless twice."""
-    wanted = _stopped(system)
+    """Load the modules that are installed and start the units that were stopped; what does not start is told.
+
+    Containers stay written down: they need the new driver's CDI specification. Harmless twice.
+    """
     if system.status(STOPPED) is None:
         return
+    wanted = _stopped(system)
     if wanted.modules and discover(system).library_version:
         load_driver(system)
         for name in reversed(wanted.modules):
@@ -160,7 +180,49 @@ def start_again(system: System, tell: Tell) -> None:
     for unit in reversed(wanted.units):
         done = system.run(("systemctl", "start", unit), timeout=_STOP_SECONDS)
         tell(f"{unit} runs again" if done.ok else f"{unit} did not start again: {done.evidence(2)}", 0, 0)
-    for name in wanted.containers:
+    if wanted.containers:
+        _write(system, Release("", (), (), wanted.containers))
+    else:
+        system.remove(STOPPED)
+
+
+def start_all_again(system: System, tell: Tell) -> None:
+    """Do the same with containers too, where the driver before is the one that they knew."""
+    start_again(system, tell)
+    _start_containers(system, _stopped(system).containers, tell)
+
+
+def _start_containers(system: System, names: tuple[str, ...], tell: Tell) -> None:
+    for name in names:
         done = system.run(("docker", "start", name), timeout=_STOP_SECONDS)
         tell(f"container {name} runs again" if done.ok else f"{name} did not start again: {done.evidence(2)}", 0, 0)
     system.remove(STOPPED)
+
+
+@dataclass(frozen=True)
+class StartContainers(Change):
+    """The containers that were stopped for another driver shall run again."""
+
+    names: tuple[str, ...]
+
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"start again: {', '.join(self.names)}"
+
+    @property
+    def key(self) -> str:
+        return "start the containers again"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        _start_containers(system, self.names, tell)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Nothing: they ran before."""
+
+
+def stopped_containers(content: bytes) -> tuple[str, ...]:
+    """Return the containers that the file of what was stopped names."""
+    return _parse(content.decode("utf-8", "replace")).containers

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.boot_files import PERSISTENCE
+from gpuprov.changes import Change
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.holders import Holder, RunningDriver, gather_holders
 from gpuprov.kernel import builds_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import Release
+from gpuprov.release import STOPPED, Release, StartContainers, stopped_containers
 from gpuprov.runfile import knows
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
@@ -54,8 +55,7 @@ def is_other(facts: HostFacts) -> bool:
 
 def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     """Return what uses the loaded driver; reads only, by four commands."""
-    drm_nodes = [node.path for gpu in facts.driver.gpus for node in gpu.drm_nodes]
-    holders = gather_holders(system, drm_nodes)
+    holders = gather_holders(system, _drm_nodes(facts))
     names = (*UNITS, DISPLAY_MANAGER)
     # `is-active` says one word a unit, in order (systemctl(1)).
     words = system.run(("systemctl", "is-active", *names)).stdout.split()
@@ -68,6 +68,10 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
         display_manager=_own_name(system) if DISPLAY_MANAGER in active else "",
         holders=holders,
     )
+
+
+def _drm_nodes(facts: HostFacts) -> tuple[str, ...]:
+    return tuple(node.path for gpu in facts.driver.gpus for node in gpu.drm_nodes)
 
 
 def _own_name(system: System) -> str:
@@ -136,6 +140,7 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
             modules=running.modules,
             units=(*display, *running.units),
             containers=tuple(sorted(running.containers.values())),
+            devices=_drm_nodes(facts),
             boot_id=facts.reboot.boot_id if beside else "",
         )
     )
@@ -170,6 +175,14 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
         if not ours and not desktop:
             found.append(holder)
     return tuple(found)
+
+
+def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the start of the containers that are, or will be, stopped for another driver: once all else is done."""
+    found = facts.files.get(STOPPED)
+    release = way(facts, spec).release
+    names = (*(stopped_containers(found.content) if found else ()), *(release.containers if release else ()))
+    return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

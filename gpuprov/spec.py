@@ -261,6 +261,13 @@ class HostSpec:
         "The CUDA toolkit to install from NVIDIA's repository, such as 12.4. Default: none; containers bring theirs.",
         validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"),
     )
+    cuda_url: str = _text(
+        "",
+        "Where the toolkit's own .run file lies (a URL, or an absolute path on the host), if it is not to come from "
+        "the repository: it is installed into /usr/local/cuda-VERSION, and /usr/local/cuda is linked to it.",
+        _URL_OR_PATH,
+    )
+    cuda_sha256: str = _text("", "The SHA-256 of that file. Needed with a URL.", _SHA256)
     cuda_repository: str = _text(
         "https://developer.download.nvidia.com/compute/cuda/repos",
         "Where NVIDIA's CUDA repositories, or their mirror, lie: a folder for each distribution below it.",

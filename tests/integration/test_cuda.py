@@ -1,13 +1,15 @@
-"""The CUDA toolkit from a signed repository laid out as NVIDIA's is, by real apt on a real host."""
+"""The CUDA toolkit on a real host: from a signed repository laid out as NVIDIA's is, by real apt; from its .run."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 
 import pytest
 
 from tests.lab.fixtures import Site, gpuprov
 from tests.lab.repository import build_repository
+from tests.simgpu.cuda_run import build_cuda_run
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 
@@ -32,3 +34,19 @@ def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site) -> Non
     assert gpuprov("rollback", "--hosts", inventory).returncode == 0
     assert "cuda" not in host.ssh("ls /etc/apt/sources.list.d /etc/apt/keyrings /etc/profile.d").stdout
     assert host.ssh("dpkg-query -W -f '${Status}' cuda-toolkit-12-4 2>/dev/null || echo gone").stdout.strip() == "gone"
+
+
+def test_the_toolkit_comes_from_its_run_file_and_goes_again(site: Site) -> None:
+    host = site.hosts["main"]
+    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    file = build_cuda_run(site.lab.www)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    wanted = {"gpuprov_cuda": "12.4", "gpuprov_cuda_url": f"{site.lab.url}/{file.name}"}
+    inventory = site.inventory("main", **wanted, gpuprov_cuda_sha256=digest)
+    done = gpuprov("install", "--hosts", inventory)
+    assert done.returncode == 0, done.stdout
+    assert host.ssh("sh -lc 'nvcc'").stdout.strip() == "Cuda compilation tools, release 12.4"
+    assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
+    assert gpuprov("rollback", "--hosts", inventory).returncode == 0
+    left = host.ssh("ls -d /usr/local/cuda* /etc/profile.d/*cuda* /etc/ld.so.conf.d/cuda* 2>/dev/null", check=False)
+    assert left.stdout == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.cdi.discover import discover
 from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeProgress, Event, Finished, Planned
+from gpuprov.events import ChangeDone, ChangeProgress, Event, Finished, Planned
 from gpuprov.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.reboot_state import IN_USE_MARK
@@ -21,7 +22,7 @@ from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.running_driver import parse_containers
 from gpuprov.spec import parse_spec, spec_to_json
-from gpuprov.system import Completed
+from gpuprov.system import Completed, System
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 
@@ -164,10 +165,12 @@ def host(tmp_path: Path) -> LoadedHost:
     return LoadedHost(tmp_path / "root")
 
 
-def install(host: FakeHost, *, check: bool = False, **values: Any) -> tuple[Finished, list[Event]]:
+def install(
+    host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = ("reboot", "driver"), **values: Any
+) -> tuple[Finished, list[Event]]:
     events: list[Event] = []
     spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", **values})
-    request = Request("install", spec_to_json(spec), check=check, diff=True, steps=("reboot", "driver"))
+    request = Request("install", spec_to_json(spec), check=check, diff=True, steps=steps)
     run_request(request, events.append, host)
     assert isinstance(events[-1], Finished)
     return events[-1], events
@@ -234,6 +237,20 @@ def test_containers_with_gpus_are_known_by_what_they_asked_for(name: str) -> Non
     assert parse_containers(text, {CONTAINER}) == {CONTAINER: "one"}
 
 
+def test_a_real_process_in_a_namespace_of_its_own_is_found_while_it_lives() -> None:
+    """As in a container: the device is the container's own node, and the kernel says its path there."""
+    script = "mount -t tmpfs none /dev && echo x > /dev/nvidia0 && exec 9</dev/nvidia0 && echo ready && read -r end"
+    command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", script)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        (found,) = (one for one in gather_holders(System()) if one.pid == process.pid)
+        assert found.device == "/dev/nvidia0"
+        assert found.command.startswith("sh -c mount")
+        process.stdin.close()
+    assert [one for one in gather_holders(System()) if one.pid == process.pid] == []
+
+
 # -- the way past it -------------------------------------------------------------------------------------------------
 
 
@@ -281,11 +298,25 @@ def test_a_container_is_stopped_with_consent_alone_and_runs_again(host: LoadedHo
     assert problem.evidence == "container train uses a GPU"
     assert "gpuprov_stop_containers: true" in problem.next_step
     assert host.running == {"train"}
-    finished, _ = install(host, stop_containers=True)
+    finished, events = install(host, steps=(), stop_containers=True)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert ("docker", "stop", "train") in host.commands
     assert host.running == {"train"}
     assert loaded(host) == (NEW, NEW)
+    # What it is given at its start stands in the CDI specification: that comes first.
+    keys = [event.key for event in events if isinstance(event, ChangeDone)]
+    assert keys.index("write /etc/cdi/nvidia.json") < keys.index("start the containers again")
+    assert not host.exists(STOPPED)
+
+
+def test_a_container_runs_again_with_the_old_driver_if_the_new_one_can_not_be_installed(host: LoadedHost) -> None:
+    host.container("train", 900)
+    host.installer_fails = True
+    finished, _ = install(host, stop_containers=True)
+    assert finished.exit_code == ExitCode.FAILED
+    assert ("docker", "stop", "train") in host.commands
+    assert host.running == {"train"}
+    assert loaded(host) == (OLD, OLD)
 
 
 def test_a_display_manager_is_stopped_with_consent_alone(host: LoadedHost) -> None:

@@ -584,9 +584,11 @@ remove_files() {
             esac
         done
     done
+    # Without an end to the installation their list is in the order of their making.
+    [ -r "$STATE/dirs" ] || sort -r "$STATE/.dirs" > "$STATE/dirs"
     while read -r directory; do
         rmdir "$directory" 2> /dev/null || warning "Failed to delete the directory '$directory' (Directory not empty)."
-    done < "$([ -r "$STATE/dirs" ] && echo "$STATE/dirs" || echo "$STATE/.dirs")"
+    done < "$STATE/dirs"
     rm -rf "$STATE"
     ldconfig
 }

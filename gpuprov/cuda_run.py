@@ -1,0 +1,233 @@
+"""The CUDA toolkit from NVIDIA's .run file: without the driver in it, beside others, found by /usr/local/cuda.
+
+Source: NVIDIA's CUDA Installation Guide for Linux, "Runfile Installation": --silent, --toolkit, --toolkitpath,
+--override (no complaint about the compiler's version), --tmpdir; its log is /var/log/cuda-installer.log.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.boot import capture_path_itself
+from gpuprov.changes import Change, Json, Tell, restore_path
+from gpuprov.cuda_facts import version_in
+from gpuprov.driver_run import FetchRunfile
+from gpuprov.errors import GpuprovError, Problem
+from gpuprov.facts import CACHE_DIRECTORY, HostFacts
+from gpuprov.spec import HostSpec
+from gpuprov.system import Completed, System
+
+LINK = "/usr/local/cuda"
+_LOG = "/var/log/cuda-installer.log"
+_INSTALL_SECONDS = 3600
+# It unpacks to about twice its size, and what it installs is as large again.
+_UNPACKED_RATIO = 2
+_TEMPORARY = f"{CACHE_DIRECTORY}/cuda"
+
+
+def prefix_of(version: str) -> str:
+    """Return where a version lies, as NVIDIA's installers and packages put it."""
+    return f"{LINK}-{version}"
+
+
+def _source(spec: HostSpec) -> tuple[str, str]:
+    """Return where the .run file comes from and where it lies on the host."""
+    url = spec.cuda_url
+    return url, url if url.startswith("/") else f"{CACHE_DIRECTORY}/{url.rstrip('/').rpartition('/')[2]}"
+
+
+def _is_there(facts: HostFacts, spec: HostSpec) -> bool:
+    return facts.cuda.toolkits.get(prefix_of(spec.cuda), "").startswith(f"{spec.cuda}.")
+
+
+def _wanted(spec: HostSpec) -> bool:
+    return bool(spec.cuda and spec.cuda_url)
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what keeps the toolkit's .run from being installed."""
+    if spec.cuda_url and not spec.cuda:
+        return (_problem("gpuprov_cuda_url is set, and which version that is, is not", "set gpuprov_cuda: 12.4, say"),)
+    if not _wanted(spec) or _is_there(facts, spec):
+        return ()
+    url, path = _source(spec)
+    package = f"cuda-toolkit-{spec.cuda.replace('.', '-')}"
+    found = []
+    if url != path and not spec.cuda_sha256:
+        what = "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted"
+        found.append(_problem(what, "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust)"))
+    if package in facts.packages.installed:
+        what = f"CUDA {spec.cuda} on this host comes from packages; a .run over them would break both"
+        found.append(_problem(what, "leave gpuprov_cuda_url out, or purge the packages first"))
+    if facts.bundle is not None and url != path:
+        what = "a bundle holds no CUDA toolkit, and nothing else is to be fetched"
+        found.append(_problem(what, "copy the .run to the host and set gpuprov_cuda_url to its path"))
+    return tuple(found)
+
+
+def _problem(what: str, next_step: str) -> Problem:
+    return Problem(what, "gpuprov_cuda_url is set", next_step)
+
+
+def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the download of the file, or nothing where it is there or not needed."""
+    url, path = _source(spec)
+    if not _wanted(spec) or _is_there(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
+        return ()
+    return (FetchRunfile(url, path, spec.cuda_sha256),)
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the installation of the toolkit, or the link to it, or nothing."""
+    if not _wanted(spec):
+        return ()
+    prefix = prefix_of(spec.cuda)
+    if not _is_there(facts, spec):
+        return (InstallCudaToolkit(spec.cuda, _source(spec)[1], spec.cuda_sha256),)
+    return () if facts.cuda.link == prefix else (LinkCudaToolkit(prefix),)
+
+
+@dataclass(frozen=True)
+class LinkCudaToolkit(Change):
+    """/usr/local/cuda shall lead to this toolkit."""
+
+    prefix: str
+
+    def summary(self) -> str:
+        return f"link {LINK} to {self.prefix}"
+
+    def capture(self, system: System) -> Json:
+        return {"link": capture_path_itself(system, LINK)}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        _link(system, self.prefix)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before["link"])
+
+
+def _link(system: System, prefix: str) -> None:
+    found = system.status(LINK)
+    if found is not None and found.kind == "directory":
+        raise GpuprovError(
+            f"{LINK} is a folder, not a link: an older toolkit was installed into it",
+            f"{LINK}/version.json tells which",
+            f"move it away: mv {LINK} {LINK}-old",
+        )
+    system.make_link(LINK, prefix)
+
+
+@dataclass(frozen=True)
+class InstallCudaToolkit(Change):
+    """The CUDA toolkit of this version shall be installed from a .run file on the host, and linked to."""
+
+    version: str
+    path: str
+    sha256: str = ""
+
+    def summary(self) -> str:
+        return f"install the CUDA toolkit {self.version} into {prefix_of(self.version)}, link {LINK} to it"
+
+    @property
+    def key(self) -> str:
+        return f"install the CUDA toolkit {self.version}"
+
+    def capture(self, system: System) -> Json:
+        prefix = prefix_of(self.version)
+        # The loader's list of the toolkit's libraries, as the installer names it.
+        loader = f"/etc/ld.so.conf.d/cuda-{self.version.replace('.', '-')}.conf"
+        return {
+            "prefix": prefix,
+            "existed": system.exists(prefix),
+            "paths": [capture_path_itself(system, path) for path in (LINK, loader)],
+            "log": system.exists(_LOG),
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        self._inspect(system)
+        self._require_space(system)
+        prefix = prefix_of(self.version)
+        system.remove_tree(_TEMPORARY)
+        system.make_directory(_TEMPORARY, 0o700)
+        arguments = ("--silent", "--toolkit", f"--toolkitpath={prefix}", "--override", f"--tmpdir={_TEMPORARY}")
+        tell(f"installing into {prefix}; this takes minutes", 0, 0)
+        try:
+            done = system.run(("sh", self.path, *arguments), timeout=_INSTALL_SECONDS)
+        finally:
+            system.remove_tree(_TEMPORARY)
+        self._prove(system, done)
+        _link(system, prefix)
+        if self.path.startswith(f"{CACHE_DIRECTORY}/"):
+            system.remove(self.path)
+        return {}
+
+    def _inspect(self, system: System) -> None:
+        start = system.read_start(self.path, 512)
+        if start is None:
+            raise GpuprovError(f"there is no file {self.path} on this host", "", "check gpuprov_cuda_url")
+        if not start.startswith(b"#!"):
+            seen = start[:80].decode("utf-8", "replace").strip()
+            raise GpuprovError(
+                "this is no CUDA .run file", f"{self.path} begins with {seen!r}", "check gpuprov_cuda_url"
+            )
+        if self.sha256 and (digest := system.sha256(self.path)) != self.sha256:
+            raise GpuprovError(
+                "the CUDA toolkit's file is not the one that was asked for",
+                f"{self.path} has SHA-256 {digest}, gpuprov_cuda_sha256 is {self.sha256}",
+                "get the file anew, or correct the digest",
+            )
+
+    def _require_space(self, system: System) -> None:
+        found = system.status(self.path)
+        need = (found.size if found else 0) * _UNPACKED_RATIO
+        for place in (CACHE_DIRECTORY, "/usr/local"):
+            free = system.free_bytes(place)
+            if free < need:
+                raise GpuprovError(
+                    f"not enough room on the file system of {place} to install the CUDA toolkit",
+                    f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
+                    f"make room: df -h {place}",
+                )
+
+    def _prove(self, system: System, done: Completed) -> None:
+        """Look for oneself: the installer's log, the toolkit's version, its compiler."""
+        prefix = prefix_of(self.version)
+        log = system.read_text(_LOG) or ""
+        decisive = next((line.strip() for line in log.splitlines() if re.match(r"\s*\[?ERROR\]?", line)), "")
+        if not done.ok or not system.exists(f"{prefix}/bin/nvcc"):
+            raise GpuprovError(
+                f"the CUDA toolkit {self.version} was not installed",
+                f"{done.evidence(4)}\n{_LOG}: {decisive}".strip(),
+                f"see {_LOG}; what it lacks stands there",
+            )
+        found = version_in(system, prefix)
+        if not found.startswith(f"{self.version}."):
+            raise GpuprovError(
+                f"the file brought the CUDA toolkit {found or '(unknown)'}, asked for is {self.version}",
+                f"{prefix}/version.json",
+                "correct gpuprov_cuda or gpuprov_cuda_url",
+            )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Take away the folder that was not there before, and what the installer left beside it."""
+        prefix = before["prefix"]
+        if not before["existed"]:
+            if system.exists(f"{prefix}/bin/cuda-uninstaller"):
+                # It knows of menu entries and the like; what it leaves of the folder goes below.
+                system.run((f"{prefix}/bin/cuda-uninstaller", "--silent"), timeout=_INSTALL_SECONDS)
+            system.remove_tree(prefix)
+        for image in before["paths"]:
+            restore_path(system, image)
+        if not before["log"]:
+            system.remove(_LOG)
+        system.run(("ldconfig",), timeout=120)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        if not before["existed"]:
+            return ()
+        return (f"{before['prefix']} was there before gpuprov installed into it, and stays",)

@@ -1,0 +1,172 @@
+"""The CUDA toolkit from its .run: installed once, linked, proved, taken away again; whatever fails leaves nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from gpuprov import cuda, cuda_run
+from gpuprov.apply import last_undoable_run, roll_back
+from gpuprov.changes import Change
+from gpuprov.cuda_run import InstallCudaToolkit, LinkCudaToolkit
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.events import Event, Finished
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packages import PackageFacts
+from gpuprov.plan import CHANGE_KINDS
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.system import Completed
+from tests import simgpu
+from tests.simgpu.cuda_run import build_cuda_run
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+PREFIX = "/usr/local/cuda-12.4"
+
+
+class CudaHost(FakeHost):
+    """A host with a driver, on which the toolkit's .run is really run, below the root prefix."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        simgpu.install_tree(root)
+        (root / "usr/local").mkdir()
+        (root / "etc/profile.d").mkdir()
+        self.file = build_cuda_run(root)
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        words = tuple(argv)
+        if words[0] == "sh" or words[0].endswith("cuda-uninstaller"):
+            real = [str(self.path(word)) if word.startswith("/") else word for word in words]
+            environment = {**os.environ, "ROOT": str(self.root)}
+            done = subprocess.run(real, capture_output=True, text=True, env=environment, check=False)
+            return Completed(words, done.returncode, done.stdout, done.stderr)
+        if words[0] == "ldconfig":
+            return Completed(words, 0)
+        return super().run(argv, **more)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> CudaHost:
+    return CudaHost(tmp_path / "root")
+
+
+def spec(host: CudaHost, **values: Any) -> HostSpec:
+    defaults = {"driver": "preinstalled", "cuda": "12.4", "cuda_url": f"/{host.file.name}"}
+    return parse_spec({**defaults, **values})
+
+
+def install(host: CudaHost, wanted: HostSpec) -> Finished:
+    events: list[Event] = []
+    run_request(Request("install", spec_to_json(wanted), steps=("download", "packages", "driver")), events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def planned(facts: HostFacts, wanted: HostSpec) -> list[Change]:
+    return [*cuda_run.plan_download(facts, wanted), *cuda_run.plan(facts, wanted)]
+
+
+def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> None:
+    wanted = spec(host, cuda_sha256=hashlib.sha256(host.file.read_bytes()).hexdigest())
+    finished = install(host, wanted)
+    assert (finished.exit_code, finished.changed) == (ExitCode.DONE, 2), finished.problems
+    assert gather(host).cuda.toolkits == {PREFIX: "12.4.1"}
+    assert gather(host).cuda.link == PREFIX
+    assert "/usr/local/cuda/bin" in (host.read_text(cuda.PROFILE) or "")
+    assert install(host, wanted).changed == 0
+    assert cuda.with_repository(gather(host), wanted).repositories == ()
+    assert cuda.toolkit_packages(wanted) == ()
+
+
+def test_a_roll_back_leaves_nothing_of_it(host: CudaHost) -> None:
+    before = host.tree()
+    install(host, spec(host))
+    run = last_undoable_run(host)
+    assert run is not None
+    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    left = {path for path in {*before, *host.tree()} if before.get(path) != host.tree().get(path)}
+    # Folders that the installer made for its menu entry.
+    assert left <= {"/usr/share/applications", "/etc/ld.so.conf.d"}
+
+
+def test_another_version_takes_the_link_and_a_roll_back_gives_it_back(host: CudaHost) -> None:
+    install(host, spec(host))
+    newer = build_cuda_run(host.root, "12.6.0")
+    assert install(host, spec(host, cuda="12.6", cuda_url=f"/{newer.name}")).exit_code == ExitCode.DONE
+    assert gather(host).cuda.link == "/usr/local/cuda-12.6"
+    (change,) = cuda_run.plan(gather(host), spec(host))
+    assert change == LinkCudaToolkit(PREFIX)
+    before = change.capture(host)
+    change.apply(host, lambda *words: None)
+    assert gather(host).cuda.link == PREFIX
+    LinkCudaToolkit.undo(host, before, {})
+    run = last_undoable_run(host)
+    assert run is not None
+    roll_back(host, run, CHANGE_KINDS, lambda event: None)
+    assert (gather(host).cuda.link, list(gather(host).cuda.toolkits)) == (PREFIX, [PREFIX])
+
+
+def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost) -> None:
+    (host.root / "etc/simrun.fail").write_text("cuda\n")
+    (host.root / "usr/share/applications").mkdir(parents=True)
+    (host.root / "etc/ld.so.conf.d").mkdir()
+    before = host.tree()
+    finished = install(host, spec(host))
+    (problem,) = finished.problems
+    assert problem.what == "the CUDA toolkit 12.4 was not installed"
+    assert "No space left on device" in problem.evidence
+    after = host.tree()
+    # The step before has done its own work, which stands.
+    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} == {cuda.PROFILE}
+
+
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another version": (lambda path: build_cuda_run(path.parent, "12.6.1").replace(path), "brought the CUDA toolkit"),
+    "a web page": (lambda path: path.write_text("<html>"), "this is no CUDA .run file"),
+    "nothing": (lambda path: path.unlink(), "there is no file"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_file_is_refused(host: CudaHost, name: str) -> None:
+    change, what = FILES[name]
+    change(host.file)
+    finished = install(host, spec(host))
+    assert what in finished.problems[0].what
+    assert gather(host).cuda.toolkits == {}
+
+
+def test_another_digest_is_refused_before_anything_is_run(host: CudaHost) -> None:
+    with pytest.raises(GpuprovError, match="not the one that was asked for"):
+        InstallCudaToolkit("12.4", f"/{host.file.name}", "0" * 64).apply(host, lambda *words: None)
+    assert not host.exists("/var/log/cuda-installer.log")
+
+
+def test_a_folder_in_the_links_place_is_told(host: CudaHost) -> None:
+    (host.root / "usr/local/cuda").mkdir()
+    with pytest.raises(GpuprovError, match="/usr/local/cuda is a folder, not a link"):
+        LinkCudaToolkit(PREFIX).apply(host, lambda *words: None)
+
+
+def test_a_download_needs_a_digest_and_packages_keep_their_place(host: CudaHost) -> None:
+    facts, url = gather(host), "https://example.com/cuda_12.4.1_linux.run"
+    (problem,) = cuda_run.problems(facts, spec(host, cuda_url=url))
+    assert "SHA-256" in problem.what
+    wanted = spec(host, cuda_url=url, cuda_sha256="a" * 64)
+    assert cuda_run.problems(facts, wanted) == ()
+    assert [change.summary() for change in planned(facts, wanted)] == [
+        f"download {url}", "install the CUDA toolkit 12.4 into /usr/local/cuda-12.4, link /usr/local/cuda to it",
+    ]  # fmt: skip
+    packaged = replace(facts, packages=PackageFacts("apt", {"cuda-toolkit-12-4": "12.4.1-1"}))
+    assert "comes from packages" in cuda_run.problems(packaged, wanted)[0].what
+    assert "which version" in cuda_run.problems(facts, spec(host, cuda=""))[0].what
