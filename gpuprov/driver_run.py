@@ -274,7 +274,9 @@ class InstallDriver(Change):
             # Half an uninstallation is no driver: the next installation must not take it for one.
             system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
             system.run((uninstaller, "--silent"), timeout=600)
-        system.remove(INCOMPLETE_MARK)
+        # Cut short by a full disk, an installation may lack its uninstaller: what is left must not pass for a driver.
+        if discover(system).library_version != before["version"]:
+            system.remove(INCOMPLETE_MARK)
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
