@@ -244,7 +244,9 @@ class InstallDriver(Change):
         nothing_done = outcome is not None and not outcome.get("installed", True)
         if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
             _uninstall(system, before)
-        system.remove(INCOMPLETE_MARK)
+        # Cut short by a full disk, an installation may lack its uninstaller: what is left must not pass for a driver.
+        if discover(system).library_version != before["version"]:
+            system.remove(INCOMPLETE_MARK)
         for image in before.get("blacklists", ()):
             restore_path(system, image)
         start_all_again(system, lambda message, done, total: None)

@@ -71,9 +71,9 @@ _HINTS = {
 }
 
 
-def from_os_error(what: str, error: OSError) -> GpuprovError:
-    """Return what the operating system refused, as an error for people."""
-    return GpuprovError(what, str(error), _HINTS.get(error.errno or 0, ""))
+def from_os_error(what: str, error: OSError, next_step: str = "") -> GpuprovError:
+    """Return what the operating system refused, as an error for people; `next_step` where there is none for all."""
+    return GpuprovError(what, str(error), _HINTS.get(error.errno or 0, next_step))
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:

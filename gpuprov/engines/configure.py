@@ -6,7 +6,7 @@ from gpuprov.changes import parent_of
 from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Request
-from gpuprov.errors import GpuprovError
+from gpuprov.errors import GpuprovError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -44,7 +44,7 @@ def write(system: System, edits: tuple[FileEdit, ...]) -> None:
             _write(system, edit)
         except OSError as error:
             hint = "put sudo before it" if isinstance(error, PermissionError) else ""
-            raise GpuprovError(f"{edit.path} can't be written", str(error), hint) from None
+            raise from_os_error(f"{edit.path} can't be written", error, hint) from None
 
 
 def _write(system: System, edit: FileEdit) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.engines.docker_config import DAEMON_JSON
-from gpuprov.errors import GpuprovError
+from gpuprov.errors import GpuprovError, from_os_error
 from gpuprov.system import System
 
 _UNIT = "docker.service"
@@ -94,11 +94,8 @@ class ReconfigureDocker(Change):
             system.make_directory(parent_of(DAEMON_JSON))
             system.write(DAEMON_JSON, (self.content or "").encode(), mode=mode)
         except OSError as error:
-            raise GpuprovError(
-                f"{DAEMON_JSON} can't be written",
-                str(error),
-                f"lsattr {DAEMON_JSON} shows an immutable file (chattr -i), findmnt a read-only file system",
-            ) from None
+            next_step = f"lsattr {DAEMON_JSON} shows an immutable file (chattr -i)"
+            raise from_os_error(f"{DAEMON_JSON} can't be written", error, next_step) from None
 
     def _take_up(self, system: System) -> str:
         """Make docker read the file; return what went wrong, or nothing."""

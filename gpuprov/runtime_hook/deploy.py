@@ -152,10 +152,12 @@ def compile_bytecode(directory: str) -> None:
     folder = Path(directory)
     for source in sorted(folder.glob("*.py")):
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-    for entry in _ENTRIES:
-        if (folder / f"{entry}.py").exists():
-            codes = [(_dotted(name), _compiled(folder / f"{name}.py")) for name in _in_order(folder, entry)]
-            _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
+    orders = {entry: _in_order(folder, entry) for entry in _ENTRIES if (folder / f"{entry}.py").exists()}
+    # The entries share most modules.
+    compiled = {name: _compiled(folder / f"{name}.py") for name in {name for order in orders.values() for name in order}}
+    for entry, order in orders.items():
+        codes = [(_dotted(name), compiled[name]) for name in order]
+        _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
 
 
 def bytecode_is_current(directory: str) -> bool:
@@ -212,7 +214,7 @@ def _imported(tree: ast.Module) -> list[str]:
 def _compiled(source: Path) -> CodeType:
     """Return a module's code, as little of it as does the same: neither annotations nor line numbers are looked at."""
     tree = _Bare().visit(ast.parse(source.read_bytes()))
-    return _without_lines(compile(ast.fix_missing_locations(tree), source.name, "exec", dont_inherit=True, optimize=2))
+    return _without_lines(compile(tree, source.name, "exec", dont_inherit=True, optimize=2))
 
 
 class _Bare(ast.NodeTransformer):
@@ -231,7 +233,8 @@ class _Bare(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        return ast.Assign([node.target], node.value) if node.value else ast.Pass()
+        bare = ast.Assign([node.target], node.value) if node.value else ast.Pass()
+        return ast.copy_location(bare, node)
 
 
 def _without_lines(code: CodeType) -> CodeType:

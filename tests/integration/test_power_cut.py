@@ -1,7 +1,6 @@
 """A power cut at the journal's writes, on real file systems: what was not synced is gone, and the next run copes.
 
-A copy of the file below a loop device holds what the file system has handed down so far, and nothing of what is still
-in memory: that is what a cut leaves. The host's programs are played here; test_interrupted.py kills real ones.
+The host's programs are played here; test_faults_on_hosts.py cuts the power of a real one.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import contextlib
 import copy
 import os
 import shutil
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,44 +21,12 @@ from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
+from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
 
 __all__ = ["spec"]
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
-_SIZE = 400 << 20
-# The least that each does unasked: no commit every few seconds, no guess at what a program forgot to sync.
-FILE_SYSTEMS = {"ext4": "commit=3600,noauto_da_alloc", "xfs": "nouuid", "btrfs": "commit=3600"}
-
-
-@dataclass(frozen=True)
-class Disk:
-    """A file system in a file that serves as a device."""
-
-    kind: str
-    image: Path
-
-    def make(self) -> None:
-        with self.image.open("wb") as file:
-            file.truncate(_SIZE)
-        subprocess.run((f"mkfs.{self.kind}", "-q", str(self.image)), check=True, capture_output=True)
-
-    @contextlib.contextmanager
-    def mounted(self) -> Iterator[Path]:
-        place = self.image.with_suffix(".mounted")
-        place.mkdir(exist_ok=True)
-        options = f"loop,{FILE_SYSTEMS[self.kind]}"
-        subprocess.run(("mount", "-o", options, str(self.image), str(place)), check=True, capture_output=True)
-        try:
-            yield place
-        finally:
-            subprocess.run(("umount", str(place)), check=True)
-
-    def cut(self, name: str) -> Disk:
-        """Return a copy of what the device holds now."""
-        copied = replace(self, image=self.image.with_name(name))
-        subprocess.run(("cp", "--sparse=always", str(self.image), str(copied.image)), check=True)
-        return copied
 
 
 class PoweredHost(FakeHost):
@@ -94,8 +59,7 @@ class PoweredHost(FakeHost):
 
 @pytest.fixture
 def disk(kind: str) -> Iterator[Disk]:
-    # In memory: all the waiting for the disk takes none of this machine's.
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         made = Disk(kind, Path(folder) / "disk")
         made.make()
         yield made

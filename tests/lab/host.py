@@ -59,6 +59,8 @@ class Host:
         self.address = address
         self.directory = directory
         self.root = directory / "root"
+        # Where its files lie; a test may put them on a disk of its own.
+        self.storage = directory
         self._base = base
         self._bridge = bridge
         self._keys = directory.parent.parent
@@ -86,9 +88,10 @@ class Host:
         self._boot()
 
     def _mount(self) -> None:
-        for name in ("upper", "work", "root", *_BOUND):
-            (self.directory / name).mkdir(parents=True, exist_ok=True)
-        layers = f"lowerdir={self._base},upperdir={self.directory}/upper,workdir={self.directory}/work"
+        for place in (self.storage / "upper", self.storage / "work", *(self.directory / name for name in _BOUND)):
+            place.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(exist_ok=True)
+        layers = f"lowerdir={self._base},upperdir={self.storage}/upper,workdir={self.storage}/work"
         run(("mount", "-t", "overlay", "gpuprov-lab", "-o", layers, str(self.root)))
 
     def _boot(self) -> None:
@@ -143,6 +146,13 @@ class Host:
     def reset(self) -> None:
         """Bring the host back to its pristine state: about two seconds."""
         self.start()
+        self.wait_until_up()
+        self.wait_until_settled()
+
+    def boot_again(self) -> None:
+        """Boot a host that was killed from the files in its storage."""
+        self._mount()
+        self._boot()
         self.wait_until_up()
         self.wait_until_settled()
 
