@@ -61,7 +61,7 @@ def _podmans(x: Examined) -> Finding | None:
         return None
     return Finding(
         "`docker` is podman here: it takes --device nvidia.com/gpu=all, and older ones no --gpus",
-        "package podman-docker is installed", "docker run --device nvidia.com/gpu=all …", ASIDE,
+        "package podman-docker is installed", "docker run --rm --device nvidia.com/gpu=all IMAGE nvidia-smi -L", ASIDE,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def _broken(x: Examined) -> Finding | None:
     return Finding(
         f"docker can't read its configuration: {wrong[0].what}",
         f"{DAEMON_JSON}:{number}: {wrong[0].evidence}",
-        f"correct it: ${{EDITOR:-vi}} +{number} {DAEMON_JSON}; then {_start(x)}",
+        f"${{EDITOR:-vi}} +{number} {DAEMON_JSON}; {_start(x)}",
     )
 
 
@@ -86,7 +86,7 @@ def _twice(x: Examined) -> Finding | None:
     return Finding(
         f"docker does not start: {found[0]['names'].strip()} stands in {DAEMON_JSON} and on dockerd's command line",
         f"journalctl -u docker: {found[1][0]}",
-        f"take one of the two out: systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; then {_start(x)}",
+        f"systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}  # take one of the two out",
     )
 
 
@@ -163,7 +163,7 @@ def _default_unknown(x: Examined) -> Finding | None:
     return Finding(
         f"docker's default runtime {name} is one that it does not have",
         f"{_line_of(x, name)}: default-runtime: {name}",
-        f"correct it: ${{EDITOR:-vi}} {DAEMON_JSON}; then {_start(x)}", LIKELY,
+        f"${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}", LIKELY,
     )  # fmt: skip
 
 
@@ -227,8 +227,8 @@ def _rootless(x: Examined) -> Finding | None:
     return Finding(
         f"user {user} has a rootless docker of its own, which knows nothing of this one's runtimes",
         x.rootless[0],
-        'as that user: "runtimes" in ~/.config/docker/daemon.json as in /etc/docker/daemon.json; '
-        "systemctl --user restart docker",
+        "${EDITOR:-vi} ~/.config/docker/daemon.json; systemctl --user restart docker  # as that user, with `runtimes` "
+        "as in /etc/docker/daemon.json",
         ASIDE,
     )
 
@@ -240,7 +240,7 @@ def _selinux(x: Examined) -> Finding | None:
         return None
     return Finding(
         "SELinux denies containers the GPUs' devices", "\n".join(found[1]),
-        "setsebool -P container_use_devices 1; or per container: --security-opt=label=disable",
+        "setsebool -P container_use_devices 1  # or per container: --security-opt=label=disable",
         LIKELY if x.container_use_devices == "off" else POSSIBLE,
     )  # fmt: skip
 
@@ -258,13 +258,13 @@ def _apparmor(x: Examined) -> Finding | None:
 _CONTAINER_ERRORS = (
     ("bpf-refused", r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",
      "a container could not be given its devices: the engine runs without the rights to a device cgroup (rootless)",
-     "no-cgroups = true in the settings of the rootless user, or CDI"),
+     "gpuprov cdi list  # ask by CDI, or set no-cgroups = true for the rootless user"),
     ("library-not-loaded", r"load library failed: (?P<library>\S+?):",
      "NVIDIA's toolkit could not load a library of the driver", "ldconfig; ldconfig -p | grep -e nvidia-ml -e libcuda"),
     ("cdi-unresolved", r"unresolvable CDI devices? (?P<device>\S+)",
      "a container asked for a CDI device that no specification has", "gpuprov cdi list"),
     ("requirement-unmet", r"unsatisfied condition: (?P<condition>[^,\"]+)|gpuprov: requires (?P<wanted>[^,]+)",
-     "an image needs another driver than this host's", "take an image for this driver, or a newer driver"),
+     "an image needs another driver than this host's", "nvidia-smi  # take an image for this driver"),
 )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def _several(x: Examined) -> Finding | None:
     return Finding(
         f"libraries of several drivers lie here: {', '.join(versions)}",
         "\n".join(f"{path}: {version}" for path, version in x.library_files.items()),
-        f"of those that no package owns: rm {' '.join(old)}; ldconfig",
+        f"rm {' '.join(old)}; ldconfig  # those that no package owns",
         sure,
     )
 
@@ -143,19 +143,19 @@ def _no_smi(x: Examined) -> Finding | None:
 
 # -- what nvidia-smi says ---------------------------------------------------------------------------------------------
 
-_RESET = "nvidia-smi --gpu-reset (with nothing on the GPUs), or systemctl reboot"
+_RESET = "systemctl reboot"
 # Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
 _EXITS: tuple[tuple[int, str, str], ...] = (
     (3, "nvidia-smi and the driver do not fit together (an operation that this GPU does not have)", ""),
     (4, "nvidia-smi may not open the devices", "ls -l /dev/nvidia*; chmod 0666 /dev/nvidia*"),
     (6, "the driver serves no GPU", "lspci -d 10de:; dmesg | grep -i nvrm"),
-    (8, "a GPU lacks its power cable", "poweroff; connect the GPU's power cables"),
+    (8, "a GPU lacks its power cable", "poweroff  # then connect the GPU's power cables"),
     (9, "nvidia-smi does not reach the driver", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
     (10, "the kernel has trouble with a GPU's interrupts", "dmesg | grep -i -e nvrm -e irq; systemctl reboot"),
     (12, "libnvidia-ml.so.1 can't be loaded", "ldconfig; ldconfig -p | grep libnvidia-ml"),
     (13, "libnvidia-ml.so.1 is of another version than nvidia-smi", ""),
-    (14, "a GPU's infoROM is corrupted", "nvidia-bug-report.sh; replace the GPU (RMA)"),
-    (15, "a GPU is lost: it has fallen off the bus", "systemctl reboot; if it comes back: power, seating, heat"),
+    (14, "a GPU's infoROM is corrupted", "nvidia-bug-report.sh  # replace the GPU (RMA)"),
+    (15, "a GPU is lost: it has fallen off the bus", "systemctl reboot  # if it comes back: power, seating, heat"),
     (17, "the driver could not take the GPU's memory or its interrupts", "dmesg | grep -i nvrm; systemctl reboot"),
     (18, "libraries and kernel module are of different versions", ""),
     (124, "nvidia-smi hangs: a GPU does not answer", f"dmesg | grep -i -e nvrm -e xid; {_RESET}"),
@@ -218,7 +218,7 @@ def _mig_empty(x: Examined) -> Finding | None:
     return Finding(
         f"GPU {', '.join(map(str, numbers))}: MIG is enabled and has no instances, so there is nothing to compute on",
         "nvidia-smi -q -x: current_mig is Enabled, mig_devices is None",
-        f"nvidia-smi -i {number} -mig 0; or divide it: nvidia-smi mig -i {number} -lgip, then "
+        f"nvidia-smi -i {number} -mig 0  # or divide it: nvidia-smi mig -i {number} -lgip; "
         f"nvidia-smi mig -i {number} -cgi PROFILE -C",
     )
 
@@ -293,7 +293,7 @@ RULES = (
                   "nvidia-smi -i {gpu} -c DEFAULT", ASIDE)),
     Rule("row-remap-failed", DRIVER, "nvidia-smi: remapped_row_failure is Yes",
          _of_gpus(_REMAP("failure"), "^Yes", "broken memory rows could not be replaced",
-                  "nvidia-bug-report.sh; replace the GPU (RMA)", LIKELY)),
+                  "nvidia-bug-report.sh  # replace the GPU (RMA)", LIKELY)),
     Rule("row-remap-pending", DRIVER, "nvidia-smi: remapped_row_pending is Yes",
          _of_gpus(_REMAP("pending"), "^Yes", "broken memory rows wait for a reset to be replaced",
                   "nvidia-smi -i {gpu} --gpu-reset", ASIDE)),
