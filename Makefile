@@ -44,8 +44,9 @@ test: lint  ## All tests, real hosts included.
 test-fast: setup  ## The tests that need neither root nor hosts.
 	$(BIN)/python -m pytest tests/unit
 
-docs: setup  ## Write the configuration reference from the schema, the page on distributions from their table.
+docs: setup  ## Write the configuration reference from the schema, the pages on distributions and on causes from their tables.
 	$(BIN)/python -m tests.distributions_page
+	$(BIN)/python -m tests.doctor_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 

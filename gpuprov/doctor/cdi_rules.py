@@ -128,7 +128,7 @@ def _docker_without(x: Examined) -> Finding | None:
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"/etc/docker/daemon.json: features.cdi is {json.dumps(cdi)}, docker {docker.version}",
-        f'in daemon.json: "features": {{"cdi": true}}; {words.RESTART_DOCKER}',
+        f'${{EDITOR:-vi}} /etc/docker/daemon.json; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
         LIKELY,
     )
 

@@ -6,7 +6,7 @@ import re
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, DOCKER, LIKELY, POSSIBLE, Finding, Rule
+from gpuprov.doctor.finding import ASIDE, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
@@ -56,15 +56,6 @@ def _snap(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _podmans(x: Examined) -> Finding | None:
-    if "podman-docker" not in x.host.packages.installed:
-        return None
-    return Finding(
-        "`docker` is podman here: it takes --device nvidia.com/gpu=all, and older ones no --gpus",
-        "package podman-docker is installed", "docker run --device nvidia.com/gpu=all …", ASIDE,
-    )  # fmt: skip
-
-
 def _broken(x: Examined) -> Finding | None:
     wrong = parse_config(x.host.docker.config_text)[1]
     if not wrong:
@@ -74,7 +65,7 @@ def _broken(x: Examined) -> Finding | None:
     return Finding(
         f"docker can't read its configuration: {wrong[0].what}",
         f"{DAEMON_JSON}:{number}: {wrong[0].evidence}",
-        f"correct it: ${{EDITOR:-vi}} +{number} {DAEMON_JSON}; then {_start(x)}",
+        f"${{EDITOR:-vi}} +{number} {DAEMON_JSON}; {_start(x)}",
     )
 
 
@@ -86,7 +77,7 @@ def _twice(x: Examined) -> Finding | None:
     return Finding(
         f"docker does not start: {found[0]['names'].strip()} stands in {DAEMON_JSON} and on dockerd's command line",
         f"journalctl -u docker: {found[1][0]}",
-        f"take one of the two out: systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; then {_start(x)}",
+        f"systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}  # take one of the two out",
     )
 
 
@@ -163,7 +154,7 @@ def _default_unknown(x: Examined) -> Finding | None:
     return Finding(
         f"docker's default runtime {name} is one that it does not have",
         f"{_line_of(x, name)}: default-runtime: {name}",
-        f"correct it: ${{EDITOR:-vi}} {DAEMON_JSON}; then {_start(x)}", LIKELY,
+        f"${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}", LIKELY,
     )  # fmt: skip
 
 
@@ -210,78 +201,9 @@ def _hook_not_on_path(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _other_context(x: Examined) -> Finding | None:
-    found = re.search(r'"currentContext"\s*:\s*"([^"]+)"', x.texts.get("/root/.docker/config.json", ""))
-    if found is None or found[1] == "default":
-        return None
-    return Finding(
-        f"root's docker client talks to another docker: context {found[1]}",
-        f"/root/.docker/config.json: currentContext is {found[1]}", "docker context use default", LIKELY,
-    )  # fmt: skip
-
-
-def _rootless(x: Examined) -> Finding | None:
-    if not x.rootless:
-        return None
-    user = x.rootless[0].split("/")[3]
-    return Finding(
-        f"user {user} has a rootless docker of its own, which knows nothing of this one's runtimes",
-        x.rootless[0],
-        'as that user: "runtimes" in ~/.config/docker/daemon.json as in /etc/docker/daemon.json; '
-        "systemctl --user restart docker",
-        ASIDE,
-    )
-
-
-def _selinux(x: Examined) -> Finding | None:
-    pattern = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
-    found = find_in_log((*x.kernel_log, *x.audit_log), pattern)
-    if found is None or x.selinux != "Enforcing":
-        return None
-    return Finding(
-        "SELinux denies containers the GPUs' devices", "\n".join(found[1]),
-        "setsebool -P container_use_devices 1; or per container: --security-opt=label=disable",
-        LIKELY if x.container_use_devices == "off" else POSSIBLE,
-    )  # fmt: skip
-
-
-def _apparmor(x: Examined) -> Finding | None:
-    found = find_in_log(x.kernel_log, r"apparmor=\"DENIED\".*?(?:nvidia|libcuda)")
-    if found is None:
-        return None
-    return Finding(
-        "AppArmor denies something of NVIDIA's", "\n".join(found[1]), "aa-status; dmesg | grep DENIED", POSSIBLE
-    )
-
-
-# What docker's log says of containers that did not start: pattern, what it means, what to type. Of the past, mostly.
-_CONTAINER_ERRORS = (
-    ("bpf-refused", r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",
-     "a container could not be given its devices: the engine runs without the rights to a device cgroup (rootless)",
-     "no-cgroups = true in the settings of the rootless user, or CDI"),
-    ("library-not-loaded", r"load library failed: (?P<library>\S+?):",
-     "NVIDIA's toolkit could not load a library of the driver", "ldconfig; ldconfig -p | grep -e nvidia-ml -e libcuda"),
-    ("cdi-unresolved", r"unresolvable CDI devices? (?P<device>\S+)",
-     "a container asked for a CDI device that no specification has", "gpuprov cdi list"),
-    ("requirement-unmet", r"unsatisfied condition: (?P<condition>[^,\"]+)|gpuprov: requires (?P<wanted>[^,]+)",
-     "an image needs another driver than this host's", "take an image for this driver, or a newer driver"),
-)  # fmt: skip
-
-
-def _log_rule(name: str, pattern: str, what: str, step: str) -> Rule:
-    def look(x: Examined) -> Finding | None:
-        found = find_in_log(x.docker_log, pattern)
-        if found is None:
-            return None
-        return Finding(what, f"journalctl -u docker: {found[1][0][:300]}", step, ASIDE)
-
-    return Rule(name, DOCKER, f"docker's log: `{pattern.partition('|')[0]}`", look)
-
-
 RULES = (
     Rule("docker-missing", DOCKER, "neither dockerd nor podman, crio or containerd", _absent),
     Rule("docker-snap", DOCKER, "/snap/bin/docker, and no dockerd", _snap),
-    Rule("docker-is-podman", DOCKER, "package podman-docker", _podmans),
     Rule("daemon-json-broken", DOCKER, "/etc/docker/daemon.json is no JSON, or has the wrong shape", _broken),
     Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
     Rule("docker-masked", DOCKER, "the unit is masked", _masked),
@@ -300,9 +222,4 @@ RULES = (
     Rule("hook-unseen", DOCKER, "docker's log: could not select device driver, and the hook is there now",
          _hook_unseen),
     Rule("hook-not-on-path", DOCKER, "dockerd's PATH is set in its unit, without /usr/bin", _hook_not_on_path),
-    Rule("docker-context", DOCKER, "/root/.docker/config.json: currentContext is not default", _other_context),
-    Rule("docker-rootless", DOCKER, "/run/user/UID/docker.sock is there", _rootless),
-    Rule("selinux-denies", DOCKER, "Enforcing, and `avc: denied` with nvidia or xserver_misc_device_t", _selinux),
-    Rule("apparmor-denies", DOCKER, "the kernel's log: apparmor=\"DENIED\" with nvidia", _apparmor),
-    *(_log_rule(*row) for row in _CONTAINER_ERRORS),
 )  # fmt: skip

@@ -24,7 +24,9 @@ def _not_installed(x: Examined) -> Finding | None:
 
 def _unreadable(x: Examined) -> Finding | None:
     problem = next((facts.problem for facts in x.host.engines.values() if facts.problem is not None), None)
-    return None if problem is None else Finding(problem.what, problem.evidence, problem.next_step)
+    if problem is None:
+        return None
+    return Finding(problem.what, problem.evidence, f"gpuprov install --check  # {problem.next_step}")
 
 
 def _unconfigured(x: Examined) -> Finding | None:

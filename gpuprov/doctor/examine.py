@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuprov.doctor.examined import gather
 from gpuprov.doctor.finding import AREAS, ASIDE
+from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.doctor.summary import summary
 from gpuprov.errors import ExitCode, Problem

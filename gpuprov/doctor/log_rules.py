@@ -26,10 +26,14 @@ def serves_all(x: Examined) -> bool:
 
 @dataclass(frozen=True)
 class LogSign:
-    """A message of the kernel's. `what` may hold the pattern's named groups; `next_step` is what to type."""
+    """A message of the kernel's: `said` in its words, `pattern` to find it.
+
+    `what` may hold the pattern's named groups; `next_step` is what to type.
+    """
 
     name: str
     area: str
+    said: str
     pattern: str
     what: str
     next_step: Callable[[Examined], str]
@@ -49,12 +53,7 @@ def rule_of(row: LogSign) -> Rule:
         evidence = "\n".join(("dmesg:", *lines))
         return Finding(row.what.format(**named), evidence, row.next_step(x), confidence)
 
-    return Rule(row.name, row.area, f"the kernel's log: {_shown(row.pattern)}", look, row.follows)
-
-
-def _shown(pattern: str) -> str:
-    """Return a pattern as people read it."""
-    return f"`{pattern.replace(_BUS, 'BUS').replace('|', ' / ')}`"
+    return Rule(row.name, row.area, f"the kernel's log: {row.said}", look, row.follows)
 
 
 def _say(text: str) -> Callable[[Examined], str]:
@@ -77,81 +76,95 @@ def _other_branch(x: Examined) -> str:
 
 
 def _reset(x: Examined) -> str:
-    return "nvidia-smi --gpu-reset (with nothing on the GPUs), or systemctl reboot"
+    return "systemctl reboot  # or, with nothing on the GPUs: nvidia-smi --gpu-reset"
 
 
-def _enrol(x: Examined) -> str:
+def enrol(x: Examined) -> str:
+    """Return the commands after which the kernel trusts the key of the driver's modules."""
     key = next((path for path in KEYS if path in x.there), "")
     if key:
-        return f"mokutil --import {key}; systemctl reboot, and enrol the key at the console"
+        return f"mokutil --import {key}; systemctl reboot  # and enrol the key at the console"
     return (
-        "sign the modules (gpuprov_module_signing_key, gpuprov_module_signing_certificate; gpuprov install), or switch "
-        "Secure Boot off in the firmware"
+        "gpuprov install -e gpuprov_module_signing_key=KEY -e gpuprov_module_signing_certificate=CERTIFICATE  # or "
+        "switch Secure Boot off in the firmware"
     )
 
 
 _DRIVER_SIGNS = (
     LogSign(
-        "fallen-off-bus", GPUS, r"GPU [^\]]{0,120}?fallen off the bus|Xid \(PCI:[^)]*\): 79,",
+        "fallen-off-bus", GPUS, "`fallen off the bus`, or Xid 79",
+        r"GPU [^\]]{0,120}?fallen off the bus|Xid \(PCI:[^)]*\): 79,",
         "a GPU has fallen off the PCI bus",
-        _say(f"systemctl reboot; if it comes back: power, seating, heat; {_REPORT}"),
+        _say(f"{_REPORT}; systemctl reboot  # if it comes back: power, seating, heat"),
     ),
     LogSign(
-        "power-cables", GPUS, r"does not have the necessary power cables",
-        "a GPU lacks its power cable", _say("poweroff; connect the GPU's power cables"),
+        "power-cables", GPUS, "`necessary power cables`",
+        r"does not have the necessary power cables",
+        "a GPU lacks its power cable", _say("poweroff  # then connect the GPU's power cables"),
     ),
     LogSign(
-        "bar-invalid", GPUS, r"PCI I/O region assigned to your NVIDIA device is invalid|BAR\d is 0M @ 0x0",
+        "bar-invalid", GPUS, "`PCI I/O region … is invalid`, `BAR1 is 0M @ 0x0`",
+        r"PCI I/O region assigned to your NVIDIA device is invalid|BAR\d is 0M @ 0x0",
         "the firmware has given a GPU no room in the address space (BAR)",
-        _say("switch on `Above 4G decoding` in the firmware, or boot with pci=realloc; systemctl reboot"),
+        _say("systemctl reboot --firmware-setup  # switch on `Above 4G decoding`; or boot with pci=realloc"),
         follows=("fallen-off-bus",),
     ),
     LogSign(
-        "gsp-firmware-missing", MODULE, r"Direct firmware load for nvidia/\S+ failed|RmFetchGspRmImages: No firmware",
+        "gsp-firmware-missing", MODULE, "`firmware load for nvidia/… failed`",
+        r"Direct firmware load for nvidia/\S+ failed|RmFetchGspRmImages: No firmware",
         "the GPU's firmware (GSP) is not on this host, or is of another version", words.driver_again,
     ),
     LogSign(
-        "gsp-timeout", GPUS, r"Xid \(PCI:[^)]*\): (?:119|120),",
+        "gsp-timeout", GPUS, "Xid 119 or 120",
+        r"Xid \(PCI:[^)]*\): (?:119|120),",
         "the GPU's own processor (GSP) has stopped to answer", _reset,
     ),
     LogSign(
-        "bound-to-another", MODULE, rf"GPU {_BUS} is already bound to (?P<driver>[\w-]+)",
+        "bound-to-another", MODULE, "`is already bound to`",
+        rf"GPU {_BUS} is already bound to (?P<driver>[\w-]+)",
         "the driver {driver} has taken GPU {bus}", words.keep_nouveau_out, follows=("gpu-nouveau", "gpu-vfio"),
     ),
     LogSign(
-        "probe-not-called", MODULE, r"NVIDIA probe routine was not called for (?P<count>\d+) device",
+        "probe-not-called", MODULE, "`NVIDIA probe routine was not called`",
+        r"NVIDIA probe routine was not called for (?P<count>\d+) device",
         "another driver has taken {count} GPUs before NVIDIA's", words.keep_nouveau_out,
         follows=("gpu-nouveau", "gpu-vfio", "bound-to-another"),
     ),
     LogSign(
-        "needs-open-modules", MODULE, r"requires use of the NVIDIA open kernel modules",
+        "needs-open-modules", MODULE, "`requires use of the NVIDIA open kernel modules`",
+        r"requires use of the NVIDIA open kernel modules",
         "this GPU works with the open kernel modules alone, and the proprietary ones are loaded",
         _other_modules("open"),
     ),
     LogSign(
-        "needs-proprietary-modules", MODULE, r"not supported by open nvidia\.ko because it does not include",
+        "needs-proprietary-modules", MODULE, "`not supported by open nvidia.ko`",
+        r"not supported by open nvidia\.ko because it does not include",
         "this GPU works with the proprietary kernel modules alone (before Turing), and the open ones are loaded",
         _other_modules("proprietary"),
     ),
     LogSign(
-        "branch-without-gpu", MODULE, r"is not supported by the (?:NVIDIA )?(?P<version>\d[\d.]+)",
+        "branch-without-gpu", MODULE, "`is not supported by the NVIDIA … driver release`",
+        r"is not supported by the (?:NVIDIA )?(?P<version>\d[\d.]+)",
         "driver {version} does not know this GPU: too old for it, or no longer for it", _other_branch,
     ),
     LogSign(
-        "init-failed", GPUS, rf"(?:GPU {_BUS}: )?RmInitAdapter failed! \((?P<code>[^)]*)\)",
+        "init-failed", GPUS, "`RmInitAdapter failed!`",
+        rf"(?:GPU {_BUS}: )?RmInitAdapter failed! \((?P<code>[^)]*)\)",
         "the driver can't initialise a GPU (RmInitAdapter failed, {code})",
-        _say("systemctl reboot; then dmesg | grep -i nvrm; " + _REPORT), LIKELY,
+        _say(f"{_REPORT}; systemctl reboot"), LIKELY,
         ("fallen-off-bus", "power-cables", "bar-invalid", "iommu-fault", "gsp-firmware-missing", "gsp-timeout",
          "needs-open-modules", "needs-proprietary-modules", "branch-without-gpu", "xid-48", "xid-95", "xid-64"),
     ),
     LogSign(
-        "uvm-and-kaslr", MODULE, r"devmem_alloc_pagemap|uvm_pmm_devmem\w*.*-34",
+        "uvm-and-kaslr", MODULE, "`devmem_alloc_pagemap … err -34`",
+        r"devmem_alloc_pagemap|uvm_pmm_devmem\w*.*-34",
         "nvidia-uvm can't map its memory behind the kernel's (KASLR and HMM)",
         _say("echo options nvidia_uvm uvm_disable_hmm=1 > /etc/modprobe.d/nvidia-uvm-hmm.conf; "
              "modprobe -r nvidia_uvm; modprobe nvidia_uvm"), LIKELY,
     ),
     LogSign(
-        "api-mismatch", MODULE, r"API mismatch: the client '?(?P<client>[^']*?)'? .*?has the version (?P<theirs>[\d.]+)"
+        "api-mismatch", MODULE, "`API mismatch: the client … has the version`",
+        r"API mismatch: the client '?(?P<client>[^']*?)'? .*?has the version (?P<theirs>[\d.]+)"
         r".*?this kernel module has the version (?P<ours>[\d.]+)",
         "a program with libraries {theirs} has asked the kernel module {ours}", words.same_versions, LIKELY,
         ("version-mismatch",),
@@ -160,18 +173,19 @@ _DRIVER_SIGNS = (
 # What the kernel says when it refuses a module.
 _REFUSALS = (
     LogSign(
-        "key-rejected", MODULE,
+        "key-rejected", MODULE, "`Key was rejected by service`, `unavailable key is rejected`",
         r"nvidia.*?Key was rejected by service|Loading of module with unavailable key is rejected|"
         r"Loading of unsigned module is rejected|PKCS#7 signature not signed with a trusted key",
         "the kernel refuses the driver's module: it is not signed with a key that this machine trusts (Secure Boot)",
-        _enrol,
+        enrol,
     ),
     LogSign(
-        "lockdown", MODULE, r"Lockdown: \S+ unsigned module loading is restricted",
-        "the kernel is locked down and refuses unsigned modules", _enrol, follows=("key-rejected",),
+        "lockdown", MODULE, "`Lockdown: … unsigned module loading is restricted`",
+        r"Lockdown: \S+ unsigned module loading is restricted",
+        "the kernel is locked down and refuses unsigned modules", enrol, follows=("key-rejected",),
     ),
     LogSign(
-        "module-of-another-kernel", MODULE,
+        "module-of-another-kernel", MODULE, "`disagrees about version of symbol`, `version magic`",
         r"nvidia[\w-]*: (?:disagrees about version of symbol \w+|version magic '[^']*' should be '[^']*')",
         "the driver's module was built for another kernel", words.rebuild_module,
     ),
@@ -179,15 +193,15 @@ _REFUSALS = (
 # Number, what it means, what to type; docs.nvidia.com/deploy/xid-errors.
 _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
     (31, "a program on a GPU has touched memory that is not its own", _say("compute-sanitizer PROGRAM")),
-    (43, "a GPU has stopped a program's channel", _say("start the program anew; dmesg | grep -i xid")),
+    (43, "a GPU has stopped a program's channel", _say("dmesg | grep -i xid  # start the program anew")),
     (48, "a GPU has an ECC error that can't be corrected (double bit)", _reset),
     (62, "a GPU's power management has halted", _reset),
     (63, "a GPU has written down a broken memory row, and replaces it at its next reset", _reset),
-    (64, "a GPU could not replace a broken memory row", _say(f"{_REPORT}; replace the GPU (RMA)")),
+    (64, "a GPU could not replace a broken memory row", _say(f"{_REPORT}  # replace the GPU (RMA)")),
     (74, "an NVLink connection of a GPU fails", _say(f"nvidia-smi nvlink --status; systemctl reboot; {_REPORT}")),
     (92, "a GPU corrects many ECC errors (single bit)", _say("nvidia-smi -q -d ECC")),
     (94, "a GPU has an ECC error that ended one program (contained)",
-     _say("start the program anew; nvidia-smi -q -d ECC")),
+     _say("nvidia-smi -q -d ECC  # start the program anew")),
     (95, "a GPU has an ECC error that went beyond one program (uncontained)", _reset),
     (109, "a GPU's context switch has timed out", _reset),
     (140, "a GPU has ECC errors that can't be recovered", _reset),
@@ -197,7 +211,7 @@ _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
 
 def _xid(number: int, what: str, next_step: Callable[[Examined], str]) -> Rule:
     pattern = rf"Xid \(PCI:(?P<bus>[^ )]+)[^)]*\): {number},"
-    row = LogSign(f"xid-{number}", GPUS, pattern, f"{what} (Xid {number}, {{bus}})", next_step, LIKELY)
+    row = LogSign(f"xid-{number}", GPUS, f"Xid {number}", pattern, f"{what} (Xid {number}, {{bus}})", next_step, LIKELY)
     return rule_of(row)
 
 

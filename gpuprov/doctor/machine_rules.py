@@ -23,7 +23,7 @@ def _no_gpu(x: Examined) -> Finding | None:
     return Finding(
         f"there is no NVIDIA GPU in this machine{inside}",
         "/sys/bus/pci/devices: no device of vendor 10de and class 03",
-        "lspci -d 10de:; in a virtual machine pass the GPU through to it; in hardware look at seating and firmware",
+        "lspci -d 10de:  # in a virtual machine pass the GPU through to it; in hardware look at seating and firmware",
     )
 
 
@@ -33,7 +33,7 @@ def _wsl_without_gpu(x: Examined) -> Finding | None:
     missing = "/dev/dxg" if "/dev/dxg" not in x.there else "/usr/lib/wsl/lib/libcuda.so.1"
     return Finding(
         "Windows gives this WSL no GPU", f"ls {missing}: No such file or directory",
-        "in Windows: install NVIDIA's driver for Windows; wsl --update; wsl --shutdown",
+        "wsl --update; wsl --shutdown  # in Windows, with NVIDIA's driver for Windows installed there",
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _iommu(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the IOMMU refuses a GPU its memory", "\n".join(("dmesg:", *found[1])),
-        "add iommu=pt to the kernel's command line (GRUB_CMDLINE_LINUX); systemctl reboot",
+        "${EDITOR:-vi} /etc/default/grub; update-grub; systemctl reboot  # GRUB_CMDLINE_LINUX: add iommu=pt",
         ASIDE if serves_all(x) else LIKELY,
     )  # fmt: skip
 
@@ -136,6 +136,8 @@ def _wrong_driver(x: Examined) -> Finding | None:
     if step.startswith("set gpuprov_"):
         name, _, value = step.removeprefix("set ").partition(": ")
         step = f"gpuprov install -e {name}={value}"
+    else:
+        step = f"lspci -d 10de:  # {step}"
     return Finding(problem.what, problem.evidence, step, LIKELY)
 
 

@@ -8,6 +8,7 @@ from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
+from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.next_kernel import fault, newest
 
@@ -30,8 +31,8 @@ def _outside(x: Examined) -> Finding | None:
     return Finding(
         f"the driver of the machine outside is not loaded, or is not shown inside {manager}",
         "cat /proc/driver/nvidia/version: No such file or directory",
-        "on the machine outside: modprobe -a nvidia nvidia-uvm; nvidia-smi; then bind its /proc/driver/nvidia and "
-        "/dev/nvidia* into this container again, or start the container anew",
+        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine outside; then start this container anew with its "
+        "/proc/driver/nvidia and /dev/nvidia* bound into it",
     )
 
 
@@ -41,8 +42,8 @@ def _modules_disabled(x: Examined) -> Finding | None:
     seen = "/proc/sys/kernel/modules_disabled: 1" if x.host.kernel.modules_disabled else "there is no /proc/modules"
     return Finding(
         "this kernel takes no modules, so NVIDIA's driver can't be loaded", seen,
-        "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d; take it out; systemctl reboot"
-        if x.host.kernel.modules_disabled else "boot the distribution's own kernel",
+        "grep -rn modules_disabled /etc/sysctl.conf /etc/sysctl.d  # take it out, then systemctl reboot"
+        if x.host.kernel.modules_disabled else "uname -r; ls /boot  # boot the distribution's own kernel",
     )  # fmt: skip
 
 
@@ -54,9 +55,7 @@ def _unsigned(x: Examined) -> Finding | None:
     return Finding(
         "Secure Boot is on, and nobody has signed the driver's module",
         f"the EFI variable SecureBoot is 1\nmodinfo nvidia: {x.module.path} has no signer",
-        f"mokutil --import {key}; {words.rebuild_module(x)}; systemctl reboot, and enrol the key at the console"
-        if key else "gpuprov install with gpuprov_module_signing_key and gpuprov_module_signing_certificate, or switch "
-        "Secure Boot off in the firmware",
+        f"{words.rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip
 
@@ -89,7 +88,7 @@ def _dkms_failed(x: Examined) -> Finding | None:
     return Finding(
         f"DKMS has not built the driver for the running kernel {kernel}",
         f"dkms status: {line}\nmodinfo nvidia: not found",
-        f"dkms install {folder} -k {kernel}; modprobe nvidia; where it fails: "
+        f"dkms install {folder} -k {kernel}; modprobe nvidia  # where it fails: "
         f"less /var/lib/dkms/{folder}/build/make.log",
     )
 
@@ -163,16 +162,21 @@ def _next_kernel(x: Examined) -> Finding | None:
     row = distribution_of(x.host.os)
     if kernel is None or row is None or not x.driver.kernel_version:
         return None
-    reason = fault(
-        kernel,
-        headers=kernel_headers(row, kernel.release),
-        missing=next_kernel_headers(row, running, x.host.packages.installed),
-        dkms="nvidia" in x.dkms,
-    )
+    headers = kernel_headers(row, kernel.release)
+    missing = next_kernel_headers(row, running, x.host.packages.installed)
+    dkms = "nvidia" in x.dkms
+    reason = fault(kernel, headers=headers, missing=missing, dkms=dkms)
     if not reason:
         return None
-    what, _, step = reason.partition(": ")
-    return Finding(f"at the next boot the driver would be gone: {what}", f"/lib/modules/{kernel.release}", step, LIKELY)
+    build = f"dkms autoinstall -k {kernel.release}" if dkms else f"{words.gpuprov_install(x)}  # once that kernel runs"
+    steps = (
+        words.install_packages(x, *headers) if not (kernel.module or kernel.headers) and headers else "",
+        build if not kernel.module else words.install_packages(x, *missing),
+    )
+    return Finding(
+        f"at the next boot the driver would be gone: {reason.partition(': ')[0]}", f"/lib/modules/{kernel.release}",
+        "; ".join(step for step in steps if step), LIKELY,
+    )  # fmt: skip
 
 
 RULES = (

@@ -15,8 +15,8 @@ _ERRORS = {
     "ENXIO": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
     "ENODEV": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
     "EIO": ("the driver can't start the GPU behind {path}", "dmesg | grep -i -e nvrm -e xid; systemctl reboot"),
-    "EPERM": ("a device cgroup forbids {path}, on this machine itself", "on the machine outside: allow the device "
-              "(lxc.cgroup2.devices.allow = c 195:* rwm; systemd-nspawn: DeviceAllow=char-nvidia rw)"),
+    "EPERM": ("a device cgroup forbids {path}, on this machine itself", "ls -l /dev/nvidia*  # allow the device on "
+              "the machine outside: lxc.cgroup2.devices.allow = c 195:* rwm, or DeviceAllow=char-nvidia rw"),
     "EACCES": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
 }  # fmt: skip
 

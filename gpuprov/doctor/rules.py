@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.doctor import (
+    access_rules,
     cdi_rules,
     docker_rules,
     driver_rules,
@@ -14,14 +15,16 @@ from gpuprov.doctor import (
     machine_rules,
     module_rules,
     node_rules,
+    smi_rules,
     toolkit_rules,
 )
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
-    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *node_rules.RULES,
-    *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES, *engine_rules.RULES,
+    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *smi_rules.RULES,
+    *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES, *access_rules.RULES,
+    *engine_rules.RULES,
 )  # fmt: skip
 
 

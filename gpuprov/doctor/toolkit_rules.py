@@ -226,7 +226,7 @@ def _reboot_asked(x: Examined) -> Finding | None:
         return None
     return Finding(
         "gpuprov waits for a reboot of this host", f"/var/lib/gpuprov: {'; '.join(reboot.asked_for)}",
-        f"systemctl reboot; then {words.gpuprov_install(x)}", CERTAIN if not x.driver.kernel_version else LIKELY,
+        f"systemctl reboot  # then {words.gpuprov_install(x)}", CERTAIN if not x.driver.kernel_version else LIKELY,
     )  # fmt: skip
 
 

@@ -129,6 +129,6 @@ def same_versions(x: Examined) -> str:
         wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
         return f"gpuprov install{kind}{wanted}"
     return (
-        "systemctl reboot; or, with nothing on the GPUs: systemctl stop nvidia-persistenced; "
+        "systemctl reboot  # or, with nothing on the GPUs: systemctl stop nvidia-persistenced; "
         "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
     )

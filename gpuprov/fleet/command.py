@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.beside import begun_beside
 from gpuprov.fleet.history import Run, moment, new_identifier, save
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from gpuprov.fleet.progress import Progress
 
 _NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
+# What to type next: after an installation that went well, and after a verification that did not.
+_FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
 # What a run over SSH needs, and nothing before it: half a second of imports.
 _FOR_SSH = ("fabric", "rich.console", "gpuprov.fleet.run", "gpuprov.fleet.progress", "gpuprov.fleet.report")
@@ -78,6 +81,8 @@ def run_command(options: Options) -> ExitCode:
     request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
+    if options.command == "doctor":
+        results = _with_whole_commands(results, options)
     run = Run(
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
         options.check, options.hosts, options.limit,
@@ -230,12 +235,25 @@ def _report(options: Options, run: Run) -> None:
 
 
 def _next_command(options: Options) -> str:
-    """Return the command that proves what was done, with the words that chose the hosts."""
-    if options.command != "install":
-        return ""
-    words = ["gpuprov", "verify"]
-    for source in options.hosts:
-        words += ["--hosts", source]
-    if options.limit:
-        words += ["--limit", options.limit]
-    return shlex.join(words)
+    """Return the command that proves what was done, or says why the proof failed, for the same hosts."""
+    following = _FOLLOWING.get(options.command, "")
+    return shlex.join(("gpuprov", following, *_hosts_words(options, options.limit))) if following else ""
+
+
+def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
+    words = tuple(word for source in options.hosts for word in ("--hosts", source))
+    return (*words, "--limit", limit) if limit else words
+
+
+def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
+    """Return the doctor's results with `gpuprov install` as it is typed here: a host does not know its inventory."""
+    return tuple(
+        replace(result, problems=tuple(_whole(problem, options, result.host) for problem in result.problems))
+        for result in results
+    )
+
+
+def _whole(problem: Problem, options: Options, host: str) -> Problem:
+    extra = tuple(word for variable in options.extra_vars for word in ("-e", variable))
+    words = shlex.join(("gpuprov", "install", *_hosts_words(options, host if options.hosts else ""), *extra))
+    return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))

@@ -220,7 +220,9 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
             by_word.setdefault(result.word, []).append(plain(result.host))
         reasons = "; ".join(f"{word}: {listed(hosts)}" for word, hosts in by_word.items())
         done = len(results) - len(failed)
-        return f"{done} of {counted(len(results), 'host')} {_PARTICIPLES.get(command, 'done')}; {reasons}"
+        ill = command == "verify" and any(result.exit_code == ExitCode.FAILED for result in failed)
+        follow_up = f"; next: {next_command}" if next_command and ill else ""
+        return f"{done} of {counted(len(results), 'host')} {_PARTICIPLES.get(command, 'done')}; {reasons}{follow_up}"
     hosts = counted(len(results), "host")
     changes = _summed([result.changed for result in results])
     noun = "change" if changes == "1" else "changes"

@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 
 from gpuprov import __version__
 from gpuprov.cli import cli
-from gpuprov.errors import ExitCode
+from gpuprov.errors import ExitCode, Problem
 from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
+from gpuprov.fleet.result import HostResult
 from gpuprov.spec import option_names
 
 COMMANDS = (
@@ -184,7 +185,19 @@ def test_next_command_repeats_the_choice_of_hosts() -> None:
     assert command._next_command(Options("install", ("my hosts",), limit="gpu")) == (
         "gpuprov verify --hosts 'my hosts' --limit gpu"
     )
-    assert command._next_command(Options("verify", ("hosts",))) == ""
+    assert command._next_command(Options("verify", ("hosts",), limit="a")) == "gpuprov doctor --hosts hosts --limit a"
+    assert command._next_command(Options("verify")) == "gpuprov doctor"
+    assert command._next_command(Options("doctor", ("hosts",))) == ""
+
+
+def test_the_doctors_installation_is_told_as_it_is_to_be_typed_here() -> None:
+    step = "systemctl start x; gpuprov install -e gpuprov_driver=packages"
+    ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", step),))
+    (there,) = command._with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("k=a b",)))
+    said = "gpuprov install --hosts 'my hosts' --limit lab-a -e 'k=a b' -e gpuprov_driver=packages"
+    assert there.problems[0].next_step == f"systemctl start x; {said}"
+    (here,) = command._with_whole_commands((ill,), Options("doctor"))
+    assert here.problems[0].next_step == step
 
 
 def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tomllib
 
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.runtime_hook.settings import _KEYS
+from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +26,12 @@ def test_configuration_reference_is_the_schemas_own() -> None:
 def test_the_page_on_distributions_is_the_tables_own() -> None:
     text = PAGE.read_text()
     assert "| Debian 11, 12 |" in text and with_lists(text) == text, "next: make docs"
+
+
+@pytest.mark.root
+def test_the_page_of_the_doctor_is_the_rules_own() -> None:
+    text = doctor_page.PAGE.read_text()
+    assert "| `gpu-nouveau` |" in text and doctor_page.with_tables(text) == text, "next: make docs"
 
 
 def test_example_inventory_is_valid() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.doctor.examined import Examined, gather
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.request import Request
 from gpuprov.run import run_request

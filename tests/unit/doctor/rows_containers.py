@@ -282,7 +282,7 @@ CONTAINER_ROWS = (
             config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "default-runtime": "kata"})
         )(x),
         "default-runtime: kata",
-        "correct it",
+        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker",
         LIKELY,
     ),
     Row(

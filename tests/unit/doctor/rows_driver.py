@@ -156,7 +156,7 @@ DRIVER_ROWS = (
         "mismatch",
         "gpuprov install",
     ),
-    Row("nvidia-smi-124", smi(124), "exited 124: (silent)", "--gpu-reset"),
+    Row("nvidia-smi-124", smi(124), "exited 124: (silent)", "systemctl reboot"),
     Row("nvidia-smi-255", smi(255, "Failed to initialize NVML: Unknown Error"), "Unknown Error", "dmesg"),
     Row("nvidia-smi-fails", smi(77, "who knows"), "exited 77: who knows", "nvidia-smi"),
     Row("nvidia-smi-fewer", report('<gpu id="00000000:1B:00.0">', "<gpu_gone>"), "1 GPUs", "nvidia-smi -L", LIKELY),

@@ -191,7 +191,7 @@ KERNEL_ROWS = (
         "driver-outside",
         lambda x: with_driver(x, kernel_version="", gpus=(), nodes=(), present=()),
         "cat /proc/driver/nvidia/version: No such file",
-        "on the machine outside: modprobe -a nvidia",
+        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine outside",
     ),
     Row(
         "modules-disabled",

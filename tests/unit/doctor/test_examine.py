@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from gpuprov.doctor import examine
 from gpuprov.doctor.finding import AREAS
 from gpuprov.errors import ExitCode
-from gpuprov.events import CauseFound, CheckDone, Event, Finished, from_line, to_line
+from gpuprov.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import spec_to_json
@@ -69,10 +70,93 @@ def test_a_cause_is_told_with_evidence_confidence_and_what_to_type(host: DoctorH
 
 def test_it_changes_nothing(host: DoctorHost) -> None:
     (host.root / "etc/docker/daemon.json").write_text("{\n")
-    (host.root / "usr/bin/gpuprov-container-runtime").unlink()
+    (host.root / "dev/nvidia0").unlink()
     before = host.everything()
     assert len(causes(events_of(host))) >= 2
     assert host.everything() == before
+
+
+# All that the doctor ever runs; none of these changes anything.
+HARMLESS = (
+    ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("dkms", "status"), ("systemctl", "show"),
+    ("systemctl", "cat"), ("journalctl",), ("docker", "info"), ("docker", "ps"), ("getenforce",), ("getsebool",),
+    ("tail",), ("grep",), ("dpkg-query",), ("dpkg",), ("rpm",),
+)  # fmt: skip
+
+
+def test_it_runs_nothing_that_could_change_something(host: DoctorHost) -> None:
+    for program in ("journalctl", "modinfo", "dkms", "getenforce", "getsebool", "tail", "grep"):
+        host.answer(program, "")
+    host.commands.clear()
+    events_of(host)
+    assert ("nvidia-smi", "-q", "-x") in host.commands
+    assert [argv for argv in host.commands if not any(argv[: len(words)] == words for words in HARMLESS)] == []
+
+
+@pytest.mark.parametrize("trouble", ["dev/nvidia1", "proc/driver/nvidia/version", "usr/bin/nvidia-smi"])
+def test_nvidia_smi_is_not_asked_where_it_would_make_nodes_or_load_modules(host: DoctorHost, trouble: str) -> None:
+    (host.root / trouble).unlink()
+    host.commands.clear()
+    causes(events_of(host))
+    assert "nvidia-smi" not in {argv[0] for argv in host.commands}
+
+
+def rules_of(host: DoctorHost) -> list[str]:
+    return [cause.rule for cause in causes(events_of(host))]
+
+
+def test_what_lies_in_a_nodes_place_is_seen(host: DoctorHost) -> None:
+    (host.root / "dev/nvidia1").unlink()
+    (host.root / "dev/nvidia1").mkdir()
+    assert rules_of(host)[0] == "node-wrong"
+
+
+def test_a_library_that_is_gone_is_seen(host: DoctorHost) -> None:
+    next(host.root.glob("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.[0-9][0-9]*")).unlink()
+    assert rules_of(host)[0] == "nvml-missing"
+
+
+def test_a_loaders_cache_that_is_gone_is_seen(host: DoctorHost) -> None:
+    (host.root / "etc/ld.so.cache").unlink()
+    assert rules_of(host) == ["library-not-in-cache"]
+
+
+def test_settings_that_cannot_be_read_are_seen(host: DoctorHost) -> None:
+    (host.root / "etc/gpuprov").mkdir(exist_ok=True)
+    (host.root / "etc/gpuprov/container-runtime.toml").write_text("mode = \n")
+    assert rules_of(host) == ["settings-broken"]
+    (cause,) = causes(events_of(host))
+    assert cause.evidence.startswith("/etc/gpuprov/container-runtime.toml can't be read: line 1")
+
+
+def test_a_specification_of_another_driver_is_seen(host: DoctorHost) -> None:
+    path = host.root / "etc/cdi/nvidia.json"
+    path.write_text(path.read_text().replace("550.163.01", "535.261.03"))
+    found = causes(events_of(host))
+    assert [cause.rule for cause in found] == ["cdi-stale", "cdi-names-absent-files"]
+    assert found[1].follows == "cdi-stale"
+    assert re.match(r"/etc/cdi/nvidia.json:\d+: /usr/lib/\S+\.so\.535\.261\.03\n", found[1].evidence)
+
+
+def test_a_run_that_was_cut_off_is_seen(host: DoctorHost) -> None:
+    journal = host.root / "var/lib/gpuprov/runs/0002.jsonl"
+    journal.write_text('{"run":"install","id":""}\n{"begin":1,"key":"install packages","kind":"x","before":{}}\n')
+    assert rules_of(host) == ["run-cut-off"]
+
+
+def test_a_kernels_log_that_cannot_be_read_is_told(host: DoctorHost) -> None:
+    host.answer("dmesg", "dmesg: read kernel buffer failed: Operation not permitted", 1)
+    warnings = [event.message for event in events_of(host) if isinstance(event, Note)]
+    assert len(warnings) == 1
+    assert "Operation not permitted" in warnings[0]
+
+
+def test_an_aside_is_a_warning_and_fails_nothing(host: DoctorHost) -> None:
+    host.answer("dmesg", "NVRM: Xid (PCI:0000:65:00): 63, pid='N/A', Row Remapper: New row marked for remapping\n")
+    events = events_of(host)
+    assert finished(events).exit_code == ExitCode.DONE
+    assert [(cause.rule, cause.confidence) for cause in causes(events)] == [("xid-63", "aside")]
+    assert [event.level for event in events if isinstance(event, Note)] == ["warning"]
 
 
 def test_it_needs_root(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -88,3 +90,20 @@ def test_causes_are_told_by_confidence_then_in_the_order_of_dependence(x: Examin
 def test_what_a_rule_follows_from_exists(rule: Any) -> None:
     assert rule.follows == ANY_ROOT or set(rule.follows) <= {one.name for one in RULES} - {rule.name}
     assert rule.sign
+
+
+# What a step may begin with: programs of a GPU host, its package managers, and gpuprov.
+PROGRAMS = {
+    "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "dkms", "dmesg", "docker", "echo", "gpuprov",
+    "grep", "journalctl", "ldconfig", "ls", "lspci", "modprobe", "mokutil", "mv", "nvidia-bug-report.sh", "nvidia-ctk",
+    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "snap",
+    "systemctl", "uname", "update-grub", "update-initramfs", "wsl",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)
+def test_what_to_type_is_a_line_that_a_shell_takes(x: Examined, row: Row) -> None:
+    step = diagnose(row.change(x))[0].finding.next_step
+    subprocess.run(("sh", "-n", "-c", step), check=True, timeout=10)
+    commands = re.split(r"; | \| ", step.partition("  # ")[0])
+    assert {command.split()[0] for command in commands} <= PROGRAMS

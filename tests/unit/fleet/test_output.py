@@ -232,7 +232,11 @@ LAST_LINES = [
     ("install", (DONE, FAILED, GONE), False, "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"),
     ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
     ("verify", (seen("a", "1 GPU, every field the same"),), False, "1 host ready: containers see 1 GPU"),
-    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", "failed")), False, "1 of 2 hosts ready; failed: b"),
+    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", "failed")), False,
+     "1 of 2 hosts ready; failed: b; next: gpuprov doctor"),
+    ("verify", (seen("a", "2 GPUs"), GONE), False, "1 of 2 hosts ready; unreachable: lab-d"),
+    ("doctor", (DONE, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
+    ("doctor", (DONE, FAILED), False, "1 of 2 hosts found healthy; failed: lab-c"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
@@ -243,7 +247,7 @@ LAST_LINES = [
 
 @pytest.mark.parametrize(("command", "results", "check", "line"), LAST_LINES, ids=[line for *_, line in LAST_LINES])
 def test_last_line(command: str, results: Sequence[HostResult], check: bool, line: str) -> None:
-    follow_up = "gpuprov verify" if command == "install" else ""
+    follow_up = {"install": "gpuprov verify", "verify": "gpuprov doctor"}.get(command, "")
     assert last_line(command, results, check=check, next_command=follow_up) == line
 
 

@@ -1,0 +1,241 @@
+"""Gathers what the doctor looks at. Reads only.
+
+Nothing is asked that would mend or make something: as root, NVML makes device nodes and loads modules, so nvidia-smi
+runs only where the module is loaded and no node is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping, Sequence
+
+from gpuprov.boot_files import NODES, PERSISTENCE, REFRESH
+from gpuprov.cdi.discover import DriverFacts, missing_nodes
+from gpuprov.cdi.files import LIBRARY_DIRECTORIES
+from gpuprov.cdi.generate import PATH, difference
+from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.doctor.examined import FABRIC_MANAGER, KEYS, SPECIFICATION_FOLDERS, Examined, Smi
+from gpuprov.doctor.parse import (
+    docker_lines,
+    host_paths,
+    parse_modinfo,
+    parse_units,
+    telling_lines,
+)
+from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
+from gpuprov.facts import HostFacts
+from gpuprov.facts import gather as gather_host
+from gpuprov.journal import read_runs
+from gpuprov.next_kernel import gather_kernels
+from gpuprov.plan import engine_wishes
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
+from gpuprov.spec import HostSpec
+from gpuprov.system import System
+
+_SMI_SECONDS = 120
+_SECONDS = 20
+_HOOK = "nvidia-container-runtime-hook"
+_LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
+_AUDIT_LOG = "/var/log/audit/audit.log"
+_PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
+_PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
+_LARGEST_TEXT = 1 << 20
+_UNITS = ("docker.service", "containerd.service", PERSISTENCE, FABRIC_MANAGER, NODES, REFRESH)
+# Folders whose files rules search for a line, and single files.
+_TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
+_TEXT_FILES = (
+    SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
+    "/proc/driver/nvidia/params", "/proc/self/mountinfo",
+)  # fmt: skip
+# Whether these are there is asked by one rule or another.
+_WATCHED = (
+    "/dev/dxg", "/dev/kmsg", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/nvidia-smi", "/usr/bin/python3", LAUNCHER_PATH,
+    NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
+    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/proc/driver/nvidia-nvswitch/devices",
+    "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
+)  # fmt: skip
+
+
+def gather(system: System, spec: HostSpec) -> Examined:
+    """Return all that the rules look at."""
+    host = gather_host(system, engine_wishes(spec))
+    log, log_error = _kernel_log(system)
+    smi = _smi(system, host.driver)
+    texts = _texts(system)
+    specification = system.read_bytes(PATH)
+    return Examined(
+        host=host,
+        spec=spec,
+        kernel_log=log,
+        kernel_log_error=log_error,
+        smi=smi,
+        node_errors=_node_errors(system, host.driver) if smi.reason or smi.returncode else {},
+        module=parse_modinfo(_said(system, ("modinfo", "nvidia"))),
+        kernels=gather_kernels(system),
+        dkms=_said(system, ("dkms", "status")),
+        loader=_loader(system),
+        units=parse_units(
+            _said(system, ("systemctl", "show", "-p", "Id,LoadState,ActiveState,Result,UnitFileState", *_UNITS))
+        ),
+        docker_log=_docker_log(system),
+        texts=texts,
+        there=frozenset(path for path in _WATCHED if system.exists(path)),
+        absent=frozenset(path for path in _named_paths(host, texts) if not system.exists(path)),
+        modified=_modified(system),
+        settings_fault=_settings_fault(system),
+        specification_fault=difference(specification, host.driver) if specification is not None else "",
+        programs={name: path for name in ("runc", "crun", _HOOK) if (path := system.which(name))},
+        library_files=_library_files(system),
+        package_change=_package_change(system),
+        in_place={node.path: _what_lies_at(system, node.path) for node in missing_nodes(host.driver)},
+        node_modes={path: status.mode for path in host.driver.present if (status := system.status(path))},
+        links_missing=_links_missing(system, host.driver),
+        not_executable=_not_executable(system, host),
+        switches=system.list_directory("/proc/driver/nvidia-nvswitch/devices"),
+        open_run=_open_run(system),
+        docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
+        rootless=_rootless(system),
+        selinux=_said(system, ("getenforce",)).strip(),
+        container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
+        audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
+    )
+
+
+def _said(system: System, argv: Sequence[str]) -> str:
+    """Return what a command prints, nothing where it is not installed or fails."""
+    if system.which(argv[0]) is None:
+        return ""
+    done = system.run(argv, timeout=_SECONDS)
+    return done.stdout if done.ok else ""
+
+
+def _kernel_log(system: System) -> tuple[tuple[str, ...], str]:
+    """Return the telling lines, or why the log can't be read."""
+    if system.which("dmesg") is None:
+        return (), "there is no dmesg"
+    done = system.run(("dmesg",), timeout=_SECONDS)
+    return (telling_lines(done.stdout), "") if done.ok else ((), done.evidence(1))
+
+
+def _docker_log(system: System) -> tuple[str, ...]:
+    return docker_lines(
+        _said(system, ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat"))
+    )
+
+
+def _smi(system: System, driver: DriverFacts) -> Smi:
+    if system.which("nvidia-smi") is None:
+        return Smi(reason="nvidia-smi is not installed")
+    if not driver.kernel_version:
+        return Smi(reason="no driver is loaded")
+    if missing_nodes(driver):
+        return Smi(reason="device nodes are missing, which it would make")
+    done = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
+    return Smi(done.returncode, done.stdout if done.stdout.strip() else done.stderr)
+
+
+def _node_errors(system: System, driver: DriverFacts) -> Mapping[str, str]:
+    found = {}
+    for path in driver.present:
+        try:
+            system.open(path).close()
+        except OSError as error:
+            found[path] = errno.errorcode.get(error.errno or 0, str(error.errno))
+    return found
+
+
+def _loader(system: System) -> Mapping[str, str]:
+    wanted = ("libnvidia-ml.so.1", "libcuda.so.1")
+    cached = parse_cache(system.read_bytes(CACHE) or b"")
+    return {one.name: one.path for one in reversed(cached) if one.name in wanted and one.is_64_bit}
+
+
+def _texts(system: System) -> Mapping[str, str]:
+    listed = [f"{folder}/{name}" for folder in _TEXT_FOLDERS for name in system.list_directory(folder)]
+    found = {}
+    for path in (*_TEXT_FILES, *listed):
+        start = system.read_start(system.real_path(path), _LARGEST_TEXT)
+        if start is not None:
+            found[path] = start.decode("utf-8", "replace")
+    return found
+
+
+def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the paths on the host that specifications and docker name."""
+    of_specifications = (
+        path for name, text in texts.items() if name.startswith(SPECIFICATION_FOLDERS) for path, _ in host_paths(text)
+    )
+    entries = (parse_config(host.docker.config_text)[0].get("runtimes") or {}).values()
+    of_file = (str(entry.get("path") or "") for entry in entries if isinstance(entry, dict))
+    of_settings = re.findall(
+        r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', texts.get(NVIDIA_SETTINGS_PATH, ""), re.MULTILINE
+    )
+    named = (*of_specifications, *of_file, *of_settings, *(host.docker.runtimes or {}).values())
+    return tuple(path for path in named if path.startswith("/"))
+
+
+def _modified(system: System) -> Mapping[str, float]:
+    paths = (DAEMON_JSON, NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+    return {path: status.modified for path in paths if (status := system.status(path)) is not None}
+
+
+def _library_files(system: System) -> Mapping[str, str]:
+    found = {}
+    for folder in LIBRARY_DIRECTORIES:
+        # /lib64 and the like are links to the others.
+        if system.real_path(folder) == folder:
+            for name in system.list_directory(folder):
+                version = _LIBRARY.fullmatch(name)
+                if version:
+                    found[f"{folder}/{name}"] = version[1]
+    return found
+
+
+def _package_change(system: System) -> tuple[str, ...]:
+    """Return the last line of a package manager's log that tells of the driver, with its place."""
+    for path in _PACKAGE_LOGS:
+        if system.exists(path):
+            lines = _said(system, ("grep", "-nE", _PACKAGE_LINE, path)).splitlines()
+            return (f"{path}:{lines[-1]}",) if lines else ()
+    return ()
+
+
+def _what_lies_at(system: System, path: str) -> str:
+    status = system.status(path)
+    if status is None:
+        return ""
+    return f"{status.kind} {status.major}:{status.minor}" if status.kind in ("char", "block") else status.kind
+
+
+def _links_missing(system: System, driver: DriverFacts) -> tuple[str, ...]:
+    numbers = (f"{node.major}:{node.minor}" for node in driver.nodes if node.path in driver.present)
+    return tuple(path for path in (f"/dev/char/{number}" for number in numbers) if not system.exists(path))
+
+
+def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
+    found = {}
+    for path in (host.docker.runtimes or {}).values():
+        status = system.status(system.real_path(path)) if path.startswith("/") else None
+        if status is not None and status.kind == "file" and not status.mode & 0o111:
+            found[path] = status.mode
+    return found
+
+
+def _open_run(system: System) -> str:
+    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    if run is None:
+        return ""
+    return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+
+
+def _rootless(system: System) -> tuple[str, ...]:
+    paths = (f"/run/user/{user}/docker.sock" for user in system.list_directory("/run/user"))
+    return tuple(path for path in paths if system.exists(path))
+
+
+def _settings_fault(system: System) -> str:
+    _, fault = read_settings(str(system.path(SETTINGS_PATH)), str(system.path(NVIDIA_SETTINGS_PATH)))
+    root = str(system.root).rstrip("/")
+    return fault.replace(f"{root}/", "/") if root else fault

@@ -1,0 +1,160 @@
+"""Causes that nvidia-smi names, by its exit code or in its report, and the fabric of NVSwitch machines. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Callable
+
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import FABRIC_MANAGER, Examined
+from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Look, Rule
+from gpuprov.doctor.parse import per_gpu
+
+_RESET = "systemctl reboot"
+# Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
+_EXITS: tuple[tuple[int, str, str], ...] = (
+    (3, "nvidia-smi and the driver do not fit together (an operation that this GPU does not have)", ""),
+    (4, "nvidia-smi may not open the devices", "ls -l /dev/nvidia*; chmod 0666 /dev/nvidia*"),
+    (6, "the driver serves no GPU", "lspci -d 10de:; dmesg | grep -i nvrm"),
+    (8, "a GPU lacks its power cable", "poweroff  # then connect the GPU's power cables"),
+    (9, "nvidia-smi does not reach the driver", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
+    (10, "the kernel has trouble with a GPU's interrupts", "dmesg | grep -i -e nvrm -e irq; systemctl reboot"),
+    (12, "libnvidia-ml.so.1 can't be loaded", "ldconfig; ldconfig -p | grep libnvidia-ml"),
+    (13, "libnvidia-ml.so.1 is of another version than nvidia-smi", ""),
+    (14, "a GPU's infoROM is corrupted", "nvidia-bug-report.sh  # replace the GPU (RMA)"),
+    (15, "a GPU is lost: it has fallen off the bus", "systemctl reboot  # if it comes back: power, seating, heat"),
+    (17, "the driver could not take the GPU's memory or its interrupts", "dmesg | grep -i nvrm; systemctl reboot"),
+    (18, "libraries and kernel module are of different versions", ""),
+    (124, "nvidia-smi hangs: a GPU does not answer", f"dmesg | grep -i -e nvrm -e xid; {_RESET}"),
+    (255, "nvidia-smi fails in a way that it has no number for", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"),
+)  # fmt: skip
+
+
+def _exit_rule(code: int, what: str, step: str) -> Rule:
+    def look(x: Examined) -> Finding | None:
+        if x.smi.reason or x.smi.returncode != code:
+            return None
+        evidence = f"nvidia-smi exited {code}: {x.smi.first_line}"
+        return Finding(what, evidence, step or (words.same_versions(x) if code == 18 else words.driver_again(x)))
+
+    return Rule(f"nvidia-smi-{code}", DRIVER, f"nvidia-smi exits {code}", look, ANY_ROOT)
+
+
+def _other_exit(x: Examined) -> Finding | None:
+    known = {0, *(code for code, _, _ in _EXITS)}
+    if x.smi.reason or x.smi.returncode in known:
+        return None
+    seen = f"nvidia-smi exited {x.smi.returncode}: {x.smi.first_line}"
+    return Finding("nvidia-smi fails", seen, "nvidia-smi; dmesg | grep -i -e nvrm -e xid")
+
+
+def _smi_shows_fewer(x: Examined) -> Finding | None:
+    shown, known = x.smi.text.count("<gpu id="), len(x.driver.gpus)
+    if x.smi.reason or x.smi.returncode or shown >= known:
+        return None
+    return Finding(
+        f"nvidia-smi shows {shown} of the driver's {known} GPUs", f"nvidia-smi -q -x: {shown} GPUs; "
+        f"/proc/driver/nvidia/gpus: {known}", "nvidia-smi -L; dmesg | grep -i -e nvrm -e xid", LIKELY,
+    )  # fmt: skip
+
+
+def _of_gpus(place: str, value: str, what: str, step: str, sure: str = CERTAIN) -> Look:
+    """Return a look at one value that nvidia-smi -q -x shows of each GPU. `{gpu}` stands for the first one's number."""
+
+    def look(x: Examined) -> Finding | None:
+        numbers = [number for number, gpu in enumerate(per_gpu(x.smi.text)) if re.search(value, gpu.get(place, ""))]
+        if not numbers:
+            return None
+        shown = ", ".join(map(str, numbers))
+        seen = f"nvidia-smi -q -x: {place.rpartition('/')[2]} of GPU {shown} matches {value}"
+        return Finding(f"GPU {shown}: {what}", seen, step.format(gpu=numbers[0]), sure)
+
+    return look
+
+
+def _mig_empty(x: Examined) -> Finding | None:
+    gpus = per_gpu(x.smi.text)
+    numbers = [
+        number
+        for number, gpu in enumerate(gpus)
+        if gpu.get("mig_mode/current_mig") == "Enabled" and not gpu.get("mig_devices", "None").replace("None", "")
+    ]
+    if not numbers:
+        return None
+    number = numbers[0]
+    return Finding(
+        f"GPU {', '.join(map(str, numbers))}: MIG is enabled and has no instances, so there is nothing to compute on",
+        "nvidia-smi -q -x: current_mig is Enabled, mig_devices is None",
+        f"nvidia-smi -i {number} -mig 0  # or divide it: nvidia-smi mig -i {number} -lgip; "
+        f"nvidia-smi mig -i {number} -cgi PROFILE -C",
+    )
+
+
+def _fabric_missing(x: Examined) -> Finding | None:
+    unit = x.units.get(FABRIC_MANAGER)
+    if not x.switches or (unit is not None and unit.active == "active"):
+        return None
+    if unit is None or unit.load != "loaded":
+        return Finding(
+            "this machine has NVSwitches, and no fabric manager: CUDA ends with error 802",
+            f"/proc/driver/nvidia-nvswitch/devices: {len(x.switches)}\nsystemctl show {FABRIC_MANAGER}: not-found",
+            f"{words.install_packages(x, _fabric_package(x))}; systemctl enable --now nvidia-fabricmanager",
+        )
+    return Finding(
+        "the fabric manager does not run: CUDA ends with error 802",
+        f"systemctl show {FABRIC_MANAGER}: {unit.active}, {unit.result}",
+        "systemctl enable --now nvidia-fabricmanager; journalctl -u nvidia-fabricmanager -n 50",
+    )
+
+
+def _fabric_package(x: Examined) -> str:
+    """Return the package: one of the driver's branch before 580, one name for all after it."""
+    version = x.driver.kernel_version or x.driver.library_version
+    branch = version.partition(".")[0]
+    if branch.isdigit() and int(branch) >= 580:
+        return f"nvidia-fabricmanager{'=' if x.host.packages.manager == 'apt' else '-'}{version}*"
+    return f"nvidia-fabricmanager-{branch}" if x.host.packages.manager == "apt" else f"nvidia-fabric-manager-{version}"
+
+
+def _fabric_version(x: Examined) -> Finding | None:
+    module = x.driver.kernel_version
+    packages = x.host.packages.installed.items()
+    found = next(((n, v) for n, v in packages if re.match(r"nvidia-fabric-?manager(-\d+)?$", n)), None)
+    if not x.switches or not module or found is None:
+        return None
+    version = re.sub(r"^\d+:", "", found[1]).partition("-")[0]
+    if version == module:
+        return None
+    return Finding(
+        f"the fabric manager is of version {version}, the driver of {module}: they must be the same, to the last digit",
+        f"package {found[0]}: {found[1]}\n/proc/driver/nvidia/version: {module}",
+        f"{words.install_packages(x, _fabric_package(x))}; systemctl restart nvidia-fabricmanager",
+    )
+
+
+_REMAP: Callable[[str], str] = "remapped_rows/remapped_row_{}".format
+RULES = (
+    *(_exit_rule(*row) for row in _EXITS),
+    Rule("nvidia-smi-fails", DRIVER, "nvidia-smi exits with any other code", _other_exit, ANY_ROOT),
+    Rule("nvidia-smi-fewer", DRIVER, "nvidia-smi shows fewer GPUs than the driver has", _smi_shows_fewer, ANY_ROOT),
+    Rule("mig-without-instances", DRIVER, "MIG is enabled and there are no instances", _mig_empty),
+    Rule("compute-prohibited", DRIVER, "nvidia-smi: compute_mode is Prohibited",
+         _of_gpus("compute_mode", "^Prohibited", "its compute mode lets no program use it",
+                  "nvidia-smi -i {gpu} -c DEFAULT")),
+    Rule("compute-exclusive", DRIVER, "nvidia-smi: compute_mode is Exclusive_Process",
+         _of_gpus("compute_mode", "^Exclusive", "its compute mode lets one program use it at a time (CUDA error 46)",
+                  "nvidia-smi -i {gpu} -c DEFAULT", ASIDE)),
+    Rule("row-remap-failed", DRIVER, "nvidia-smi: remapped_row_failure is Yes",
+         _of_gpus(_REMAP("failure"), "^Yes", "broken memory rows could not be replaced",
+                  "nvidia-bug-report.sh  # replace the GPU (RMA)", LIKELY)),
+    Rule("row-remap-pending", DRIVER, "nvidia-smi: remapped_row_pending is Yes",
+         _of_gpus(_REMAP("pending"), "^Yes", "broken memory rows wait for a reset to be replaced",
+                  "nvidia-smi -i {gpu} --gpu-reset", ASIDE)),
+    Rule("fabric-state", DRIVER, "nvidia-smi: the fabric's state is In Progress or Not Started",
+         _of_gpus("fabric/state", "In Progress|Not Started", "it has not joined the NVLink fabric (CUDA error 802)",
+                  "systemctl restart nvidia-fabricmanager; nvidia-smi -q -i {gpu} | grep -A4 Fabric", LIKELY),
+         ("fabric-manager-missing", "fabric-manager-version")),
+    Rule("fabric-manager-missing", DRIVER, "NVSwitches, and nvidia-fabricmanager does not run", _fabric_missing,
+         ("fabric-manager-version",)),
+    Rule("fabric-manager-version", DRIVER, "nvidia-fabricmanager is not of the driver's version", _fabric_version),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""What programs and files say, as values: recorded from Debian 12, from NVIDIA's driver 550, from nvidia-ctk 1.20."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuprov.doctor.parse import (
+    ModuleFile,
+    Unit,
+    docker_lines,
+    find_in_log,
+    host_paths,
+    lines_that_match,
+    parse_modinfo,
+    parse_units,
+    per_gpu,
+    telling_lines,
+)
+from tests.unit.doctor.host import SMI
+
+# `systemctl show -p Id,LoadState,ActiveState,Result,UnitFileState` of systemd 252.
+UNITS = """\
+Result=exit-code
+Id=docker.service
+LoadState=loaded
+ActiveState=failed
+UnitFileState=enabled
+
+Id=nvidia-fabricmanager.service
+LoadState=not-found
+ActiveState=inactive
+"""
+# kmod 30, a module of DKMS that is signed.
+MODINFO = """\
+filename:       /lib/modules/6.1.0-13-amd64/updates/dkms/nvidia.ko
+alias:          char-major-195-*
+version:        550.163.01
+license:        NVIDIA
+signer:         DKMS module signing key
+vermagic:       6.1.0-13-amd64 SMP preempt mod_unload modversions
+parm:           NvSwitchRegDwords:NvSwitch regkey (charp)
+"""
+DMESG = """\
+[    0.000000] Linux version 6.1.0-13-amd64
+[    1.000000] usb 1-1: new high-speed USB device
+[ 1843.308145] NVRM: The NVIDIA GPU 0000:b3:00.0
+               NVRM: (PCI ID: 10de:26b5) installed in this system has
+               NVRM: fallen off the bus and is not responding to commands.
+[ 1900.000000] eth0: link up
+"""
+
+
+def test_units() -> None:
+    assert parse_units(UNITS) == {
+        "docker.service": Unit("loaded", "failed", "exit-code", "enabled"),
+        "nvidia-fabricmanager.service": Unit("not-found", "inactive"),
+    }
+    assert parse_units("") == {}
+
+
+def test_modinfo() -> None:
+    assert parse_modinfo(MODINFO) == ModuleFile(
+        "/lib/modules/6.1.0-13-amd64/updates/dkms/nvidia.ko", "550.163.01",
+        "6.1.0-13-amd64 SMP preempt mod_unload modversions", "DKMS module signing key", "NVIDIA",
+    )  # fmt: skip
+    assert parse_modinfo("") == ModuleFile()
+
+
+def test_the_drivers_lines_are_kept_and_those_of_others_not() -> None:
+    lines = telling_lines(DMESG)
+    assert len(lines) == 3
+    assert all("NVRM" in line for line in lines)
+
+
+@pytest.mark.parametrize("prefix", ["", "[ 1843.3] ", "Nov 21 11:31:32 gpu07 kernel: ", "kernel: ", "[  +0.000421] "])
+def test_a_sentence_over_several_lines_is_one(prefix: str) -> None:
+    lines = [f"{prefix}NVRM: The NVIDIA GPU 0000:b3:00.0", f"{prefix}NVRM: installed in this system has",
+             f"{prefix}NVRM: fallen off the bus and is not responding."]  # fmt: skip
+    found = find_in_log(lines, r"GPU (?P<bus>\S+) installed in this system has fallen off the bus")
+    assert found is not None
+    assert found[0] == {"bus": "0000:b3:00.0"}
+    assert found[1] == tuple(lines)
+
+
+def test_the_last_of_several_counts_and_no_more_than_a_few_lines_are_evidence() -> None:
+    lines = [f"NVRM: Xid (PCI:0000:{number:02}:00): 79, off" for number in range(30)]
+    found = find_in_log(lines, r"Xid \(PCI:(?P<bus>[^)]+)\): 79")
+    assert found == ({"bus": "0000:29:00"}, (lines[-1],))
+    everything = find_in_log(lines, r"(?s)Xid .*")
+    assert everything is not None and len(everything[1]) == 6
+    assert find_in_log((), "Xid") is None
+
+
+def test_what_an_earlier_docker_said_is_past() -> None:
+    old = 'level=error msg="could not select device driver"'
+    log = f'level=info msg="Starting up"\n{old}\nlevel=info msg="Starting up"\nlevel=info msg="API listen"\n'
+    assert docker_lines(log) == ('level=info msg="Starting up"', 'level=info msg="API listen"')
+    assert docker_lines(old) == (old,)
+    assert docker_lines("") == ()
+
+
+YAML = "devices:\n- containerEdits:\n    deviceNodes:\n    - path: /dev/nvidia0\n      hostPath: /dev/nvidia0\n"
+JSON = '{"mounts": [\n  {"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/x"},\n  {"hostPath":"/a b"}]}\n'
+
+
+def test_paths_on_the_host_with_their_lines() -> None:
+    assert host_paths(YAML) == (("/dev/nvidia0", 5),)
+    assert host_paths(JSON) == (("/usr/lib/libcuda.so.1", 2), ("/a", 3))
+
+
+def test_lines_with_their_places() -> None:
+    texts = {"/etc/modprobe.d/a.conf": "# blacklist nvidia\n  blacklist nvidia\n", "/b": ""}
+    assert lines_that_match(texts, r"^\s*blacklist") == (("/etc/modprobe.d/a.conf:2", "blacklist nvidia"),)
+
+
+def test_each_gpu_of_a_real_report() -> None:
+    gpus = per_gpu(SMI)
+    assert len(gpus) == 2
+    for gpu in gpus:
+        assert gpu["mig_mode/current_mig"] == "Disabled"
+        assert gpu["mig_devices"] == "None"
+        assert gpu["compute_mode"] == "Default"
+
+
+@pytest.mark.parametrize("said", ["", "NVIDIA-SMI has failed", "<a>" * 5000, SMI[:200]])
+def test_what_is_no_report_has_no_values(said: str) -> None:
+    assert all("compute_mode" not in gpu for gpu in per_gpu(said))

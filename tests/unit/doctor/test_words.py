@@ -1,0 +1,59 @@
+"""What to type differs by distribution: package managers, headers, initramfs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from gpuprov.doctor import words
+from gpuprov.doctor.examined import Examined
+from gpuprov.facts import OperatingSystem
+from gpuprov.spec import HostSpec
+from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
+    yield examined(healthy(tmp_path_factory.mktemp("host")))
+
+
+def on(x: Examined, name: str, version: str, manager: str, kernel: str) -> Examined:
+    os = OperatingSystem(name, version, "", (), name)
+    host = replace(x.host, os=os, packages=replace(x.host.packages, manager=manager))
+    return with_kernel(replace(x, host=host), release=kernel)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "manager", "kernel", "headers", "again", "initramfs"),
+    [
+        ("debian", "12", "apt", "6.1.0-13-amd64", "apt-get install -y linux-headers-6.1.0-13-amd64",
+         "apt-get install -y --reinstall p", "update-initramfs -u -k all"),
+        ("rocky", "9.5", "dnf", "5.14.0-503.14.1.el9_5.x86_64",
+         "dnf install -y kernel-devel=5.14.0-503.14.1.el9_5.x86_64 kernel-headers", "dnf reinstall -y p",
+         "dracut --force --regenerate-all"),
+        ("opensuse-leap", "15.6", "zypper", "6.4.0-150600.23.25-default", "zypper install -y kernel-default-devel",
+         "zypper install -y --force p", "dracut --force --regenerate-all"),
+        ("void", "1", "", "6.6.1_1", "apt-get install -y linux-headers-6.6.1_1", "apt-get install -y --reinstall p",
+         "update-initramfs -u -k all"),
+    ],
+)  # fmt: skip
+def test_packages(
+    x: Examined, name: str, version: str, manager: str, kernel: str, headers: str, again: str, initramfs: str
+) -> None:
+    there = on(x, name, version, manager, kernel)
+    assert words.headers_package(there).startswith(headers)
+    assert words.reinstall_packages(there, "p") == again
+    assert words.rebuild_initramfs(there) == initramfs
+
+
+def test_an_installation_names_the_driver_where_the_inventory_does_not(x: Examined) -> None:
+    plain = replace(x, spec=HostSpec())
+    assert words.gpuprov_install(plain) == "gpuprov install -e gpuprov_driver_version=550.163.01"
+    assert words.gpuprov_install(replace(x, spec=HostSpec(driver_version="580.95.05"))) == "gpuprov install"
+    assert words.gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
+    nothing = with_driver(plain, kernel_version="", library_version="")
+    assert words.gpuprov_install(nothing) == "gpuprov install"
