@@ -20,15 +20,22 @@ from gpuprov.events import Event, Finished, to_line
 from gpuprov.request import Request, request_from_line
 
 LOG_PATH = "/var/log/gpuprov.log"
+# The agent's one word: what to do with the request, behind which a second line then says whose job it is.
+JOB = "job"
 
 
 def main() -> None:
-    """Serve the one request on standard input, then exit with its exit code."""
+    """Serve the one request on standard input, then exit with its exit code; a job's is told by its file."""
     try:
         request = request_from_line(sys.stdin.readline())
     except GpuprovError as error:
         _print(to_line(Finished(int(error.exit_code), problems=error.problems)))
         raise SystemExit(int(error.exit_code)) from None
+    if sys.argv[1:] == [JOB]:
+        from gpuprov import background
+
+        background.begin(request, background.job_from_line(sys.stdin.readline()), _work)
+        return
     reading, writing = os.pipe()
     worker = os.fork()
     if worker == 0:

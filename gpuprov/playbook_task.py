@@ -7,7 +7,7 @@ agent, so that the plugin finds it wherever it finds the agent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
@@ -57,6 +57,18 @@ def task_request(
         # The plugin waits for a host that reboots, and asks again.
         caller_returns=True,
     )
+
+
+def for_a_job(request: Request) -> Request:
+    """Return the request for a host on which nobody waits (`async`). Raises GpuprovError if the host may reboot."""
+    if request.spec.get("reboot") == "if-needed":
+        raise GpuprovError(
+            "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed allows",
+            "",
+            "take async from the task (it waits by itself), or set gpuprov_reboot: never",
+            exit_code=ExitCode.USAGE,
+        )
+    return replace(request, caller_returns=False)
 
 
 def installs(command: str) -> bool:

@@ -185,6 +185,38 @@ def test_a_task_may_be_delegated(site: Site, twin: Host, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout
 
 
+_IN_THE_BACKGROUND = """
+- hosts: twin
+  gather_facts: false
+  tasks:
+    - gpuprov.host.agent:
+        command: facts
+      async: 60
+      poll: 1
+    - ansible.builtin.assert:
+        that: ansible_local.gpuprov.gpus | length == 2
+    - gpuprov.host.agent:
+      async: 300
+      poll: 0
+      register: job
+    - ansible.builtin.async_status:
+        jid: "{{ job.ansible_job_id }}"
+      register: ended
+      until: ended.finished
+      retries: 200
+      delay: 0.2
+    - ansible.builtin.assert:
+        that: not ended.changed and not ended.failed and ended.changes == []
+"""
+
+
+def test_a_task_may_go_on_in_the_background(site: Site, twin: Host, tmp_path: Path) -> None:
+    path = tmp_path / "background.yml"
+    path.write_text(_IN_THE_BACKGROUND)
+    done = run_ansible("-i", site.inventory("twin"), path)
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_connection_without_standard_input_serves_as_well(site: Site, twin: Host) -> None:
     shutil.rmtree(twin.root / "root/.cache/gpuprov")
     inventory = site.inventory("twin", ansible_connection="paramiko")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -43,7 +45,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     _supports_check_mode = True
     _supports_diff = True
-    _supports_async = False
+    _supports_async = True
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Run the task and return its result."""
@@ -76,6 +78,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             if skipped is not None:
                 return {**result, **skipped}
             bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
+            if self._task.async_val:
+                request = playbook_task.for_a_job(request)
+                return {**result, **self._begin_job(command, request, agent, digest, task_vars or {}, bootstrap)}
             events: tuple[Any, ...] = ()
             for _run in range(_MOST_RUNS):
                 output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
@@ -105,13 +110,51 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 raise GpuprovError(what, str(error), exit_code=ExitCode.USAGE) from None
         return found
 
+    def _begin_job(
+        self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool
+    ) -> dict[str, Any]:
+        """Let the agent work on behind our back (`async`); Ansible's async_status finds what came of it."""
+        from gpuprov.agent import JOB
+        from gpuprov.background import Job, job_to_line
+        from gpuprov.push import agent_command
+        from gpuprov.request import request_to_line
+
+        probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
+        job = Job(
+            id=f"j{secrets.randbelow(10**12)}.{os.getpid()}",
+            folder=self.get_shell_option("async_dir", default="~/.ansible_async"),
+            command=command,
+            seconds=self._task.async_val,
+            local_facts=_local_facts(task_vars),
+        )
+        lines = f"{request_to_line(request)}\n{job_to_line(job)}\n".encode()
+        done = self._on_host(shlex.join((*agent_command(probe, digest), JOB)), lines, become=True)
+        self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
     def _ask(self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool) -> str:
         """Send the request to the host's agent, put there first if it is missing; return what it prints."""
         from gpuprov.errors import GpuprovError
-        from gpuprov.playbook_task import BOOTSTRAP_OPTION, split_output
-        from gpuprov.probe import BOOTSTRAP, python_problem
-        from gpuprov.push import STORE, agent_command, unfinished_problem
+        from gpuprov.playbook_task import split_output
+        from gpuprov.push import agent_command, unfinished_problem
         from gpuprov.request import request_to_line
+
+        probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
+        line = f"{request_to_line(request)}\n".encode()
+        done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
+        events, strays = split_output(done.stdout)
+        if not any(type(event).__name__ == "Finished" for event in events):
+            raise GpuprovError.several((unfinished_problem(done, strays),))
+        return str(done.stdout)
+
+    def _prepare(
+        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
+    ) -> tuple[Any, Any]:
+        """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
+        from gpuprov.errors import GpuprovError
+        from gpuprov.playbook_task import BOOTSTRAP_OPTION
+        from gpuprov.probe import BOOTSTRAP, python_problem
+        from gpuprov.push import STORE
 
         variables = _connection_variables(task_vars, self._task.delegate_to)
         named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
@@ -130,12 +173,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             self._require(stored, "the agent cannot be stored on the host", next_step)
         if request.bundle:
             request = replace(request, bundle=self._bring_bundle(request))
-        line = f"{request_to_line(request)}\n".encode()
-        done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
-        events, strays = split_output(done.stdout)
-        if not any(type(event).__name__ == "Finished" for event in events):
-            raise GpuprovError.several((unfinished_problem(done, strays),))
-        return str(done.stdout)
+        return probe, request
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""

@@ -40,6 +40,9 @@ attributes:
   diff_mode:
     support: full
     description: Shows the plan's diffs.
+  async:
+    support: partial
+    description: Not with C(gpuprov_reboot=if-needed), for which the plugin itself waits.
 """
 
 EXAMPLES = r"""

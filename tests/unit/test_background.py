@@ -1,0 +1,95 @@
+"""Jobs that go on behind the controller's back: what is said at once, and what their file holds in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+
+from gpuprov.background import Job, begin, job_from_line, job_to_line
+from gpuprov.errors import GpuprovError
+from gpuprov.events import Event, FactsGathered, Finished, to_line
+from gpuprov.playbook_task import for_a_job, task_request
+from gpuprov.request import Request
+
+
+def says(*events: Event) -> Callable[[Request, int], int]:
+    def work(request: Request, writing: int) -> int:
+        for event in events:
+            os.write(writing, f"{to_line(event)}\n".encode())
+        return 0
+
+    return work
+
+
+def waits_for_a_signal(request: Request, writing: int) -> int:
+    import signal
+
+    def stop(number: int, frame: object) -> None:
+        os.write(writing, f"{to_line(Finished(1, summary='stopped'))}\n".encode())
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    time.sleep(60)
+    return 0
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    for _ in range(500):
+        found: dict[str, Any] = json.loads(path.read_text())
+        if "started" not in found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{path} never tells an end")
+
+
+def test_the_caller_is_told_at_once_and_the_file_has_the_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job("j12.34", str(tmp_path / "jobs"), "facts", 60, {"other": 1})
+    begin(Request("facts"), job, says(FactsGathered({"gpus": []}), Finished(0, summary="seen")))
+    assert json.loads(capfd.readouterr().out) == {
+        "started": 1, "finished": 0, "ansible_job_id": "j12.34", "results_file": str(tmp_path / "jobs/j12.34"),
+    }  # fmt: skip
+    result = result_of(job.path)
+    assert (result["failed"], result["msg"], result["ansible_job_id"]) == (False, "seen", "j12.34")
+    assert result["ansible_facts"] == {"ansible_local": {"other": 1, "gpuprov": {"gpus": []}}}
+    assert [path.name for path in job.path.parent.iterdir()] == ["j12.34"]
+    assert job.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_job_that_takes_too_long_is_asked_to_stop(tmp_path: Path) -> None:
+    job = Job("j1.1", str(tmp_path), "install", 0.2)
+    begin(Request("install"), job, waits_for_a_signal)
+    assert result_of(job.path)["msg"] == "stopped"
+
+
+def test_a_job_whose_process_dies_has_failed(tmp_path: Path) -> None:
+    job = Job("j1.2", str(tmp_path), "install", 60)
+    begin(Request("install"), job, says())
+    result = result_of(job.path)
+    assert result["failed"]
+    assert "the agent ended without a result" in result["msg"]
+
+
+def test_a_job_survives_the_wire() -> None:
+    job = Job("j1.2", "~/.ansible_async", "verify", 30, {"a": [1]})
+    assert job_from_line(job_to_line(job)) == job
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "j1;rm"])
+def test_a_jobs_id_is_no_path(name: str) -> None:
+    with pytest.raises(GpuprovError):
+        job_from_line(job_to_line(Job(name, "~", "facts", 1)))
+    with pytest.raises(GpuprovError):
+        job_from_line("{}")
+
+
+def test_nobody_waits_for_a_jobs_reboot() -> None:
+    assert not for_a_job(task_request("install", {"gpuprov_driver_version": "550.163.01"})).caller_returns
+    with pytest.raises(GpuprovError, match="can't wait for a reboot"):
+        for_a_job(task_request("install", {"gpuprov_reboot": "if-needed"}))
