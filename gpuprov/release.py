@@ -15,6 +15,10 @@ from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.system import System
 
+# In the order of unloading: each before what it stands on (modinfo --field=depends).
+MODULES = (
+    "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
+)  # fmt: skip
 # What is stopped now and shall run again; it outlives a run that is killed.
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"
 _STOP_SECONDS = 180
@@ -162,6 +166,13 @@ def _unload(system: System, name: str) -> None:
             "no process has a GPU open: it is the kernel itself (a console on the GPU, nvidia_drm.fbdev=1) or another "
             "module; reboot with the new driver instead: gpuprov_reboot: if-needed",
         )
+
+
+def unload_unused(system: System) -> None:
+    """Take the modules of a driver that is gone from the disk out of the kernel, as far as nobody uses them."""
+    for name in MODULES:
+        if system.exists(f"/sys/module/{name}"):
+            system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
 
 
 def start_again(system: System, tell: Tell) -> None:
