@@ -125,7 +125,7 @@ class InstallDriver(Change):
         done, dkms = self._install(system, module_type, tell)
         self._prove(system, done, dkms)
         start_again(system, tell)
-        if self.release is not None:
+        if self.release is not None and self.release.modules:
             self._prove_loaded(system)
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):

@@ -183,7 +183,7 @@ def start_again(system: System, tell: Tell) -> None:
     if system.status(STOPPED) is None:
         return
     wanted = _stopped(system)
-    if wanted.modules and discover(system).library_version:
+    if (wanted.modules or wanted.units) and discover(system).library_version:
         load_driver(system)
         for name in reversed(wanted.modules):
             if not system.exists(f"/sys/module/{name}"):
