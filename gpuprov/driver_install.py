@@ -15,7 +15,7 @@ from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.kernel import builds_modules
 from gpuprov.module_proof import prove_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import Release, release, start_again, start_all_again
+from gpuprov.release import Release, release, start_again, start_all_again, unload_unused
 from gpuprov.spec import HostSpec
 from gpuprov.supported_gpus import module_type as choose_modules
 from gpuprov.supported_gpus import read_supported_gpus
@@ -110,6 +110,7 @@ class InstallDriver(Change):
             "version": self.version,
             "replaces": self.replaces,
             "path": self.path,
+            "kernel_modules": self.kernel_modules,
             "blacklists": [capture_path(system, path) for path in _INSTALLERS_BLACKLISTS],
         }
 
@@ -125,7 +126,7 @@ class InstallDriver(Change):
         done, dkms = self._install(system, module_type, tell)
         self._prove(system, done, dkms)
         start_again(system, tell)
-        if self.release is not None:
+        if self.release is not None and self.release.modules:
             self._prove_loaded(system)
         # The installer syncs nothing: after a power cut its files may be empty, and only the mark would tell.
         system.sync()
@@ -279,3 +280,6 @@ def _uninstall(system: System, before: Json) -> None:
     system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
     system.run(command, timeout=_UNINSTALL_SECONDS)
     system.remove_tree(_UNPACK)
+    # In a system container the modules are the outer machine's.
+    if before.get("kernel_modules"):
+        unload_unused(system)

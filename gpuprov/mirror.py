@@ -44,6 +44,14 @@ def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
     return _with_file(spec, base, version, found[version], architecture)
 
 
+def of_bundle(spec: HostSpec, version: str) -> HostSpec:
+    """Return the spec where a bundle stands in for the mirror: a branch is the bundle's release, if that is of it."""
+    if not spec.driver_mirror or not spec.driver_version or "." in spec.driver_version:
+        return spec
+    matches = spec.driver_version in ("latest", version.split(".")[0])
+    return replace(spec, driver_version=version if matches else releases.resolved(spec.driver_version))
+
+
 def _places(mirror: str) -> tuple[str, str]:
     """Return the folder and the index: the folder itself, or a file in it that is named."""
     folder, _, name = mirror.rstrip("/").rpartition("/")

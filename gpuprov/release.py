@@ -15,6 +15,10 @@ from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.system import System
 
+# In the order of unloading: each before what it stands on (modinfo --field=depends).
+MODULES = (
+    "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
+)  # fmt: skip
 # What is stopped now and shall run again; it outlives a run that is killed.
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"
 _STOP_SECONDS = 180
@@ -164,6 +168,13 @@ def _unload(system: System, name: str) -> None:
         )
 
 
+def unload_unused(system: System) -> None:
+    """Take the modules of a driver that is gone from the disk out of the kernel, as far as nobody uses them."""
+    for name in MODULES:
+        if system.exists(f"/sys/module/{name}"):
+            system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
+
+
 def start_again(system: System, tell: Tell) -> None:
     """Load the modules that are installed and start the units that were stopped; what does not start is told.
 
@@ -172,7 +183,7 @@ def start_again(system: System, tell: Tell) -> None:
     if system.status(STOPPED) is None:
         return
     wanted = _stopped(system)
-    if wanted.modules and discover(system).library_version:
+    if (wanted.modules or wanted.units) and discover(system).library_version:
         load_driver(system)
         for name in reversed(wanted.modules):
             if not system.exists(f"/sys/module/{name}"):

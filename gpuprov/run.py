@@ -112,7 +112,7 @@ def _completed(spec: HostSpec, bundle: use.OpenBundle | None, system: System) ->
     """Return the spec with what a bundle, or else a mirror, says of the driver."""
     if bundle is None:
         return mirror.resolved(system, spec, system.architecture())
-    return use.completed(spec, bundle)
+    return use.completed(mirror.of_bundle(spec, bundle.manifest.driver_version), bundle)
 
 
 def _gather(system: System, spec: HostSpec, bundle: use.OpenBundle | None) -> HostFacts:

@@ -19,15 +19,11 @@ from gpuprov.facts import HostFacts
 from gpuprov.holders import Holder, RunningDriver, gather_holders
 from gpuprov.kernel import builds_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import STOPPED, Release, StartContainers, stopped_containers
+from gpuprov.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
 from gpuprov.runfile import knows
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 
-# In the order of unloading: each before what it stands on (modinfo --field=depends).
-MODULES = (
-    "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
-)  # fmt: skip
 # In the order of stopping: who asks, then who is asked (units of NVIDIA's packages, and of dcgm-exporter's).
 UNITS = (
     "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",

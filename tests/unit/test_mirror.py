@@ -132,6 +132,19 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
     assert raised.value.problems[0].evidence == "branches in its index: 550"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "held", "expected"),
+    [
+        ("580", "580.95.05", "580.95.05"),
+        ("latest", "550.163.01", "550.163.01"),
+        ("580", "550.163.01", releases.resolved("580")),
+        ("565.77", "550.163.01", "565.77"),
+    ],
+)
+def test_with_a_bundle_a_branch_is_the_release_in_it(wanted: str, held: str, expected: str) -> None:
+    assert mirror.of_bundle(spec(wanted, "http://mirror.example"), held).driver_version == expected
+
+
 def test_without_a_mirror_a_branch_that_is_not_known_is_refused_at_once() -> None:
     assert parse_spec({"driver_version": "700", "driver": "packages"}).driver_version == "700"
     with pytest.raises(GpuprovError, match="gpuprov_driver_version is not a driver version") as raised:

@@ -411,10 +411,12 @@ def test_and_where_that_fails_a_reboot_is_asked_for(host: LoadedHost) -> None:
     assert host.units == {PERSISTENCED, DCGM}
 
 
-def test_a_roll_back_leaves_the_services_running(host: LoadedHost) -> None:
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_roll_back_takes_the_driver_out_of_the_kernel_if_nobody_uses_it(host: LoadedHost, in_use: bool) -> None:
     install(host)
+    host.kernel_holds = in_use
     run = last_undoable_run(host)
     assert run is not None
     roll_back(host, run, CHANGE_KINDS, lambda event: None)
     assert host.units == {PERSISTENCED, DCGM}
-    assert discover(host).library_version == ""
+    assert loaded(host) == (NEW if in_use else "", "")
