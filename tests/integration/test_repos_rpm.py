@@ -18,8 +18,9 @@ from typing import Callable
 
 import pytest
 
-from gpuprov import software
+from gpuprov import past_kernels, software
 from gpuprov.changes import RemoveFile
+from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
 from gpuprov.packages_rpm import (
@@ -321,6 +322,22 @@ def test_a_package_that_nobody_has_is_told(host: RpmHost, repository: Repository
     for name in ("no-such-package", f"{TOOLS.name}=9.9"):
         said = refusal(lambda name=name: install(host, name))  # type: ignore[misc]
         assert f"{name} could not be installed: no repository has such a package" in said
+
+
+@pytest.mark.parametrize(
+    ("os_release", "kernel"),
+    [("rocky-9.5", "5.14.0-427.13.1.el9_4.x86_64"), ("opensuse-tumbleweed", "6.17.1-1-default")],
+)
+def test_headers_that_no_repository_has_any_more_come_with_what_to_do(
+    tmp_path: Path, repository: Repository, os_release: str, kernel: str
+) -> None:
+    host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
+    configure(host, repository.spec)
+    row = distribution_of(facts_of(host).os)
+    assert row is not None
+    found = past_kernels.advice(row, kernel, "x86_64")
+    change = InstallRpmPackages(manager(host), kernel_headers(row, kernel), advice=found)
+    assert found is not None and found.next_step in refusal(lambda: change.apply(host, tell))
 
 
 def test_a_package_that_lacks_another_is_told(host: RpmHost, repository: Repository) -> None:
