@@ -154,7 +154,9 @@ def compile_bytecode(directory: str) -> None:
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     orders = {entry: _in_order(folder, entry) for entry in _ENTRIES if (folder / f"{entry}.py").exists()}
     # The entries share most modules.
-    compiled = {name: _compiled(folder / f"{name}.py") for name in {name for order in orders.values() for name in order}}
+    compiled = {
+        name: _compiled(folder / f"{name}.py") for name in {name for order in orders.values() for name in order}
+    }
     for entry, order in orders.items():
         codes = [(_dotted(name), compiled[name]) for name in order]
         _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
