@@ -37,12 +37,15 @@ class ChrootHost(System):
 
 
 @contextmanager
-def chroot_host(release: str, folder: Path) -> Iterator[ChrootHost]:
-    """A pristine host of a release, without any package source; its files lie in `folder` until the end."""
+def chroot_host(release: str, folder: Path, storage: Path | None = None) -> Iterator[ChrootHost]:
+    """A pristine host of a release, without any package source; its files lie in `folder` until the end.
+
+    What is written there takes room in `storage`, which may be a disk of the test's own.
+    """
     base = build_base(CACHE / "bases", release, print)
     root = folder / "root"
     # Overlay on overlay does not work: the layers lie where the base does.
-    layers = CACHE / f"chroot-{os.getpid()}-{release}"
+    layers = (storage or CACHE) / f"chroot-{os.getpid()}-{release}"
     mount_over(base, layers, root)
     try:
         run(("mount", "-t", "proc", "proc", str(root / "proc")))
