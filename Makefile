@@ -38,11 +38,14 @@ lint: setup  ## Format check, lint, types, import arrows, playbooks.
 	$(BIN)/lint-imports
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
 
+# Two at once: much of a test on hosts is waiting. tests/conftest.py says who shares what.
+PARALLEL := -n 2 --dist loadgroup
+
 test: lint  ## All tests, real hosts included.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: setup  ## The tests that need neither root nor hosts.
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit
 
 docs: setup  ## Write the configuration reference from the schema, the pages on distributions and on causes from their tables.
 	$(BIN)/python -m tests.distributions_page

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import Completed, System
-from tests.lab.base import build_base
+from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
@@ -37,22 +37,23 @@ class ChrootHost(System):
 
 
 @contextmanager
-def chroot_host(release: str, folder: Path) -> Iterator[ChrootHost]:
-    """A pristine host of a release, without any package source; its files lie in `folder` until the end."""
+def chroot_host(release: str, folder: Path, storage: Path | None = None) -> Iterator[ChrootHost]:
+    """A pristine host of a release, without any package source; its files lie in `folder` until the end.
+
+    What is written there takes room in `storage`, which may be a disk of the test's own.
+    """
     base = build_base(CACHE / "bases", release, print)
     root = folder / "root"
     # Overlay on overlay does not work: the layers lie where the base does.
-    layers = CACHE / f"chroot-{os.getpid()}-{release}"
-    for path in (root, layers / "upper", layers / "work"):
-        path.mkdir(parents=True)
-    options = f"lowerdir={base},upperdir={layers / 'upper'},workdir={layers / 'work'}"
-    run(("mount", "-t", "overlay", "gpuprov-test", "-o", options, str(root)))
+    layers = (storage or CACHE) / f"chroot-{os.getpid()}-{release}"
+    mount_over(base, layers, root)
     try:
         run(("mount", "-t", "proc", "proc", str(root / "proc")))
         # Daemons are none of these tests' business.
         (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")
         (root / "usr/sbin/policy-rc.d").chmod(0o755)
-        for path in ((root / "etc/apt/sources.list"), *(root / "etc/apt/sources.list.d").iterdir()):
+        lists = (path for path in (root / "var/lib/apt/lists").iterdir() if path.is_file())
+        for path in ((root / "etc/apt/sources.list"), *(root / "etc/apt/sources.list.d").iterdir(), *lists):
             path.unlink(missing_ok=True)
         (root / "etc/apt/keyrings").mkdir(exist_ok=True)
         yield ChrootHost(str(root))

@@ -1,27 +1,61 @@
 """A disk that fills up in any change of a run: the change is undone, said why, and the next run goes on from there.
 
-The host's programs are played; test_faults_on_hosts.py fills the disk of a real one.
+The host's programs are played, but for apt and dpkg; test_faults_on_hosts.py fills the disk of a real host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpuprov.apply import take_up
-from gpuprov.journal import read_runs
+from gpuprov.apply import apply_changes, take_up
+from gpuprov.changes import Change
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import gather_files
+from gpuprov.journal import new_journal, read_runs
+from gpuprov.packages import InstallPackages, RefreshPackageIndex, gather_packages
 from gpuprov.plan import CHANGE_KINDS
+from gpuprov.repos import plan_repositories
 from gpuprov.spec import HostSpec
+from gpuprov.system import System
+from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
 
 __all__ = ["spec"]
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
 _FILLER = "filler"
+
+
+def fill(disk: Path, but: int = 0) -> None:
+    """Fill a disk, but for some bytes."""
+    with (disk / _FILLER).open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+        file.truncate(file.tell() - but)
+
+
+def make_room(disk: Path) -> None:
+    (disk / _FILLER).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """Mount a disk of this size for the time of the block."""
+    place.mkdir(exist_ok=True)
+    subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={size},huge=never", "gpuprov-full", str(place)), check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(("umount", str(place)), check=True)
 
 
 class FillingHost(FakeHost):
@@ -35,33 +69,18 @@ class FillingHost(FakeHost):
         begun = read_runs(self)[-1].interrupted
         if begun is not None and begun.kind == self.fills_in:
             self.begun = self.tree()
-            self.fill()
-
-    def fill(self) -> None:
-        with (self.root / _FILLER).open("ab", buffering=0) as file:
-            for size in (1 << 20, 1 << 12):
-                try:
-                    while True:
-                        file.write(bytes(size))
-                except OSError:
-                    continue
-
-    def empty(self) -> None:
-        (self.root / _FILLER).unlink(missing_ok=True)
+            fill(self.root)
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[FillingHost]:
-    subprocess.run(("mount", "-t", "tmpfs", "-o", "size=48m,huge=never", "gpuprov-full", str(tmp_path)), check=True)
-    try:
-        made = FillingHost(tmp_path, gpus=1)
+    with small_disk(tmp_path / "disk", "48m") as disk:
+        made = FillingHost(disk, gpus=1)
         for path, text in FOREIGN.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(text)
+            (disk / path).parent.mkdir(parents=True, exist_ok=True)
+            (disk / path).write_text(text)
         made.run(("systemctl", "reload", "docker.service"))
         yield made
-    finally:
-        subprocess.run(("umount", str(tmp_path)), check=True)
 
 
 def differences(one: Tree, other: Tree) -> set[str]:
@@ -84,7 +103,7 @@ def test_full_in_any_change_it_is_undone_and_the_next_run_goes_on(host: FillingH
         assert "No space left on device" in said or "not enough room" in said, f"{kind}: {said}"
         assert "df -h" in said and "bug" not in said, f"{kind}: {said}"
         host.fills_in = ""
-        host.empty()
+        make_room(host.root)
         # Undone, at once or as the next run begins: nothing is there but what is whole.
         take_up(host, CHANGE_KINDS, ignore)
         entries = read_runs(host)[-1].entries
@@ -92,3 +111,42 @@ def test_full_in_any_change_it_is_undone_and_the_next_run_goes_on(host: FillingH
         assert differences(host.tree(), host.begun) == set(), kind
     assert finished(install(host, spec)).exit_code == 0
     assert finished(install(host, spec)).changed == 0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
+    """A repository with a package that takes 16 MiB."""
+    with site_server(tmp_path_factory.mktemp("site")) as made:
+        made.add("library")
+        made.add("large", files={"usr/share/large": "x" * (16 << 20)}, Depends="library")
+        yield made
+
+
+# How much is left: nothing, not even for the journal; or enough to begin with, and not to end.
+ROOM = {0: "could not begin the run's journal", 8 << 20: "large could not be installed: the disk is full"}
+
+
+def carry_out(debian: System, *changes: Change) -> None:
+    """Make these changes as a run does, one that was cut off taken up first."""
+    journal = take_up(debian, CHANGE_KINDS, ignore) or new_journal(debian, "install")
+    apply_changes(changes, debian, journal, ignore)
+    journal.end("done")
+
+
+@pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap")
+@pytest.mark.parametrize("release", RELEASES)
+def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server: SiteServer, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "200m") as disk, chroot_host(release, tmp_path / "host", disk) as debian:
+        carry_out(debian, *plan_repositories(gather_files(debian), server.spec, "x86_64"), RefreshPackageIndex())
+        before = gather_packages(debian).installed
+        for but, what in ROOM.items():
+            fill(disk, but)
+            with pytest.raises(GpuprovError) as caught:
+                carry_out(debian, InstallPackages(("large",)))
+            make_room(disk)
+            assert what in str(caught.value) and "df -h" in str(caught.value)
+            assert gather_packages(debian).installed == before
+            assert debian.run(("dpkg", "--audit")).stdout == ""
+        carry_out(debian, InstallPackages(("large",)))
+        assert gather_packages(debian).installed.keys() == {*before, "large", "library"}
+        assert debian.run(("dpkg", "--audit")).stdout == ""

@@ -121,3 +121,68 @@ def test_after_a_power_cut_the_host_boots_and_the_next_run_ends_as_an_undisturbe
             assert "an earlier run was cut off in" in done.stdout
             assert_whole(site, undisturbed, kind)
     assert len(cuts) == 4
+
+
+def fill(host: Host) -> None:
+    """Fill the host's disk to the last byte."""
+    with (host.storage / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def make_room(host: Host) -> None:
+    (host.storage / "filler").unlink()
+
+
+def cut_network(host: Host) -> None:
+    """From now on, connections to the file server are reset: those that are open, too."""
+    host.ssh("iptables -I OUTPUT -p tcp --dport 8000 -j REJECT --reject-with tcp-reset")
+
+
+def mend_network(host: Host) -> None:
+    host.ssh("iptables -D OUTPUT -p tcp --dport 8000 -j REJECT --reject-with tcp-reset")
+
+
+NETWORK = (cut_network, mend_network)
+# In which change, what happens and how it is mended, and what the error says.
+FAULTS = (
+    ("FetchRunfile", NETWORK, "can't be reached"),
+    ("InstallKey", NETWORK, "can't be reached"),
+    ("WriteFile", (fill, make_room), "No space left on device"),
+    ("RefreshPackageIndex", NETWORK, "could not be refreshed"),
+    ("RefreshPackageIndex", (fill, make_room), "make room"),
+    ("InstallPackages", NETWORK, "site-gpu-tools"),
+    ("InstallPackages", (fill, make_room), "make room"),
+    ("InstallDriver", (fill, make_room), "not enough room"),
+    ("PrepareBoot", (fill, make_room), "No space left on device"),
+    ("InstallRuntime", (fill, make_room), "No space left on device"),
+    ("WriteCdiSpecification", (fill, make_room), "No space left on device"),
+    ("ReconfigureDocker", (fill, make_room), "No space left on device"),
+)  # fmt: skip
+
+
+def test_a_fault_in_any_change_is_told_and_the_next_run_goes_on_from_there(site: Site, disk: Disk) -> None:
+    """One fault after the other, on the way to one installation, each mended before the next run."""
+    host = site.hosts[_NAME]
+    for kind, (hurt, mend), told in FAULTS:
+        hurt_in = ""
+        for stop in Steps(site):
+            if not hurt_in and stop.get("kind") == kind and "begin" in stop:
+                hurt_in = kind
+                hurt(host)
+        assert hurt_in == kind, f"{kind}: {stop}"
+        mend(host)
+        said = json.dumps(stop["problems"])
+        assert stop["exit_code"] == 1 and told in said, f"{kind}, {hurt.__name__}: {said}"
+        assert host.ssh("docker info --format '{{.ServerVersion}}'").stdout.strip(), kind
+    done = gpuprov("install", "--hosts", site.inventory(_NAME))
+    assert done.returncode == 0, done.stdout
+    found = state(host)
+    assert "0 changes" in gpuprov("install", "--hosts", site.inventory(_NAME)).stdout
+    host.kill()
+    host.storage = host.directory
+    host.reset()
+    assert gpuprov("install", "--hosts", site.inventory(_NAME)).returncode == 0
+    assert_whole(site, found, "after all faults")

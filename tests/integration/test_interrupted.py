@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import subprocess
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.lab.fixtures import GPUPROV, Site, gpuprov
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KILLS = 10
+_KILLED = ("main", "twin")
 # What the installer itself dates or what a cut-off run cannot help leaving in other order.
 _ORDER = {"/etc/ld.so.cache"}
 # Such that it does not match the command that looks for it.
@@ -36,32 +39,46 @@ def wait_for_agent(host: Host) -> None:
 
 
 def test_killed_at_ten_moments_the_next_run_ends_as_an_undisturbed_one(site: Site) -> None:
-    host = site.hosts["main"]
+    """Two hosts at once: much of a run is waiting."""
+    draw = random.Random(20)
+    moments = [draw.random() for _ in range(_KILLS)]
+    with ThreadPoolExecutor(len(_KILLED)) as pool:
+        parts = [moments[index :: len(_KILLED)] for index in range(len(_KILLED))]
+        survived = sum(pool.map(lambda name, part: survivals(site, name, part), _KILLED, parts))
+    assert survived < _KILLS // 2, "most kills came too late to mean anything"
+    assert gpuprov("verify", "--hosts", site.inventory(*_KILLED)).returncode == 0
+
+
+def survivals(site: Site, name: str, moments: Sequence[float]) -> int:
+    """Kill a run on a host at each of these moments, 0 its beginning and 1 its end; return how many were over by then.
+
+    Asserts that the next run ends as an undisturbed one.
+    """
+    host, inventory = site.hosts[name], site.inventory(name)
     host.reset()
     begun = time.monotonic()
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    assert gpuprov("install", "--hosts", inventory).returncode == 0
     seconds = time.monotonic() - begun
     undisturbed = (etc(host), packages(host))
-    moments = random.Random(20)
     survived = 0
-    for number in range(_KILLS):
+    for moment in moments:
         host.reset()
-        with start(site, "main") as process:
+        with start(site, name) as process:
             # The first second is the connection's; a kill there would meet no agent.
-            time.sleep(1 + moments.random() * (seconds - 1))
+            time.sleep(1 + moment * (seconds - 1))
             killed = host.ssh(f"pkill -9 -f '{_AGENT}'", check=False).returncode == 0
             process.communicate(timeout=120)
         survived += not killed
-        done = gpuprov("install", "--hosts", site.inventory("main"))
-        assert done.returncode == 0, f"kill {number}:\n{done.stdout}"
+        told = f"{name} at {moment:.2f}"
+        done = gpuprov("install", "--hosts", inventory)
+        assert done.returncode == 0, f"{told}:\n{done.stdout}"
         found = (etc(host), packages(host))
         different = {path for path in {*found[0], *undisturbed[0]} if found[0].get(path) != undisturbed[0].get(path)}
-        assert different <= _ORDER, f"kill {number}"
-        assert found[1] == undisturbed[1]
-        assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == ""
-        assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
-    assert survived < _KILLS // 2, "most kills came too late to mean anything"
-    assert gpuprov("verify", "--hosts", site.inventory("main")).returncode == 0
+        assert different <= _ORDER, told
+        assert found[1] == undisturbed[1], told
+        assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == "", told
+        assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout, told
+    return survived
 
 
 def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.lab.shell import run
+from tests.lab.shell import LabError, run
 from tests.lab.sources import source_lines
 
 # `rpm` is a Debian with the package managers of rpm's distributions; which of those it claims to be, a host says.
@@ -20,7 +21,9 @@ _PACKAGES = (
 )  # fmt: skip
 # From trixie on docker.io no longer brings the client.
 _MORE = {"trixie": ("docker-cli",), "sid": ("docker-cli",), "rpm": ("dnf", "zypper", "rpm")}
-# Every host makes its own; apt's lists are fetched by the host when it needs them.
+# apt's lists stay: a host asks its mirror whether they changed, instead of fetching 15 MiB of them in every test.
+_OPTIONS = ("--skip=cleanup/apt/lists", '--aptopt=Acquire::Languages "none"')
+# Every host makes its own.
 _CLEANUP = (
     'rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id "$1"/var/lib/dbus/machine-id && : > "$1"/etc/machine-id',
     'ln -sf /lib/systemd/system/systemd-networkd.service "$1"/etc/systemd/system/multi-user.target.wants/',
@@ -30,7 +33,7 @@ _BUILD_SECONDS = 900
 
 def base_path(cache: Path, release: str) -> Path:
     """Return where the root file system of a release lies, or will lie, in the cache."""
-    recipe = repr((release, _packages(release), _CLEANUP))
+    recipe = repr((release, _packages(release), _OPTIONS, _CLEANUP))
     return cache / f"{release}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
@@ -60,7 +63,24 @@ def build_base(cache: Path, release: str, tell: Callable[[str], None]) -> Path:
         keyring = "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"
         include = f"--include={','.join(_packages(release))}"
         debian = debian_release(release)
-        command = ("mmdebstrap", "--quiet", "--variant=minbase", keyring, include, *hooks, debian, str(half), "-")
+        options = ("--quiet", "--variant=minbase", *_OPTIONS)
+        command = ("mmdebstrap", *options, keyring, include, *hooks, debian, str(half), "-")
         run(command, stdin="".join(f"{line}\n" for line in source_lines(debian)), timeout=_BUILD_SECONDS)
         half.rename(place)
     return place
+
+
+def mount_over(base: Path, storage: Path, root: Path, *, synced: bool = False) -> None:
+    """Mount at `root` what a base is with the changes that lie in `storage`.
+
+    Unless `synced`, programs that wait for the disk do not: a host of a test is thrown away anyway (Linux 5.10).
+    """
+    for place in (storage / "upper", storage / "work", root):
+        place.mkdir(parents=True, exist_ok=True)
+    layers = f"lowerdir={base},upperdir={storage}/upper,workdir={storage}/work"
+    mount = ("mount", "-t", "overlay", "gpuprov-lab", "-o")
+    if not synced:
+        with contextlib.suppress(LabError):
+            run((*mount, f"{layers},volatile", str(root)))
+            return
+    run((*mount, layers, str(root)))

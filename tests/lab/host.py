@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.lab import cgroups, prepare
+from tests.lab.base import mount_over
 from tests.lab.shell import LabError, run, wait_for
 
 # Overlay on overlay does not work: these must be folders of the machine's own file system.
@@ -88,11 +89,9 @@ class Host:
         self._boot()
 
     def _mount(self) -> None:
-        for place in (self.storage / "upper", self.storage / "work", *(self.directory / name for name in _BOUND)):
-            place.mkdir(parents=True, exist_ok=True)
-        self.root.mkdir(exist_ok=True)
-        layers = f"lowerdir={self._base},upperdir={self.storage}/upper,workdir={self.storage}/work"
-        run(("mount", "-t", "overlay", "gpuprov-lab", "-o", layers, str(self.root)))
+        for name in _BOUND:
+            (self.directory / name).mkdir(parents=True, exist_ok=True)
+        mount_over(self._base, self.storage, self.root, synced=self.storage != self.directory)
 
     def _boot(self) -> None:
         binds = [f"--bind={self.directory / name}:/var/lib/{name}" for name in _BOUND]
