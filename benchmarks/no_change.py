@@ -1,6 +1,6 @@
 """What a run costs on lab hosts, from bare and where nothing changes, by both ways, beside one bare SSH command.
 
-    python -m benchmarks.no_change [--hosts 8] [--rounds 5]
+    python -m benchmarks.no_change [--hosts 8] [--rounds 3]
 
 Boots hosts of its own and installs them: of this first run it tells where the time went, in the steps' own words. Then
 come the runs that change nothing. Beside the wall time, which this machine's other work makes longer, stands CPU time,
@@ -48,7 +48,7 @@ def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     names = [f"host{number}" for number in range(given.hosts)]
     requests = {name: HostRequest(name) for name in names}

@@ -1,0 +1,30 @@
+"""What a run that changes nothing must not load: half of its time is imports. Not timed, but looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_EXAMPLE = Path(__file__).parents[2] / "inventories/example"
+_READ = f"from gpuprov.fleet.command import Options, _read; _read(Options('install', hosts=({str(_EXAMPLE)!r},)))"
+_GATHER = (
+    "from gpuprov.run import run_request; from gpuprov.request import Request; "
+    "run_request(Request('facts'), lambda event: None)"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [
+        (_READ, ("ansible", "gpuprov.facts", "gpuprov.plan", "gpuprov.run", "requests", "tomlkit", "rich.progress")),
+        (_GATHER, ("gpuprov.fleet", "gpuprov.verify", "gpuprov.uninstall", "requests", "tomlkit", "pynvml", "http")),
+    ],
+    ids=["controller", "host"],
+)
+def test_only_what_is_needed_is_loaded(code: str, without: tuple[str, ...]) -> None:
+    look = f"import sys\n{code}\nprint(sorted(set({without!r}) & set(sys.modules)))"
+    done = subprocess.run((sys.executable, "-c", look), capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
