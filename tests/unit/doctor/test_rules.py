@@ -32,7 +32,11 @@ def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
 
 # What else is found there follows from these, and is told after them: (rule, what makes the host ill, the first cause).
 CONSEQUENCES = (
-    ("node-does-not-open", lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "EIO"}), "version-mismatch"),
+    (
+        "node-does-not-open",
+        lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "Input/output error"}),
+        "version-mismatch",
+    ),
     ("nodes-unit-failed", both(unit(NODES, active="failed"), lambda x: with_driver(x, present=())), "nodes-missing"),
     ("nvidia-smi-18", mismatched, "version-mismatch"),
     ("module-not-loaded", bound_to("nouveau"), "gpu-nouveau"),
