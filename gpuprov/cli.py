@@ -71,6 +71,7 @@ def cli() -> None:
       gpuprov install --hosts inventory.ini --check --diff        what would change on all hosts
       gpuprov install --hosts inventory.ini
       gpuprov verify --hosts inventory.ini
+      gpuprov doctor --hosts inventory.ini                        why it fails, and what to type
 
     \b
     Exit codes, the worst first:

@@ -6,7 +6,6 @@ runs only where the module is loaded and no node is missing.
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Mapping, Sequence
 
@@ -32,7 +31,7 @@ from gpuprov.plan import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.system import TIMED_OUT, System
 
 _SMI_SECONDS = 120
 _SECONDS = 20
@@ -51,9 +50,9 @@ _TEXT_FILES = (
 )  # fmt: skip
 # Whether these are there is asked by one rule or another.
 _WATCHED = (
-    "/dev/dxg", "/dev/kmsg", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/nvidia-smi", "/usr/bin/python3", LAUNCHER_PATH,
+    "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/python3", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
-    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/proc/driver/nvidia-nvswitch/devices",
+    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd",
     "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
 )  # fmt: skip
 
@@ -71,7 +70,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         kernel_log=log,
         kernel_log_error=log_error,
         smi=smi,
-        node_errors=_node_errors(system, host.driver) if smi.reason or smi.returncode else {},
+        node_errors=_node_errors(system, host.driver, smi),
         module=parse_modinfo(_said(system, ("modinfo", "nvidia"))),
         kernels=gather_kernels(system),
         dkms=_said(system, ("dkms", "status")),
@@ -136,14 +135,13 @@ def _smi(system: System, driver: DriverFacts) -> Smi:
     return Smi(done.returncode, done.stdout if done.stdout.strip() else done.stderr)
 
 
-def _node_errors(system: System, driver: DriverFacts) -> Mapping[str, str]:
-    found = {}
-    for path in driver.present:
-        try:
-            system.open(path).close()
-        except OSError as error:
-            found[path] = errno.errorcode.get(error.errno or 0, str(error.errno))
-    return found
+def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, str]:
+    """Return node → why it does not open, where nvidia-smi was not asked or failed; of a GPU that hangs, nothing."""
+    if smi.returncode == TIMED_OUT or not (smi.reason or smi.returncode):
+        return {}
+    # A process of its own, for opening may take a GPU's whole start; no byte is read.
+    tried = {path: system.run(("head", "-c", "0", path), timeout=_SECONDS) for path in driver.present}
+    return {path: done.stderr.strip().rpartition(": ")[2] for path, done in tried.items() if done.returncode == 1}
 
 
 def _loader(system: System) -> Mapping[str, str]:

@@ -14,14 +14,24 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.facts import PciGpu
 
 _REPORT = "nvidia-bug-report.sh"
 _BUS = r"(?P<bus>[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 
 
+# Drivers that keep a device for virtual machines.
+FOR_GUESTS = ("vfio-pci", "pci-stub", "pciback", "nvgrace_gpu_vfio_pci")
+
+
+def own_gpus(x: Examined) -> tuple[PciGpu, ...]:
+    """Return the GPUs that are not kept for virtual machines."""
+    return tuple(gpu for gpu in x.host.gpus if gpu.driver not in FOR_GUESTS)
+
+
 def serves_all(x: Examined) -> bool:
-    """Say whether nvidia-smi shows every GPU that is on the PCI bus."""
-    return not x.smi.reason and x.smi.returncode == 0 and x.smi.text.count("<gpu id=") >= max(len(x.host.gpus), 1)
+    """Say whether nvidia-smi shows every GPU that is on the PCI bus and this machine's own."""
+    return not x.smi.reason and x.smi.returncode == 0 and x.smi.text.count("<gpu id=") >= max(len(own_gpus(x)), 1)
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,16 @@ import re
 from gpuprov import generations, nouveau
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, GPUS, LIKELY, Finding, Rule
-from gpuprov.doctor.log_rules import serves_all
+from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, Finding, Rule
+from gpuprov.doctor.log_rules import FOR_GUESTS, own_gpus, serves_all
 from gpuprov.doctor.parse import find_in_log, lines_that_match
 
-# Drivers that keep a device for virtual machines.
-_FOR_GUESTS = ("vfio-pci", "pci-stub", "pciback", "nvgrace_gpu_vfio_pci")
 _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
 
 
 def _no_gpu(x: Examined) -> Finding | None:
-    if x.host.gpus or x.host.kernel.wsl or x.driver.gpus:
+    # Tegra's GPU is on no PCI bus.
+    if x.host.gpus or x.host.kernel.wsl or x.driver.gpus or "/dev/nvmap" in x.there:
         return None
     inside = f" (inside {x.host.kernel.container})" if x.host.kernel.container else ""
     return Finding(
@@ -57,7 +56,7 @@ def _nouveau(x: Examined) -> Finding | None:
 
 
 def _for_guests(x: Examined) -> Finding | None:
-    gpus = [gpu for gpu in x.host.gpus if gpu.driver in _FOR_GUESTS]
+    gpus = [gpu for gpu in x.host.gpus if gpu.driver in FOR_GUESTS]
     if not gpus:
         return None
     places = lines_that_match(x.texts, r"^\s*options\s+(vfio-pci|pci-stub)\s+.*ids=.*10de:")
@@ -72,6 +71,8 @@ def _for_guests(x: Examined) -> Finding | None:
         f"{gpus[0].driver} keeps {len(gpus)} of {len(x.host.gpus)} GPUs for virtual machines",
         "\n".join([*seen, *(f"{place}: {line}" for place, line in places)]),
         kept,
+        # Some of several is how one divides a machine on purpose.
+        ASIDE if x.driver.gpus else CERTAIN,
     )
 
 
@@ -82,9 +83,9 @@ def _excluded(x: Examined) -> Finding | None:
     cause = lines_that_match(x.texts, r"NVreg_(ExcludedGpus|GpuBlacklist)=")
     step = f"{words.comment_out(cause[0][0])}; " if cause else "grep -rn NVreg_ExcludedGpus /etc/modprobe.d; "
     seen = "\n".join(f"{place}: {line}" for place, line in (*there, *cause))
-    return Finding(
-        "the driver was told to leave GPUs out", seen, f"{step}{words.rebuild_initramfs(x)}; systemctl reboot"
-    )
+    sure = ASIDE if x.driver.gpus else CERTAIN
+    step = f"{step}{words.rebuild_initramfs(x)}; systemctl reboot"
+    return Finding("the driver was told to leave GPUs out", seen, step, sure)
 
 
 def _unbound(x: Examined) -> Finding | None:
@@ -99,11 +100,11 @@ def _unbound(x: Examined) -> Finding | None:
 
 
 def _fewer(x: Examined) -> Finding | None:
-    known, there = len(x.driver.gpus), len(x.host.gpus)
-    if not x.driver.kernel_version or known >= there:
+    known, there = len(x.driver.gpus), len(own_gpus(x))
+    if not x.driver.kernel_version or known >= there or _excluded(x) is not None:
         return None
     served = {gpu.bus_id.lower() for gpu in x.driver.gpus}
-    missing = ", ".join(gpu.bus_id for gpu in x.host.gpus if gpu.bus_id.lower() not in served)
+    missing = ", ".join(gpu.bus_id for gpu in own_gpus(x) if gpu.bus_id.lower() not in served)
     return Finding(
         f"the driver serves {known} of this machine's {there} GPUs",
         f"/proc/driver/nvidia/gpus: {missing} is not there, and is on the PCI bus",

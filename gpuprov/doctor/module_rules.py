@@ -152,7 +152,7 @@ def _no_uvm(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the module nvidia-uvm is not loaded: CUDA ends with error 999 or 3", "/proc/devices: no nvidia-uvm",
-        "modprobe nvidia-uvm" + ("  # on the machine outside" if x.host.kernel.container else ""),
+        "modprobe nvidia-uvm",
     )  # fmt: skip
 
 

@@ -10,15 +10,22 @@ from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Find
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 _WORLD = 0o006
-# What opening a node gives (open(2)), and what it means of a device.
+_LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
+# What opening a node gives (open(2)), in the C locale's words, and what it means of a device.
 _ERRORS = {
-    "ENXIO": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
-    "ENODEV": ("no driver answers behind {path}", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
-    "EIO": ("the driver can't start the GPU behind {path}", "dmesg | grep -i -e nvrm -e xid; systemctl reboot"),
-    "EPERM": ("a device cgroup forbids {path}, on this machine itself", "ls -l /dev/nvidia*  # allow the device on "
-              "the machine outside: lxc.cgroup2.devices.allow = c 195:* rwm, or DeviceAllow=char-nvidia rw"),
-    "EACCES": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
-}  # fmt: skip
+    "No such device or address": ("no driver answers behind {path}", _LOAD),
+    "No such device": ("no driver answers behind {path}", _LOAD),
+    "Input/output error": (
+        "the driver can't start the GPU behind {path}",
+        "dmesg | grep -i -e nvrm -e xid; systemctl reboot",
+    ),
+    "Operation not permitted": (
+        "a device cgroup forbids {path}, on this machine itself",
+        "ls -l /dev/nvidia*  # allow the device on the machine outside: lxc.cgroup2.devices.allow = c 195:* rwm, or "
+        "DeviceAllow=char-nvidia rw",
+    ),
+    "Permission denied": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
+}
 
 
 def _missing(x: Examined) -> Finding | None:
@@ -68,7 +75,7 @@ def _unopened(x: Examined) -> Finding | None:
         return None
     path, error = next(iter(x.node_errors.items()))
     what, step = _ERRORS.get(error, ("{path} can't be opened", "dmesg | grep -i nvrm"))
-    return Finding(what.format(path=path), f"open {path}: {error}", step, LIKELY)
+    return Finding(what.format(path=path), f"head -c 0 {path}: {error}", step, LIKELY)
 
 
 def _no_links(x: Examined) -> Finding | None:
@@ -100,7 +107,7 @@ RULES = (
     Rule("nodes-missing", NODES, "the loaded driver's device nodes are not all in /dev", _missing),
     Rule("node-wrong", NODES, "a file, a folder or another device lies in a node's place", _wrong),
     Rule("nodes-closed", NODES, "the driver's DeviceFileMode is open to all, the node is not", _closed),
-    Rule("node-does-not-open", NODES, "nvidia-smi fails, and opening a node gives ENXIO, EIO, EPERM or EACCES",
+    Rule("node-does-not-open", NODES, "nvidia-smi fails, and a node does not open: ENXIO, EIO, EPERM or EACCES",
          _unopened, ANY_ROOT),
     Rule("dev-char-links", NODES, "NVIDIA's runtime, docker with systemd's cgroups, no links to the nodes in /dev/char",
          _no_links, ("nodes-missing", "driver-outside", "module-not-loaded")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuprov.doctor import (
     access_rules,
@@ -19,7 +19,7 @@ from gpuprov.doctor import (
     toolkit_rules,
 )
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, Finding, Rule
+from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, GPUS, MODULE, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *smi_rules.RULES,
@@ -39,9 +39,17 @@ class Cause:
 
 def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
-    found = [(rule, finding) for rule in rules if (finding := rule.look(x)) is not None]
+    found = [(rule, _in_its_place(x, rule, finding)) for rule in rules if (finding := rule.look(x)) is not None]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
     return tuple(sorted((Cause(rule, finding, _root(rule, roots)) for rule, finding in found), key=_rank))
+
+
+def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:
+    """Return the finding with where to type its command: a system container's kernel is the machine's outside."""
+    inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
+    if not inside or "  # " in finding.next_step:
+        return finding
+    return replace(finding, next_step=f"{finding.next_step}  # on the machine outside")
 
 
 def _root(rule: Rule, found: Sequence[Rule]) -> str:

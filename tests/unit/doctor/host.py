@@ -35,7 +35,7 @@ class DoctorHost(FakeHost):
         if code < 0:
             return super().run(argv, **more)
         self.commands.append(tuple(argv))
-        return Completed(tuple(argv), code, said)
+        return Completed(tuple(argv), code, said, said if code else "")
 
     def answer(self, program: str, said: str, code: int = 0) -> None:
         """Let a program be there and answer."""

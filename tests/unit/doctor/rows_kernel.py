@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpuprov.doctor.examined import KEYS
-from gpuprov.doctor.finding import LIKELY
+from gpuprov.doctor.finding import ASIDE, LIKELY
 from gpuprov.doctor.parse import ModuleFile
 from gpuprov.initramfs import BLACKLIST
 from gpuprov.next_kernel import InstalledKernel
@@ -69,9 +69,20 @@ KERNEL_ROWS = (
         both(
             text("/proc/driver/nvidia/params", 'RmMsg: ""\nExcludedGpus: "GPU-1"\n'),
             text("/etc/modprobe.d/nv.conf", "options nvidia NVreg_ExcludedGpus=GPU-1\n"),
+            lambda x: with_driver(x, gpus=(), nodes=(), capability_nodes=()),
         ),
         '/proc/driver/nvidia/params:2: ExcludedGpus: "GPU-1"',
         "sed -i '1s/^/#/' /etc/modprobe.d/nv.conf",
+    ),
+    Row(
+        "gpu-excluded",
+        both(
+            text("/proc/driver/nvidia/params", 'ExcludedGpus: "GPU-1"\n'),
+            lambda x: with_driver(x, gpus=x.driver.gpus[:1]),
+        ),
+        "/proc/driver/nvidia/params:1",
+        "grep -rn NVreg_ExcludedGpus /etc/modprobe.d; update-initramfs",
+        ASIDE,
     ),
     Row(
         "gpu-unbound",

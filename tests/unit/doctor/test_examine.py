@@ -14,7 +14,7 @@ from gpuprov.events import CauseFound, CheckDone, Event, Finished, Note, from_li
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import spec_to_json
-from tests.unit.doctor.host import SPEC, DoctorHost, healthy
+from tests.unit.doctor.host import SMI, SPEC, DoctorHost, healthy
 
 pytestmark = pytest.mark.root
 
@@ -80,7 +80,7 @@ def test_it_changes_nothing(host: DoctorHost) -> None:
 HARMLESS = (
     ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("dkms", "status"), ("systemctl", "show"),
     ("systemctl", "cat"), ("journalctl",), ("docker", "info"), ("docker", "ps"), ("getenforce",), ("getsebool",),
-    ("tail",), ("grep",), ("dpkg-query",), ("dpkg",), ("rpm",),
+    ("tail",), ("grep",), ("head", "-c", "0"), ("dpkg-query",), ("dpkg",), ("rpm",),
 )  # fmt: skip
 
 
@@ -119,6 +119,18 @@ def test_a_library_that_is_gone_is_seen(host: DoctorHost) -> None:
 def test_a_loaders_cache_that_is_gone_is_seen(host: DoctorHost) -> None:
     (host.root / "etc/ld.so.cache").unlink()
     assert rules_of(host) == ["library-not-in-cache"]
+
+
+def test_nodes_are_opened_only_where_nvidia_smi_fails_and_does_not_hang(host: DoctorHost) -> None:
+    said = "head: cannot open '/dev/nvidia0' for reading: Input/output error"
+    host.answers["head"] = (1, said)
+    for code, opened in ((0, 0), (124, 0), (15, 2)):
+        host.answers["nvidia-smi"] = (code, SMI if code == 0 else "GPU is lost")
+        host.commands.clear()
+        found = causes(events_of(host))
+        assert (("head", "-c", "0", "/dev/nvidia0") in host.commands) is bool(opened)
+        assert len(found) == {0: 0, 124: 1, 15: 2}[code]
+    assert found[1].follows == "" and found[1].evidence == "head -c 0 /dev/nvidia0: Input/output error"
 
 
 def test_settings_that_cannot_be_read_are_seen(host: DoctorHost) -> None:

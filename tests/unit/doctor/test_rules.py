@@ -32,7 +32,11 @@ def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
 
 # What else is found there follows from these, and is told after them: (rule, what makes the host ill, the first cause).
 CONSEQUENCES = (
-    ("node-does-not-open", lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "EIO"}), "version-mismatch"),
+    (
+        "node-does-not-open",
+        lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "Input/output error"}),
+        "version-mismatch",
+    ),
     ("nodes-unit-failed", both(unit(NODES, active="failed"), lambda x: with_driver(x, present=())), "nodes-missing"),
     ("nvidia-smi-18", mismatched, "version-mismatch"),
     ("module-not-loaded", bound_to("nouveau"), "gpu-nouveau"),
@@ -107,3 +111,17 @@ def test_what_to_type_is_a_line_that_a_shell_takes(x: Examined, row: Row) -> Non
     subprocess.run(("sh", "-n", "-c", step), check=True, timeout=10)
     commands = re.split(r"; | \| ", step.partition("  # ")[0])
     assert {command.split()[0] for command in commands} <= PROGRAMS
+
+
+def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: Examined) -> None:
+    first, second = x.host.gpus
+    shared = (first, replace(second, driver="vfio-pci"))
+    half = replace(with_driver(x, gpus=x.driver.gpus[:1]), host=replace(x.host, gpus=shared))
+    half = replace(half, host=replace(half.host, driver=replace(x.driver, gpus=x.driver.gpus[:1])))
+    assert [(cause.rule.name, cause.finding.confidence) for cause in diagnose(half)] == [("gpu-vfio", ASIDE)]
+
+
+def test_what_concerns_the_kernel_is_typed_outside_of_a_system_container(x: Examined) -> None:
+    ill = replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver="nouveau") for gpu in x.host.gpus)))
+    step = diagnose(ill)[0].finding.next_step
+    assert step.endswith("; systemctl reboot  # on the machine outside")

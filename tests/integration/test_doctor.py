@@ -1,0 +1,146 @@
+"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook.settings import SETTINGS_PATH
+from tests import simgpu
+from tests.integration.test_ansible import play, recap
+from tests.lab import Host
+from tests.lab.fixtures import DRIVER, Site, gpuprov
+from tests.lab.lab import REPOSITORY
+
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
+_KEPT = "/root/kept"
+_START = "systemctl reset-failed docker; systemctl restart docker"
+_OTHER = "libnvidia-ml.so.535.261.03"
+# What a host's own log-ins, clock and daemons change by themselves.
+_VOLATILE = re.compile(r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What breaks a host, the rule that must come first, and how its command begins.
+
+    `instead`: what is done in the test where the command is one that a person carries out (an editor, a reboot).
+    """
+
+    rule: str
+    breaking: str
+    command: str
+    instead: str = ""
+
+
+TROUBLES = (
+    Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine",
+            "mount --bind /usr/lib/simgpu/proc/driver /proc/driver"),
+    Trouble("nodes-missing", "rm /dev/nvidia0", "systemctl restart gpuprov-nodes.service"),
+    Trouble("nvml-missing", f"mv {_LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
+    Trouble("version-mismatch",
+            f"cd {_LIBRARIES}; cp /root/{_OTHER} .; ln -sf {_OTHER} libnvidia-ml.so.1",
+            "gpuprov install"),
+    Trouble("library-not-in-cache", "rm /etc/ld.so.cache", "ldconfig"),
+    # NVML's code 15, GPU is lost, as this host's NVML gives it.
+    Trouble("nvidia-smi-15", "echo error=15 > /etc/simgpu.conf", "systemctl reboot", "rm /etc/simgpu.conf"),
+    Trouble("runtime-missing", "rm /usr/bin/gpuprov-container-runtime", "gpuprov install"),
+    Trouble("settings-broken", f"mkdir -p /etc/gpuprov; echo 'disable-require = maybe' > {SETTINGS_PATH}",
+            f"mv {SETTINGS_PATH} {SETTINGS_PATH}.broken"),
+    Trouble("cdi-stale", f"sed -i 's/{DRIVER}/535.261.03/g' /etc/cdi/nvidia.json", "systemctl start gpuprov-refresh"),
+    Trouble("daemon-json-broken", f"cp /etc/docker/daemon.json {_KEPT}; sed -i '1s/{{/{{,/' /etc/docker/daemon.json",
+            "${EDITOR:-vi} +1 /etc/docker/daemon.json", f"cp {_KEPT} /etc/docker/daemon.json; {_START}"),
+    Trouble("docker-not-restarted",
+            f"cp /etc/docker/daemon.json {_KEPT}; echo '{{}}' > /etc/docker/daemon.json; systemctl restart docker; "
+            f"cp {_KEPT} /etc/docker/daemon.json", "systemctl restart docker"),
+    Trouble("hook-unseen",
+            f"mv /usr/bin/nvidia-container-runtime-hook {_KEPT}; systemctl restart docker; "
+            f"mv {_KEPT} /usr/bin/nvidia-container-runtime-hook; "
+            "docker run --rm --gpus all $(docker images -q gpuprov-verify) true && exit 1; true",
+            "systemctl restart docker"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def host(site: Site) -> Host:
+    """A host that gpuprov has set up, and on which containers see the GPUs."""
+    host = site.hosts["main"]
+    host.reset()
+    done = gpuprov("install", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    (host.root / "root" / _OTHER).write_bytes((simgpu.build_libraries("535.261.03") / _OTHER).read_bytes())
+    return host
+
+
+def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
+    """Return the exit code, the causes, and the summary of the host."""
+    done = gpuprov("doctor", "--hosts", site.inventory("main"), "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert events, done.stdout
+    causes = [event for event in events if event.get("event") == "CauseFound"]
+    return done.returncode, causes, events[-1]["hosts"][0]
+
+
+def mend(site: Site, host: Host, command: str) -> None:
+    """Type what the doctor said: on the host, or here if it is an installation."""
+    words = re.sub(r"  # .*", "", command)
+    if words.startswith("gpuprov install "):
+        assert "--limit main" in words
+        done = gpuprov(*words.split()[1:])
+        assert done.returncode == 0, done.stdout
+    else:
+        host.ssh(words)
+
+
+def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(site: Site, host: Host) -> None:
+    host.ssh("touch /root/mark; docker ps --all --quiet --no-trunc > /root/containers")
+    done = gpuprov("doctor", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "1 host: nothing found wrong in all that was looked at"
+    assert re.search(r"^device nodes +ok \d there", done.stdout, re.MULTILINE), done.stdout
+    # Every file and folder whose content, mode, owner or links have changed since, by the kernel's own books.
+    changed = host.ssh("find / /dev -xdev -cnewer /root/mark").stdout.splitlines()
+    assert [path for path in changed if not _VOLATILE.match(path)] == []
+    assert host.ssh("docker ps --all --quiet --no-trunc").stdout == host.ssh("cat /root/containers").stdout
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.rule)
+def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: Host, trouble: Trouble) -> None:
+    host.ssh(trouble.breaking)
+    code, causes, summary = doctor(site)
+    told = [(cause["rule"], cause["confidence"], cause["follows"]) for cause in causes]
+    assert code == 1
+    assert causes[0]["rule"] == trouble.rule, told
+    assert causes[0]["evidence"]
+    step = summary["problems"][0]["next_step"]
+    assert step.startswith(trouble.command), step
+    if trouble.instead:
+        host.ssh(trouble.instead)
+    else:
+        mend(site, host, step)
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, done.stdout
+
+
+def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:
+    host.ssh("rm /etc/cdi/nvidia.json")
+    program = f"{REPOSITORY}/.venv/bin/gpuprov"
+    failed = host.ssh(f"{program} verify", check=False)
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[-1].endswith("; next: gpuprov doctor"), failed.stdout
+    told = host.ssh(f"{program} doctor", check=False)
+    assert told.returncode == 1
+    assert "there is no CDI specification" in told.stdout
+    assert "next: systemctl start gpuprov-refresh.service" in told.stdout
+    played = play("doctor", site.inventory("main"))
+    assert recap(played, "main")["failed"] == 1, played.stdout
+    assert "there is no CDI specification" in played.stdout
+    host.ssh("systemctl start gpuprov-refresh.service")
+    assert "nothing found wrong" in host.ssh(f"{program} doctor").stdout
