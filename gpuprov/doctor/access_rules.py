@@ -62,28 +62,32 @@ def _apparmor(x: Examined) -> Finding | None:
     )
 
 
-# What docker's log says of containers that did not start: pattern, what it means, what to type. Of the past, mostly.
+# What docker's log says of containers that did not start, of the past mostly: words, pattern, meaning, what to type.
 _CONTAINER_ERRORS = (
-    ("bpf-refused", r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",
+    ("bpf-refused", "bpf_prog_query(BPF_CGROUP_DEVICE) failed",
+     r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",
      "a container could not be given its devices: the engine runs without the rights to a device cgroup (rootless)",
      "gpuprov cdi list  # ask by CDI, or set no-cgroups = true for the rootless user"),
-    ("library-not-loaded", r"load library failed: (?P<library>\S+?):",
+    ("library-not-loaded", "load library failed",
+     r"load library failed: (?P<library>\S+?):",
      "NVIDIA's toolkit could not load a library of the driver", "ldconfig; ldconfig -p | grep -e nvidia-ml -e libcuda"),
-    ("cdi-unresolved", r"unresolvable CDI devices? (?P<device>\S+)",
+    ("cdi-unresolved", "unresolvable CDI devices",
+     r"unresolvable CDI devices? (?P<device>\S+)",
      "a container asked for a CDI device that no specification has", "gpuprov cdi list"),
-    ("requirement-unmet", r"unsatisfied condition: (?P<condition>[^,\"]+)|gpuprov: requires (?P<wanted>[^,]+)",
+    ("requirement-unmet", "unsatisfied condition",
+     r"unsatisfied condition: (?P<condition>[^,\"]+)|gpuprov: requires (?P<wanted>[^,]+)",
      "an image needs another driver than this host's", "nvidia-smi  # take an image for this driver"),
 )  # fmt: skip
 
 
-def _log_rule(name: str, pattern: str, what: str, step: str) -> Rule:
+def _log_rule(name: str, said: str, pattern: str, what: str, step: str) -> Rule:
     def look(x: Examined) -> Finding | None:
         found = find_in_log(x.docker_log, pattern)
         if found is None:
             return None
         return Finding(what, f"journalctl -u docker: {found[1][0][:300]}", step, ASIDE)
 
-    return Rule(name, DOCKER, f"docker's log: `{pattern.partition('|')[0]}`", look)
+    return Rule(name, DOCKER, f"docker's log: `{said}`", look)
 
 
 RULES = (

@@ -7,7 +7,7 @@ import re
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import words
-from gpuprov.doctor.docker_rules import in_daemon
+from gpuprov.doctor.docker_rules import cdi_setting, in_daemon, reads_cdi
 from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
@@ -120,24 +120,16 @@ def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
     if not docker.active or not specifications(x) or version_key(docker.version) < (25,):
         return None
-    config = json.loads(docker.config_text or "{}") if _is_object(docker.config_text) else {}
-    cdi = (config.get("features") or {}).get("cdi") if isinstance(config.get("features") or {}, dict) else None
-    off = cdi is False or (cdi is None and version_key(docker.version) < (28, 2) and not in_daemon(x))
-    if not off:
+    # Who has the runtime needs it not, unless it was switched off by hand.
+    setting = cdi_setting(x)
+    if reads_cdi(x) or (in_daemon(x) and setting is None):
         return None
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
-        f"/etc/docker/daemon.json: features.cdi is {json.dumps(cdi)}, docker {docker.version}",
+        f"/etc/docker/daemon.json: features.cdi is {json.dumps(setting)}, docker {docker.version}",
         f'${{EDITOR:-vi}} /etc/docker/daemon.json; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
         LIKELY,
     )
-
-
-def _is_object(text: str | None) -> bool:
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except ValueError:
-        return False
 
 
 RULES = (

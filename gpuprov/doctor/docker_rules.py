@@ -6,8 +6,9 @@ import re
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ASIDE, DOCKER, LIKELY, Finding, Rule
+from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 
@@ -36,6 +37,19 @@ def _line_of(x: Examined, word: str) -> str:
 
 def _start(x: Examined) -> str:
     return f"systemctl reset-failed docker; {words.RESTART_DOCKER}"
+
+
+def cdi_setting(x: Examined) -> object:
+    """Return daemon.json's features.cdi, None where it says nothing."""
+    features = parse_config(x.host.docker.config_text)[0].get("features")
+    return features.get("cdi") if isinstance(features, dict) else None
+
+
+def reads_cdi(x: Examined) -> bool:
+    """Say whether the running docker takes devices by CDI: from 25 on where it is told to, from 28.2 on by itself."""
+    setting, version = cdi_setting(x), version_key(x.host.docker.version)
+    by_itself, as_told = setting is None and version >= (28, 2), setting is True and version >= (25,)
+    return x.host.docker.active and (by_itself or as_told)
 
 
 def _absent(x: Examined) -> Finding | None:
@@ -75,7 +89,7 @@ def _twice(x: Examined) -> Finding | None:
     if found is None or x.host.docker.active:
         return None
     return Finding(
-        f"docker does not start: {found[0]['names'].strip()} stands in {DAEMON_JSON} and on dockerd's command line",
+        f"docker does not start: {found[0]['names'].strip(' :')} stands in {DAEMON_JSON} and on dockerd's command line",
         f"journalctl -u docker: {found[1][0]}",
         f"systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}  # take one of the two out",
     )
@@ -131,6 +145,8 @@ def _unregistered(x: Examined) -> Finding | None:
         f"{DAEMON_JSON}: {'no runtimes.nvidia' if x.host.docker.config_text is not None else 'No such file'}\n"
         f"docker info: runtimes {', '.join(sorted(x.host.docker.runtimes or {}))}",
         step,
+        # `--device nvidia.com/gpu=all` does without.
+        ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
     )
 
 

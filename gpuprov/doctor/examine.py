@@ -29,7 +29,7 @@ def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     if x.kernel_log_error:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:
-        return Finished(int(ExitCode.FAILED), problems=_problems(troubles), summary=f"{len(troubles)} causes found")
+        return Finished(int(ExitCode.FAILED), problems=_problems(troubles), summary=f"causes found: {len(troubles)}")
     return Finished(int(ExitCode.DONE), summary="nothing found wrong")
 
 

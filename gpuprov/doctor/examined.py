@@ -11,6 +11,8 @@ from gpuprov.facts import HostFacts
 from gpuprov.next_kernel import InstalledKernel
 from gpuprov.spec import HostSpec
 
+# Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
+OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"
 FABRIC_MANAGER = "nvidia-fabricmanager.service"
 SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 # Where DKMS and Ubuntu keep the machine owner's key.
@@ -35,7 +37,7 @@ class Examined:
     """A host as the doctor sees it.
 
     `kernel_log`: telling lines of this boot; `docker_log`: of the daemon that runs or failed last. `node_errors`: node
-    → name of the error with which it opens, only where nvidia-smi does not answer well. `loader`: what the loader's
+    → why it does not open, only where nvidia-smi does not answer well. `loader`: what the loader's
     cache takes for NVML and CUDA. `texts`: path → text of small files. `there`: which of the watched paths are;
     `absent`: paths that a configuration or a specification names and that are not. `modified`: path → time.
     `library_files`: driver library → its version. `package_change`: what a package manager did to the driver last.

@@ -14,7 +14,7 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
-from gpuprov.doctor.examined import FABRIC_MANAGER, KEYS, SPECIFICATION_FOLDERS, Examined, Smi
+from gpuprov.doctor.examined import FABRIC_MANAGER, KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import (
     docker_lines,
     host_paths,
@@ -53,7 +53,7 @@ _WATCHED = (
     "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/python3", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd",
-    "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
+    OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import re
 from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.docker_rules import in_daemon, in_file
-from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.engines.docker_change import version_key
@@ -58,7 +58,7 @@ def _not_executable(x: Examined) -> Finding | None:
 
 
 def _toolkit_missing(x: Examined) -> Finding | None:
-    there = {LAUNCHER_PATH, _NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk"} & x.there
+    there = {LAUNCHER_PATH, _NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk", OPERATORS_RUNTIME} & x.there
     if there or in_daemon(x) or in_file(x) or x.host.docker.snap:
         return None
     return Finding(

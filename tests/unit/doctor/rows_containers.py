@@ -200,6 +200,13 @@ CONTAINER_ROWS = (
         '"features": {"cdi": true}',
         LIKELY,
     ),
+    Row(
+        "runtime-unregistered",
+        both(nvidias, docker(version="28.5.2", config_text="{}", runtimes={"runc": "runc"})),
+        "docker info: runtimes runc",
+        "nvidia-ctk runtime configure --runtime=docker",
+        ASIDE,
+    ),
     # -- docker
     Row(
         "docker-missing",

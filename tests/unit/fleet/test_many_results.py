@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -160,3 +161,11 @@ def test_checks_of_many_hosts_are_counted() -> None:
 
 def test_hundreds_of_changes_are_summed() -> None:
     assert report(*(done(f"gpu{n}") for n in range(20))).splitlines()[-1] == "20 hosts installed: 40 changes"
+
+
+def test_an_area_in_which_the_doctor_found_causes_is_told_by_these_alone() -> None:
+    areas = (CheckDone("docker", "failed"), CheckDone("driver", "failed", reason="rc 9"))
+    ill = HostResult("a", ExitCode.FAILED, checks=areas, problems=(Problem("docker does not run", "seen", "start it"),))
+    assert [cause.what for cause in causes((ill,))] == ["driver: rc 9", "docker does not run"]
+    # Where nothing else is told, the check is.
+    assert [cause.what for cause in causes((replace(ill, problems=()),))] == ["docker", "driver: rc 9"]
