@@ -1,7 +1,7 @@
 """Troubles of toolkit, CDI specification and engines, with what the doctor must say of each.
 
-The messages were recorded where the rows say: from drivers and installers in Debian chroots, from NVIDIA's open kernel
-modules and documentation, and from bug reports of the projects named.
+Messages are recorded where a row says from where: drivers and installers in Debian chroots, NVIDIA's open kernel
+modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
 
 from __future__ import annotations
