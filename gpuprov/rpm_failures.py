@@ -9,6 +9,9 @@ from gpuprov.system import Completed
 
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
 _FAILURES = (
+    # Before all others: of what has no room they say besides that it can't be fetched, or is damaged.
+    (r"No space left on device|[Nn]o space left|Curl error \(23\)|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
+     "the disk is full", "make room: df -h"),
     (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
@@ -41,8 +44,6 @@ _FAILURES = (
     (r"Status code: 404|HTTP Error 404|Repository type can't be determined|not found on medium",
      "there is no repository at that address, or the file is gone from it",
      "the line names it: check its address, and whether the mirror is whole"),
-    (r"No space left on device|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
-     "the disk is full", "make room: df -h"),
     (r"Curl error|Error trying to read from|Download \(curl\) error|Failed to connect|Connection failed|[Tt]imed out"
      r"|Cannot download|Couldn't connect",
      "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),
