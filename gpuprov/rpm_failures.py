@@ -9,9 +9,12 @@ from gpuprov.system import Completed
 
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
 _FAILURES = (
-    # Before all others: of what has no room they say besides that it can't be fetched, or is damaged.
-    (r"No space left on device|[Nn]o space left|Curl error \(23\)|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
+    # Before all others: of what has no room they say besides that it can't be fetched, is damaged, or is not signed.
+    (r"[Nn]o space left on device|Curl error \(23\)|Failed writing (received data|body)|Error code: Write error"
+     r"|[Nn]ot enough (free )?space|more space (needed|on)|needs \d+ ?[KMG]i?B on|signed with an unknown key ''",
      "the disk is full", "make room: df -h"),
+    (r"history\.sqlite.*no such table", "dnf's history is half made, as a full disk leaves it",
+     "rm /var/lib/dnf/history.sqlite*, then run the same command again"),
     (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
