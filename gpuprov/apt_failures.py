@@ -26,6 +26,11 @@ class Failure:
 NO_SUCH_PACKAGE = r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found"
 # The first row that matches decides.
 _FAILURES = (
+    # Before all others: of an index that has no room apt says besides that it can't be fetched, or is not signed.
+    Failure(
+        r"No space left on device|enough free space|Splitting up .* into data and signature failed",
+        "the disk is full", "make room: df -h; /tmp must be writable, too",
+    ),
     Failure(
         r"Could not get lock|Unable to acquire the dpkg frontend lock",
         "another program holds the package manager's lock",
@@ -119,7 +124,6 @@ _FAILURES = (
         r"Could not connect|Connection (refused|failed|timed out)|Network is unreachable|Failed to fetch",
         "a repository can't be reached", "check network and proxy, or remove the repository that the line names",
     ),
-    Failure(r"No space left on device|enough free space", "the disk is full", "make room: df -h"),
     Failure(
         r"unmet dependencies|held broken packages", "the packages do not fit together",
         "apt-get --fix-broken install; apt-mark showhold shows what is held",

@@ -11,6 +11,12 @@ from gpuprov.system import Completed
 NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
 _FAILURES = (
+    # Before all others: of what has no room they say besides that it can't be fetched, is damaged, or is not signed.
+    (r"[Nn]o space left on device|Curl error \(23\)|Failed writing (received data|body)|Error code: Write error"
+     r"|[Nn]ot enough (free )?space|more space (needed|on)|needs \d+ ?[KMG]i?B on|signed with an unknown key ''",
+     "the disk is full", "make room: df -h"),
+    (r"history\.sqlite.*no such table", "dnf's history is half made, as a full disk leaves it",
+     "rm /var/lib/dnf/history.sqlite*, then run the same command again"),
     (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
@@ -45,8 +51,6 @@ _FAILURES = (
     (r"Status code: 404|HTTP Error 404|Repository type can't be determined|not found on medium",
      "there is no repository at that address, or the file is gone from it",
      "the line names it: check its address, and whether the mirror is whole"),
-    (r"No space left on device|[Nn]ot enough (free )?space|more space needed|needs \d+ ?[KMG]i?B on",
-     "the disk is full", "make room: df -h"),
     (r"Curl error|Error trying to read from|Download \(curl\) error|Failed to connect|Connection failed|[Tt]imed out"
      r"|Cannot download|Couldn't connect",
      "a repository can't be reached", "check network and proxy, or remove the repository that the line names"),

@@ -17,18 +17,24 @@ import pytest
 from gpuprov.apply import apply_changes, take_up
 from gpuprov.changes import Change
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather_files
+from gpuprov.facts import gather, gather_files
 from gpuprov.journal import new_journal, read_runs
 from gpuprov.packages import InstallPackages, RefreshPackageIndex, gather_packages
+from gpuprov.packages_rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
+from gpuprov.repos_rpm import plan_repositories as plan_rpm_repositories
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
+from tests.integration.rpm_host import RpmHost
+from tests.integration.test_repos_rpm import HOSTS as RPM_HOSTS
+from tests.integration.test_repos_rpm import Repository, repository, template
+from tests.lab.rpm_repository import RpmPackage
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
 
-__all__ = ["spec"]
+__all__ = ["repository", "spec", "template"]
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts")]
 _FILLER = "filler"
 
@@ -137,7 +143,14 @@ def carry_out(debian: System, *changes: Change) -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server: SiteServer, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "200m") as disk, chroot_host(release, tmp_path / "host", disk) as debian:
-        carry_out(debian, *plan_repositories(gather_files(debian), server.spec, "x86_64"), RefreshPackageIndex())
+        carry_out(debian, *plan_repositories(gather_files(debian), server.spec, "x86_64"))
+        # Without room apt says that the index can't be fetched, with a little that it is not signed.
+        for but in (0, 4 << 10):
+            fill(disk, but)
+            with pytest.raises(GpuprovError, match="could not be refreshed: the disk is full"):
+                RefreshPackageIndex().apply(debian, lambda message, done, total: None)
+            make_room(disk)
+        carry_out(debian, RefreshPackageIndex())
         before = gather_packages(debian).installed
         for but, what in ROOM.items():
             fill(disk, but)
@@ -150,3 +163,28 @@ def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server:
         carry_out(debian, InstallPackages(("large",)))
         assert gather_packages(debian).installed.keys() == {*before, "large", "library"}
         assert debian.run(("dpkg", "--audit")).stdout == ""
+
+
+@pytest.mark.skipif(shutil.which("createrepo_c") is None, reason="needs createrepo_c")
+@pytest.mark.parametrize("name", RPM_HOSTS)
+def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository: Repository, tmp_path: Path) -> None:
+    repository.add(RpmPackage("large", size=16 << 20))
+    with small_disk(tmp_path / "disk", "200m") as disk:
+        rpm = RpmHost(disk / "root", name, RPM_HOSTS[name])
+        carry_out(rpm, *plan_rpm_repositories(gather(rpm), repository.spec))
+        manager = RPM_HOSTS[name]
+        refresh, large = RefreshRpmIndex(manager), InstallRpmPackages(manager, ("large",))
+        # Something was installed before, as on any host: dnf's history is there.
+        carry_out(rpm, refresh, InstallRpmPackages(manager, ("site-gpu-library",)))
+        before = set(rpm.run(("rpm", "-qa")).stdout.split())
+        for change, but in ((refresh, 0), (large, 0), (large, 64 << 10)):
+            journal = new_journal(rpm, "install")
+            fill(disk, but)
+            with pytest.raises(GpuprovError, match=r"the disk is full|No space left"):
+                apply_changes([change], rpm, journal, ignore)
+            make_room(disk)
+            take_up(rpm, CHANGE_KINDS, ignore)
+            assert set(rpm.run(("rpm", "-qa")).stdout.split()) == before
+            carry_out(rpm, refresh)
+        carry_out(rpm, large)
+        assert set(rpm.run(("rpm", "-qa")).stdout.split()) == {*before, "large-1.0-1.noarch"}

@@ -16,13 +16,14 @@ RPM_MACROS = "%_dbpath /var/lib/rpm\n"
 
 @dataclass(frozen=True)
 class RpmPackage:
-    """A package with one file in /opt."""
+    """A package with one file in /opt; with `size` there is one of so many bytes besides."""
 
     name: str
     version: str = "1.0"
     release: str = "1"
     requires: str = ""
     provides: str = ""
+    size: int = 0
 
     @property
     def file_name(self) -> str:
@@ -44,6 +45,7 @@ class RpmPackage:
             %install
             mkdir -p %{{buildroot}}/opt/{self.name}
             echo {self.version} > %{{buildroot}}/opt/{self.name}/version-{self.version}-{self.release}
+            {f"truncate -s {self.size} %{{buildroot}}/opt/{self.name}/room" if self.size else ""}
             %files
             /opt/{self.name}
             """

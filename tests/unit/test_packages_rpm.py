@@ -227,6 +227,12 @@ FAILURES = [
      "a repository can't be reached"),
     ("Error Summary\n-------------\nDisk Requirements:\n   At least 12MB more space needed on the / filesystem.",
      "the disk is full"),
+    ("rpm: However assuming you know what you are doing...\n"
+     "\tinstalling package large-1.0-1.noarch needs 17MB more space on the / filesystem", "the disk is full"),
+    ("Warning: File 'repomd.xml' from repository 'site (gpuprov)' is signed with an unknown key ''.",
+     "the disk is full"),
+    ('Error: SQLite error on "/var/lib/dnf/history.sqlite": Executing an SQL statement failed: no such table: config',
+     "dnf's history is half made"),
 ]  # fmt: skip
 
 
