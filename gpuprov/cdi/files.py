@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpuprov.cdi.elf import soname
-from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.cdi.loader_cache import CACHE, CachedLibrary, parse_cache
 from gpuprov.system import System
 
 # Where the loader looks by itself, in hosts and in containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
@@ -73,8 +73,11 @@ def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Lib
     The first folder in the loader's order, behind those in `first`, counts; others (32-bit libraries) only if they are
     of the same version.
     """
-    folders = _folders(system, first)
+    cached = parse_cache(system.read_bytes(CACHE) or b"")
+    folders = _folders(system, first, cached)
     version = next(iter(folders.values()), "")
+    # The cache has a library under its soname: these bear their file's own name, and need not be read.
+    own_names = frozenset(one.name for one in cached if one.path.endswith(f"/{one.name}"))
     links: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         if folders[folder] != version:
@@ -82,17 +85,17 @@ def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Lib
         place = folder if folder in (*LIBRARY_DIRECTORIES, *_32_BIT_DIRECTORIES) else _own_folder(system)
         # Of a folder that containers' loaders don't know, only this machine's kind of libraries has a place to go.
         if number == 0 or place == folder:
-            _collect(system, folder, place, version, links)
+            _collect(system, folder, place, version, links, own_names)
     libraries = (Library(real, tuple(sorted(names))) for real, names in sorted(links.items()) if system.exists(real))
     return tuple(libraries), version
 
 
-def _folders(system: System, first: Sequence[str]) -> dict[str, str]:
+def _folders(system: System, first: Sequence[str], cached: Iterable[CachedLibrary]) -> dict[str, str]:
     """Return each folder with an NVML and the version there, in the loader's order, 64-bit ones first."""
-    cached = [one for one in parse_cache(system.read_bytes(CACHE) or b"") if one.name == _NVML]
+    nvml = [one for one in cached if one.name == _NVML]
     names = [
-        *first, *(_parent(one.path) for one in cached if one.is_64_bit), *LIBRARY_DIRECTORIES,
-        *(_parent(one.path) for one in cached if not one.is_64_bit), *_32_BIT_DIRECTORIES,
+        *first, *(_parent(one.path) for one in nvml if one.is_64_bit), *LIBRARY_DIRECTORIES,
+        *(_parent(one.path) for one in nvml if not one.is_64_bit), *_32_BIT_DIRECTORIES,
     ]  # fmt: skip
     found: dict[str, str] = {}
     for name in names:
@@ -110,7 +113,9 @@ def _own_folder(system: System) -> str:
     return next(known, LIBRARY_DIRECTORIES[0])
 
 
-def _collect(system: System, folder: str, place: str, version: str, links: dict[str, list[str]]) -> None:
+def _collect(
+    system: System, folder: str, place: str, version: str, links: dict[str, list[str]], own_names: frozenset[str]
+) -> None:
     """Add the libraries of that very version, each with the names in `folder` that end at it, over any hops."""
     found: dict[str, list[str]] = {}
     for below, pattern in _BACK_ENDS:
@@ -131,7 +136,8 @@ def _collect(system: System, folder: str, place: str, version: str, links: dict[
             if not below:
                 found[real] = names
     for real, names in found.items():
-        _add_soname(system, place, real, names)
+        if real.rpartition("/")[2] not in own_names:
+            _add_soname(system, place, real, names)
 
 
 def _add_soname(system: System, place: str, real: str, names: list[str]) -> None:

@@ -18,7 +18,7 @@ from gpuprov.errors import GpuprovError
 from gpuprov.fleet.agent_run import Agent
 
 # The host side's own dependencies, the lines marked [host] in pyproject.toml; theirs are found through their metadata.
-HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "tomlkit")
+HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
 _CONTROLLER_ONLY = ("cli.py", "__main__.py", "fleet")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell

@@ -117,7 +117,7 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
     names = [name[:-3].replace("/", ".") for name in zipfile.ZipFile(BytesIO(boot_program())).namelist()]
     ours = [name for name in names if name.startswith("gpuprov.") and not name.endswith("__init__")]
     assert {"gpuprov.boot_main", "gpuprov.cdi.generate", "gpuprov.cdi.nvml_child"} <= set(ours)
-    code = f"import sys; sys.path[:0] = [{str(path)!r}]; import {', '.join(ours)}"
+    code = f"import sys; sys.path[:0] = [{str(path)!r}]; import elftools.elf.elffile, {', '.join(ours)}"
     done = subprocess.run(
         ("/usr/bin/python3", "-I", "-S", "-c", code), capture_output=True, text=True, timeout=60, check=False
     )
