@@ -42,7 +42,7 @@ apt-get -qq install --no-install-recommends udev initramfs-tools gcc make libc6-
 apt-get -qq install --no-install-recommends "$old" > /dev/null
 mkdir -p {_PACKAGES}/partial
 apt-get -qq install --no-install-recommends --download-only -o Dir::Cache::archives={_PACKAGES} \\
-    "linux-headers-${{old#linux-image-}}" linux-image-cloud-amd64 linux-headers-cloud-amd64 > /dev/null
+    "linux-headers-${{old#linux-image-}}" linux-image-cloud-amd64 linux-headers-cloud-amd64 apparmor > /dev/null
 cd {_PACKAGES}
 shared=$(ls linux-kbuild-*.deb linux-compiler-*.deb linux-headers-*-common_*.deb)
 dpkg --install $shared > /dev/null
