@@ -37,6 +37,8 @@ _NVIDIA_VENDOR = "0x10de"
 _DISPLAY_CLASS = "0x03"
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# Linux, Documentation/admin-guide/LSM/apparmor.rst.
+_APPARMOR = "/sys/module/apparmor/parameters/enabled"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
@@ -80,6 +82,7 @@ class Kernel:
     """The running kernel. `container`: the container manager this machine runs in (systemd-nspawn, lxc, …), or nothing.
 
     `secure_boot`: enabled, disabled, or no-efi. `loaded_modules` is empty where the kernel has no /proc/modules.
+    `apparmor`: AppArmor is switched on.
     """
 
     release: str
@@ -90,6 +93,7 @@ class Kernel:
     secure_boot: str
     container: str
     wsl: bool
+    apparmor: bool = False
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,7 @@ def gather_kernel(system: System) -> Kernel:
         secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
         container=_container(system),
         wsl="microsoft" in version,
+        apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
     )
 
 

@@ -138,6 +138,12 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
         "install the headers of exactly `uname -r`; if no repository has them any more, update the kernel and reboot",
     ),
     (
+        r"Failed to install the kernel module through DKMS",
+        "DKMS could not build the kernel modules",
+        "the driver may be too old for this kernel, or the compiler not the kernel's own: see "
+        "/var/lib/dkms/nvidia/*/build/make.log, where the compiler says why",
+    ),
+    (
         r"kernel module was not created|The nvidia kernel module was not",
         "the kernel modules did not compile",
         "the driver may be too old for this kernel, or the compiler not the kernel's own: see the log named above",

@@ -82,6 +82,14 @@ def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return row.docker_packages
 
 
+def confinement_packages(manager: str) -> tuple[str, ...]:
+    """Return what docker needs where AppArmor is on: it runs no container whose profile it can't load.
+
+    Debian's and Ubuntu's docker only recommend it, and recommendations are not installed (docs.docker.com, AppArmor).
+    """
+    return ("apparmor",) if manager == "apt" else ()
+
+
 def note(facts: HostFacts, spec: HostSpec) -> str:
     """Return a warning where the next kernel would be without a driver, or nothing."""
     row = distribution_of(facts.os)
@@ -99,7 +107,10 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = distribution_of(facts.os)
     engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+    # A system container's profiles are the outer machine's.
+    confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
+        *(confinement_packages(facts.packages.manager) if confined else ()),
         *kernel.packages(facts, spec),
         *cuda.packages(facts, spec),
         *boot.packages(facts, spec),

@@ -131,7 +131,8 @@ def _distribution(distro: str) -> Distribution:
 def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
     docker = (name for spec in specs for name in _engine(row, spec))
     headers = (name for kernel in wishes.kernels for name in _headers(row, kernel))
-    build = (*row.build_packages, *boot.service_packages(row.id, row.version)) if wishes.kernels else ()
+    services = (*boot.service_packages(row.id, row.version), *software.confinement_packages(row.package_manager))
+    build = (*row.build_packages, *services) if wishes.kernels else ()
     more = (
         name
         for spec in specs

@@ -112,3 +112,16 @@ def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
         fields = dict(line.split(":", 1) for line in found.splitlines() if ":" in line)
         assert fields["filename"].strip().startswith(f"/lib/modules/{kernel}/updates/dkms/{module}.ko")
         assert (fields["version"].strip(), fields["vermagic"].split()[0]) == (DRIVER, kernel)
+
+
+def test_a_module_that_does_not_compile_is_named_with_the_log_of_its_build(
+    hosts: dict[str, Host], installed: dict[str, tuple[str, str]]
+) -> None:
+    """As with a driver that is too old for its kernel: the compiler stops at a header."""
+    host, (kernel, _) = hosts["trixie"], installed["trixie"]
+    common = f"/usr/src/linux-headers-{kernel.replace('-cloud-amd64', '-common')}"
+    host.ssh(f"echo '#error another kernel' >> {common}/include/linux/proc_fs.h")
+    host.ssh("mkdir -p /var/lib/gpuprov && touch /var/lib/gpuprov/driver-incomplete")
+    said = host.ssh(("python3", "-c", _INSTALL, kernel, DRIVER), check=False, timeout=600).stdout
+    assert "DKMS could not build the kernel modules" in said
+    assert "make.log" in said

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from tests.lab.shell import LabError, wait_for
 from tests.lab.vm_image import build_image
 
+_PROGRAM = "qemu-system-x86_64"
 _BOOT_SECONDS = 180
 
 
@@ -34,11 +36,15 @@ class Vm:
 
     def start(self) -> None:
         """Boot from the pristine disk and wait for the end of the boot. Raises LabError if it does not come."""
+        if shutil.which(_PROGRAM) is None:
+            raise LabError(f"there is no program {_PROGRAM}; next: make setup")
         self.directory.mkdir(parents=True, exist_ok=True)
         kind, blob, _ = (self.image / "host_key.pub").read_text().split()
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {kind} {blob}\n")
+        # It must not outlive whoever started it, however that ends.
         command = (
-            "qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "2048", "-smp", "2", "-display", "none",
+            "setpriv", "--pdeathsig", "KILL",
+            _PROGRAM, "-accel", "tcg,thread=multi", "-m", "2048", "-smp", "2", "-display", "none",
             "-serial", f"file:{self.directory}/console.log", "-monitor", "none", "-nodefaults",
             *_disk("disk", self.image / "disk", 1), *_disk("boot", self.image / "boot", 0),
             "-netdev", f"user,id=network,restrict=on,hostfwd=tcp:127.0.0.1:{self.port}-:22",
@@ -46,13 +52,10 @@ class Vm:
             "-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random",
         )  # fmt: skip
         with (self.directory / "qemu.log").open("w") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                    env={**os.environ, "TMPDIR": str(self.directory)},
-                )  # fmt: skip
-            except FileNotFoundError:
-                raise LabError("there is no program qemu-system-x86_64; next: make setup") from None
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.directory)},
+            )  # fmt: skip
         self.wait_until_up()
 
     def wait_until_up(self, left_boot: str = "") -> None:

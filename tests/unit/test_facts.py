@@ -37,6 +37,12 @@ def test_gpus_are_display_controllers_of_nvidia(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("text", "on"), [("Y\n", True), ("N\n", False), ("", False)])
+def test_apparmor_is_on_where_the_kernel_says_so(tmp_path: Path, text: str, on: bool) -> None:
+    put(tmp_path, "/sys/module/apparmor/parameters/enabled", text)
+    assert gather_kernel(System(str(tmp_path))).apparmor == on
+
+
 def test_a_machine_without_pci_has_no_gpu(tmp_path: Path) -> None:
     assert gather_gpus(System(str(tmp_path))) == ()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov import releases
+from gpuprov import releases, software
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
@@ -123,6 +123,15 @@ def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> Non
     names = (f"linux-headers-{RELEASE}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
     ready = replace(metal, packages=PackageFacts("apt", dict.fromkeys(names, "1")))
     assert planned(ready, spec(), InstallPackages) is None
+
+
+def test_docker_gets_apparmors_parser_where_the_kernel_has_apparmor_on(metal: HostFacts, facts: HostFacts) -> None:
+    """Without it docker runs no container at all; a system container's profiles are the outer machine's."""
+    on = replace(metal, kernel=replace(metal.kernel, apparmor=True))
+    assert "apparmor" in planned(on, spec(), InstallPackages).names
+    assert "apparmor" not in planned(metal, spec(), InstallPackages).names
+    inside = replace(facts, kernel=replace(facts.kernel, apparmor=True))
+    assert "apparmor" not in software.wanted(inside, spec())
 
 
 def test_a_system_container_gets_libraries_alone_and_no_headers(facts: HostFacts) -> None:

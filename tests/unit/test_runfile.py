@@ -104,6 +104,7 @@ def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
         (1, "ERROR: Unable to find the kernel source tree for the currently running kernel.", "", "headers"),
         (1, "ERROR: The kernel source path '/x' does not exist.", "", "headers"),
         (1, "ERROR: The nvidia kernel module was not created.", "", "did not compile"),
+        (1, "ERROR: Failed to install the kernel module through DKMS. No kernel module was installed;", "", "DKMS"),
         (1, "ERROR: The Nouveau kernel driver is currently in use by your system.", "", "nouveau"),
         (1, "ERROR: You appear to be running an X server; please exit X", "", "X server"),
         (1, "ERROR: An NVIDIA kernel module 'nvidia-uvm' appears to be already loaded in your kernel.", "", "loaded"),

@@ -330,6 +330,8 @@ build_modules() {
         error "The kernel module build directory '$kernel_type' does not exist."
         failed
     }
+    # DKMS builds them by itself: with --dkms the real one takes no longer than without.
+    [ "$dkms" = y ] && command -v dkms > /dev/null 2>&1 && return
     say "Building kernel modules"
     if ! build_output=$(make -C "$kernel_source" M="$HERE/$kernel_type" modules 2>&1); then
         compile_error

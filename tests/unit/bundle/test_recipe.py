@@ -16,7 +16,7 @@ from gpuprov.spec import HostSpec, SiteRepository
 WISHES = Wishes("debian-12", "x86_64")
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
 KERNEL = "6.1.0-37-amd64"
-HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
+HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3", "apparmor")
 TOOLKIT = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
