@@ -170,7 +170,15 @@ def _bring(system: System, index: int, text: str) -> None:
         )
     if profiles:
         words = ("mig", "-i", str(index), "-cgi", ",".join(profiles), "-C")
-        _smi(system, index, words, f"{','.join(profiles)} can't be made")
+        done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
+        # nvidia-smi ends with 0 over much that it did not do.
+        made = _look(system, index).instances
+        if made != profiles:
+            raise GpuprovError(
+                f"GPU {index} is not divided as asked, though nvidia-smi reported success",
+                f"there is {','.join(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}",
+                f"{_SMI} mig -lgi; {_SMI} mig -lgip",
+            )
 
 
 def _look(system: System, index: int) -> MigGpu:

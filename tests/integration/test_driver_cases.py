@@ -36,6 +36,7 @@ printf '#!/bin/sh\\necho "$0 $*" >> /run/tools; for word; do case $word in M=*) 
 echo built > "${word#M=}/$name.ko"; done ;; esac; done\\n' > make
 chmod 755 cc modprobe make
 """
+_NO_TOOLS = 'rm -rf /usr/local/sbin/* /run/tools "/lib/modules/$(uname -r)"'
 _DKMS = """
 printf '#!/bin/sh\\necho "$0 $*" >> /run/tools\\ncase "$1 $REGISTERS" in status*) %s ;; esac\\n' > /usr/local/sbin/dkms
 chmod 755 /usr/local/sbin/dkms
@@ -62,10 +63,12 @@ FAILURES = {
         "there is no compiler on this host", "find the development tool", "no-compiler", asked=_MODULES
     ),
     "headers missing": Case(
-        "the headers of the running kernel are missing", "kernel source tree", "no-headers", asked=_MODULES
+        "the headers of the running kernel are missing", "kernel source tree", "no-headers",
+        setup=_TOOLS, after=_NO_TOOLS, asked=_MODULES,
     ),
     "the module does not compile": Case(
-        "the kernel modules did not compile", "kernel module was not created", "compile-error", asked=_MODULES
+        "the kernel modules did not compile", "kernel module was not created", "compile-error",
+        setup=_TOOLS, after=_NO_TOOLS, asked=_MODULES,
     ),
     "nouveau loaded": Case("nouveau, the free driver, holds the GPU", "currently in use", "nouveau", asked=_MODULES),
     "X running": Case("an X server holds the GPU", "running an X server", "x-running"),
@@ -95,7 +98,7 @@ FAILURES = {
                                     asked={"sha256": "0" * 64}),
     "dkms does not register it": Case(
         "the driver is not registered with DKMS", "dkms status", setup=_TOOLS + _DKMS % ":",
-        after='rm -rf /usr/local/sbin/* "/lib/modules/$(uname -r)"', asked=_MODULES,
+        after=_NO_TOOLS, asked=_MODULES,
     ),
 }  # fmt: skip
 
@@ -163,7 +166,7 @@ def test_not_root(host: Host, pristine: str) -> None:
     command = f"{REPOSITORY}/.venv/bin/gpuprov install -e gpuprov_driver_version={DRIVER}"
     done = host.ssh(f"su nobody -s /bin/sh -c '{command}' 2>&1", check=False)
     assert done.returncode == 2
-    assert "gpuprov install must run as root" in done.stdout
+    assert "`gpuprov install` needs root on this machine" in done.stdout
     assert lost_and_found(pristine, tree(host)) == []
 
 
@@ -175,7 +178,7 @@ def bare_again(host: Host, pristine: str) -> Iterator[Host]:
     yield host
     for _ in range(2):
         host.ssh("! command -v nvidia-uninstall || nvidia-uninstall --silent")
-    host.ssh('rm -rf /usr/local/sbin/* /run/tools "/lib/modules/$(uname -r)"')
+    host.ssh(_NO_TOOLS)
     assert lost_and_found(pristine, tree(host)) == []
 
 

@@ -16,6 +16,8 @@ from gpuprov.facts import HostFacts, gather, gather_gpus
 from gpuprov.packages import PackageFacts, missing
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import Completed
+from gpuprov.verify import checks
+from gpuprov.verify.outcome import Failed
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
@@ -165,3 +167,20 @@ def test_a_unit_that_does_not_start_says_why(host: SwitchHost) -> None:
 def test_what_the_program_says_of_itself_is_read() -> None:
     assert parse_version("Fabric Manager version is : 580.159.03\n") == "580.159.03"
     assert parse_version("command not found") == ""
+
+
+SHOWN = {
+    "another version": (FabricFacts(("0000:c1:00.0",), False, OTHER, True), f"fabric manager is {OTHER}, the driver"),
+    "none": (FabricFacts(("0000:c1:00.0",)), "fabric manager is not installed"),
+    "stopped": (FabricFacts(("0000:c1:00.0",), False, VERSION, False), "does not run, so CUDA answers 802"),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, name: str) -> None:
+    simgpu.install_tree(host.root)
+    facts, what = SHOWN[name]
+    with pytest.raises(Failed, match=what):
+        checks._fabric_manager(host, facts)
+    good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
+    assert checks._fabric_manager(host, good) == (VERSION, "")

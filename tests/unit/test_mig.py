@@ -67,6 +67,13 @@ application such as another instance of nvidia-smi). Please first kill all proce
 command or reboot the system to make MIG mode effective.
 All done.
 """
+# The genuine nvidia-smi 535 over NVML functions that answer Not Supported; either ends with 0.
+UNABLE = """\
+Unable to enable MIG Mode for GPU 00000000:1B:00.0: Not Supported
+Treating as warning and moving on.
+All done.
+"""
+NOT_ENABLED = "No MIG-enabled devices found.\n"
 NONE = "No GPU instances found: Not Found\n"
 
 
@@ -116,7 +123,7 @@ class MigHost(FakeHost):
         super().__init__(root, gpus=1, metal=True)
         self.mode, self.pending = "Disabled", "Disabled"
         self.instances: list[str] = []
-        self.busy = self.resets = False
+        self.busy = self.resets = self.unable = False
         self.changes: list[tuple[str, ...]] = []
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
@@ -134,6 +141,8 @@ class MigHost(FakeHost):
             rows = "".join(f"|   0  MIG {name:<18} 9   2   4:4     |\n" for name in self.instances)
             return (0, rows) if rows else (6, NONE)
         self.changes.append(tuple(words))
+        if self.unable and ("-mig" in words or "-cgi" in words):
+            return 0, UNABLE if "-mig" in words else NOT_ENABLED
         if "-dgi" in words:
             self.instances = []
         elif "-cgi" in words:
@@ -201,6 +210,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "in use": ("3g.40gb", "MIG on GPU 0 is Disabled, Enabled only after a reset", "In use by another client"),
     "no MIG": ("3g.40gb", "GPU 0 can't be divided: it has no MIG", "[N/A]"),
     "no such profile": ("all-2g.99gb", "GPU 0 has no MIG profile 2g.99gb", "1g.10gb, 1g.10gb+me, 3g.40gb"),
+    "not supported": ("3g.40gb", "MIG on GPU 0 is Disabled", "Unable to enable MIG Mode"),
+    "not made": ("3g.40gb", "GPU 0 is not divided as asked, though nvidia-smi", "No MIG-enabled devices found."),
     "no room": (",".join(["3g.40gb"] * 8), "can't be made", "Insufficient Resources"),
 }
 
@@ -209,6 +220,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
 def test_what_can_not_be_is_said(host: MigHost, name: str) -> None:
     text, what, evidence = FAULTS[name]
     host.busy = name == "in use"
+    host.unable = name in ("not supported", "not made")
+    if name == "not made":
+        host.mode = host.pending = "Enabled"
     if name == "no MIG":
         host.mode = host.pending = "[N/A]"
     with pytest.raises(GpuprovError) as raised:
