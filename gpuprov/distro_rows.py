@@ -150,12 +150,13 @@ _FEDORA = replace(
 
 # -- Amazon Linux: docs.aws.amazon.com, Amazon Linux user guides ------------------------------------------------------
 
-# Kernels after 6.1 have their series in their packages' names.
+# Kernels after 6.1 have their series in their packages' names. Of the headers for programs only one series can be
+# installed, and gcc has brought one; modules are built without them.
 _AMAZON_HEADERS = (
     KernelPackages(r"6\.1\..+", ("kernel-devel={kernel}", "kernel-headers", "kernel-modules-extra={kernel}")),
     KernelPackages(
         r"(?P<series>\d+\.\d+)\..+",
-        ("kernel{series}-devel={kernel}", "kernel{series}-headers", "kernel{series}-modules-extra={kernel}"),
+        ("kernel{series}-devel={kernel}", "kernel-headers", "kernel{series}-modules-extra={kernel}"),
     ),
 )
 _AMAZON = (

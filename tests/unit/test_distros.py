@@ -180,7 +180,7 @@ HEADERS = [
      ("kernel-devel=6.1.94-99.176.amzn2023.x86_64", "kernel-headers",
       "kernel-modules-extra=6.1.94-99.176.amzn2023.x86_64")),
     ("amzn", "2023", "6.12.22-27.96.amzn2023.x86_64",
-     ("kernel6.12-devel=6.12.22-27.96.amzn2023.x86_64", "kernel6.12-headers",
+     ("kernel6.12-devel=6.12.22-27.96.amzn2023.x86_64", "kernel-headers",
       "kernel6.12-modules-extra=6.12.22-27.96.amzn2023.x86_64")),
     ("sles", "15", "6.4.0-150600.23.30-default", ("kernel-default-devel=6.4.0-150600.23.30",)),
     ("sles", "15", "6.4.0-150600.8.20-azure", ("kernel-azure-devel=6.4.0-150600.8.20",)),
