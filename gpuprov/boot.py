@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov import boot_files, mig_plan
+from gpuprov import boot_files
 from gpuprov.boot_files import (
     MIG,
     MODULES,
@@ -19,11 +19,12 @@ from gpuprov.boot_files import (
 )
 from gpuprov.boot_program import boot_program
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.driver import mig_plan
+from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.mig import DISABLED
 from gpuprov.driver_run import installs
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts
-from gpuprov.kernel import builds_modules
-from gpuprov.mig import DISABLED
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

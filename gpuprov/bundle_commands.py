@@ -113,7 +113,7 @@ def create(
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     from gpuprov.bundle.recipe import Wishes, make_recipe
-    from gpuprov.mirror import resolved
+    from gpuprov.driver.mirror import resolved
     from gpuprov.system import System
 
     changed = {"driver_version": driver}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov import releases
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
+from gpuprov.driver import releases
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY

@@ -10,22 +10,23 @@ from typing import Any
 
 import distro
 
-from gpuprov import boot_files, packages_rpm, repos_rpm
+from gpuprov import boot_files
 from gpuprov.boot_files import BootFacts, gather_boot
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
-from gpuprov.cuda_facts import CudaFacts, gather_cuda
 from gpuprov.distros import distribution_of
+from gpuprov.driver.cuda_facts import CudaFacts, gather_cuda
+from gpuprov.driver.fabric_manager import FabricFacts, gather_fabric
+from gpuprov.driver.holders import RunningDriver
+from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.driver.mig import MigGpu
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.more import gather as gather_engines
-from gpuprov.fabric_manager import FabricFacts, gather_fabric
-from gpuprov.holders import RunningDriver
-from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
-from gpuprov.mig import MigGpu
-from gpuprov.packages import PackageFacts, gather_packages
+from gpuprov.packaging import packages_rpm, repos_rpm
+from gpuprov.packaging.packages import PackageFacts, gather_packages
 from gpuprov.reboot_state import RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH

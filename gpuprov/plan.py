@@ -6,37 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import (
-    boot,
+from gpuprov import boot, driver_run, reboot, repos, toolkit
+from gpuprov.bundle import images, use
+from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.distros import derivative_note, machine_problems
+from gpuprov.driver import (
     cuda,
     cuda_run,
     driver_install,
     driver_problems,
-    driver_run,
     fabric_manager,
     fabric_plan,
     kernel,
     mig,
     mig_plan,
     nouveau,
-    packages_rpm,
-    reboot,
     release,
-    repos,
-    repos_rpm,
     running_driver,
-    software,
-    toolkit,
 )
-from gpuprov.bundle import images, use
-from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
-from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.engines import docker, more
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
-from gpuprov.rpm_locks import HoldRpmPackages
+from gpuprov.packaging import packages_rpm, repos_rpm, software
+from gpuprov.packaging.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.spec import HostSpec
 
 # Less than this and a run is not begun; what the driver needs besides is checked once its file is there.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov import running_driver
 from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.driver import running_driver
+from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.nouveau import MODULES, bound
+from gpuprov.driver.release import ReloadDriver
 from gpuprov.driver_run import installs
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts, gather_gpus, gather_kernel
-from gpuprov.kernel import builds_modules
-from gpuprov.nouveau import MODULES, bound
 from gpuprov.reboot_state import note_asked
-from gpuprov.release import ReloadDriver
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.download import fetch_small, masked
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.pgp import dearmored, fingerprints
+from gpuprov.packaging.pgp import dearmored, fingerprints
+from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
-from gpuprov.toolkit_channels import toolkit_channels
 
 if TYPE_CHECKING:
     from gpuprov.distros import DockerRepository

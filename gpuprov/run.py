@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Callable
 
-from gpuprov import __version__, mig, mirror, running_driver
+from gpuprov import __version__
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
 from gpuprov.doctor import examine
 from gpuprov.download import unreachable
+from gpuprov.driver import mig, mirror, running_driver
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather

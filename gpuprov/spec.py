@@ -16,7 +16,7 @@ from typing import Any
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov import releases
+from gpuprov.driver import releases
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 
 PREFIX = "gpuprov_"

@@ -9,7 +9,7 @@ from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
-from gpuprov.cuda import plan_driver
+from gpuprov.driver.cuda import plan_driver
 from gpuprov.driver_run import installs
 from gpuprov.engines.wish import NVIDIA_RUNTIME
 from gpuprov.facts import FileFact, HostFacts

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpuprov import __version__, runfile
+from gpuprov import __version__
 from gpuprov.bundle.images import image_identity
 from gpuprov.bundle.manifest import BundleFile, BundleImage, BundlePackage, Manifest
 from gpuprov.bundle.recipe import Recipe
@@ -19,6 +19,7 @@ from gpuprov.bundle.repository_key import new_key
 from gpuprov.bundle.repository_rpm import collect_rpm
 from gpuprov.changes import Tell
 from gpuprov.download import fetch, masked, published_sha256
+from gpuprov.driver import runfile
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System, sha256_of
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpuprov import boot, cuda, repos_rpm, software
+from gpuprov import boot
 from gpuprov.bundle.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundle.sources import DEBIAN_ARCHITECTURES, default_sources
 from gpuprov.distros import (
@@ -19,10 +19,12 @@ from gpuprov.distros import (
     supported_names,
 )
 from gpuprov.download import masked
+from gpuprov.driver import cuda
 from gpuprov.driver_run import default_url
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.packaging import repos_rpm, software
+from gpuprov.packaging.repos_rpm import RpmRepository
 from gpuprov.repos import AptRepository, repositories, with_docker
-from gpuprov.repos_rpm import RpmRepository
 from gpuprov.spec import HostSpec
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)

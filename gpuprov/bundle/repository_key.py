@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpuprov.errors import GpuprovError
-from gpuprov.pgp import fingerprints
+from gpuprov.packaging.pgp import fingerprints
 from gpuprov.system import Completed, System
 
 # No host that this gpuprov runs on has a clock before it (plan.py), so no signature comes from a host's future.

@@ -16,9 +16,9 @@ from gpuprov.bundle.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundle.rpm_sources import RpmSource
 from gpuprov.changes import Tell
 from gpuprov.errors import GpuprovError
-from gpuprov.pgp import armored, key_ids
+from gpuprov.packaging.pgp import armored, key_ids
+from gpuprov.packaging.rpm_failures import finish
 from gpuprov.repos import fetch_pinned_key
-from gpuprov.rpm_failures import finish
 from gpuprov.system import System, sha256_of
 
 _DOWNLOAD_SECONDS = 7200

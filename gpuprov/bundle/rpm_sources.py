@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.repos_rpm import RpmRepository
-from gpuprov.rpm_vendor_keys import vendor_key
+from gpuprov.packaging.repos_rpm import RpmRepository
+from gpuprov.packaging.rpm_vendor_keys import vendor_key
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from gpuprov.bundle.format import Contents, chunks
 from gpuprov.bundle.manifest import SIGNING_KEY
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.pgp import dearmored, fingerprints
+from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.system import Completed, System
 
 _SECONDS = 300  # a person may have to type a passphrase

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
-from gpuprov import packages_rpm
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
@@ -27,7 +26,8 @@ from gpuprov.bundle.manifest import (
 )
 from gpuprov.bundle.place import CACHE
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.pgp import fingerprints
+from gpuprov.packaging import packages_rpm
+from gpuprov.packaging.pgp import fingerprints
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gpuprov.bundle.manifest import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
 from gpuprov.changes import Change
 from gpuprov.distros import find_distribution
-from gpuprov.packages_rpm import gather_keys
-from gpuprov.pgp import armored, fingerprints
-from gpuprov.repos_rpm import InstallRpmKey
+from gpuprov.packaging.packages_rpm import gather_keys
+from gpuprov.packaging.pgp import armored, fingerprints
+from gpuprov.packaging.repos_rpm import InstallRpmKey
 from gpuprov.system import System
 
 _SOURCES = f"{FOLDER}/repos.d"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.driver.next_kernel import InstalledKernel
 from gpuprov.facts import HostFacts
-from gpuprov.next_kernel import InstalledKernel
 from gpuprov.spec import HostSpec
 
 # Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.

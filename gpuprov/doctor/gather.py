@@ -22,11 +22,11 @@ from gpuprov.doctor.parse import (
     parse_units,
     telling_lines,
 )
+from gpuprov.driver.next_kernel import gather_kernels
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.facts import HostFacts
 from gpuprov.facts import gather as gather_host
 from gpuprov.journal import read_runs
-from gpuprov.next_kernel import gather_kernels
 from gpuprov.plan import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import generations
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.driver import generations
 from gpuprov.facts import PciGpu
 
 _REPORT = "nvidia-bug-report.sh"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from gpuprov import generations, nouveau
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, Finding, Rule
 from gpuprov.doctor.log_rules import FOR_GUESTS, own_gpus, serves_all
 from gpuprov.doctor.parse import find_in_log, lines_that_match
+from gpuprov.driver import generations, nouveau
 
 _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
 

@@ -10,7 +10,7 @@ from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.next_kernel import fault, newest
+from gpuprov.driver.next_kernel import fault, newest
 
 _REFUSED = ("modules-disabled", "key-rejected", "lockdown", "secure-boot-unsigned", "module-of-another-kernel")
 _ABSENT = ("headers-missing", "dkms-failed", "module-missing")

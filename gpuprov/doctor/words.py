@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpuprov.boot_files import NODES, REFRESH
 from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.doctor.examined import Examined
-from gpuprov.initramfs import BLACKLIST
+from gpuprov.driver.initramfs import BLACKLIST
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 # Package manager → its words to install, to install again over what is there, and to remove.

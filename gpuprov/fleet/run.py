@@ -54,7 +54,7 @@ class RunSettings:
     bootstrap_python: bool = False
     forks: int = 20
     rollout: Rollout = field(default_factory=Rollout)
-    # Seconds; longer than the longest command on a host may be quiet (gpuprov/packages.py: 3900).
+    # Seconds; longer than the longest command on a host may be quiet (gpuprov/packaging/packages.py: 3900).
     host_timeout: float = 4500.0
 
 

@@ -6,11 +6,11 @@ from gpuprov import toolkit
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.driver.fabric_manager import UNIT, FabricFacts, gather_fabric
+from gpuprov.driver.next_kernel import fault, gather_kernels, newest
 from gpuprov.engines import docker
 from gpuprov.events import Sink
-from gpuprov.fabric_manager import UNIT, FabricFacts, gather_fabric
 from gpuprov.facts import gather_kernel, gather_os, gather_software
-from gpuprov.next_kernel import fault, gather_kernels, newest
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from gpuprov.verify import containers

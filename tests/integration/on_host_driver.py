@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from gpuprov.apply import apply_changes
-from gpuprov.driver_install import InstallDriver
+from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.errors import GpuprovError
 from gpuprov.events import Event
 from gpuprov.journal import STATE_DIRECTORY, new_journal

@@ -20,7 +20,7 @@ from gpuprov.errors import GpuprovError
 from gpuprov.events import Event
 from gpuprov.facts import gather, gather_files
 from gpuprov.journal import new_journal
-from gpuprov.packages import (
+from gpuprov.packaging.packages import (
     InstallPackages,
     RefreshPackageIndex,
     gather_packages,
@@ -28,9 +28,9 @@ from gpuprov.packages import (
     plan_holds,
     repair,
 )
+from gpuprov.packaging.software import plan
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
-from gpuprov.software import plan
 from gpuprov.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign

@@ -15,7 +15,7 @@ from gpuprov.bundle.create import Collected, collect
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.bundle.recipe import Recipe
 from gpuprov.errors import GpuprovError
-from gpuprov.pgp import fingerprints
+from gpuprov.packaging.pgp import fingerprints
 from gpuprov.system import System
 from tests import simgpu
 from tests.lab.repository import PACKAGE, build_repository

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov import software
 from gpuprov.bundle import use
 from gpuprov.bundle.create import Collected, collect
 from gpuprov.bundle.format import read_contents, verify_files, write_bundle
@@ -18,7 +17,8 @@ from gpuprov.bundle.recipe import Recipe
 from gpuprov.bundle.rpm_sources import RpmSource
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
-from gpuprov.packages_rpm import gather_keys
+from gpuprov.packaging import software
+from gpuprov.packaging.packages_rpm import gather_keys
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.rpm_host import RpmHost

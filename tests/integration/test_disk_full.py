@@ -19,11 +19,11 @@ from gpuprov.changes import Change
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather, gather_files
 from gpuprov.journal import new_journal, read_runs
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, gather_packages
-from gpuprov.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, gather_packages
+from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.repos_rpm import plan_repositories as plan_rpm_repositories
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
-from gpuprov.repos_rpm import plan_repositories as plan_rpm_repositories
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.module_proof import dkms_states
+from gpuprov.driver.module_proof import dkms_states
 from tests import simgpu
 from tests.lab import Host, HostRequest, Lab
 from tests.lab.fixtures import DRIVER, GPUPROV

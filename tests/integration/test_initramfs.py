@@ -19,7 +19,7 @@ _BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
 # A host of the lab has no kernel of its own: the step is told that it has.
 _KEEP_OUT = """
 from dataclasses import replace
-from gpuprov import nouveau
+from gpuprov.driver import nouveau
 from gpuprov.apply import apply_changes
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather
@@ -43,8 +43,8 @@ journal.end("done")
 _NEXT_KERNEL = """
 from gpuprov.distros import distribution_of, next_kernel_headers
 from gpuprov.facts import gather_os
-from gpuprov.next_kernel import gather_kernels
-from gpuprov.packages import gather_packages
+from gpuprov.driver.next_kernel import gather_kernels
+from gpuprov.packaging.packages import gather_packages
 from gpuprov.system import System
 
 (kernel,) = gather_kernels(System())

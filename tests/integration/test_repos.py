@@ -18,7 +18,7 @@ import pytest
 from gpuprov.changes import WriteFile
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather_files
-from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.repos import AptRepository, InstallKey, plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import Completed, System

@@ -18,12 +18,13 @@ from typing import Callable
 
 import pytest
 
-from gpuprov import past_kernels, software
 from gpuprov.changes import RemoveFile
 from gpuprov.distros import distribution_of, kernel_headers
+from gpuprov.driver import past_kernels
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
-from gpuprov.packages_rpm import (
+from gpuprov.packaging import software
+from gpuprov.packaging.packages_rpm import (
     MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
@@ -31,7 +32,7 @@ from gpuprov.packages_rpm import (
     missing,
     rpm_lock_holder,
 )
-from gpuprov.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
+from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 from tests.integration.rpm_host import RpmHost

@@ -9,12 +9,12 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov import cuda
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.cuda import EnableStream, LoadDriver
+from gpuprov.driver import cuda
+from gpuprov.driver.cuda import EnableStream, LoadDriver
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
-from gpuprov.packages import InstallPackages, PackageFacts
+from gpuprov.packaging.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import Completed, System

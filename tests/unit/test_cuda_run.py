@@ -12,14 +12,14 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov import cuda, cuda_run
 from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.changes import Change
-from gpuprov.cuda_run import InstallCudaToolkit, LinkCudaToolkit
+from gpuprov.driver import cuda, cuda_run
+from gpuprov.driver.cuda_run import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.events import Event, Finished
 from gpuprov.facts import HostFacts, gather
-from gpuprov.packages import PackageFacts
+from gpuprov.packaging.packages import PackageFacts
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.request import Request
 from gpuprov.run import run_request

@@ -8,7 +8,7 @@ import pytest
 
 from gpuprov.apply import apply_changes
 from gpuprov.cdi.discover import discover
-from gpuprov.driver_install import InstallDriver
+from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import new_journal, read_runs

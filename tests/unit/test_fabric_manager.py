@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
-from gpuprov import cuda, fabric_plan
+from gpuprov.driver import cuda, fabric_plan
+from gpuprov.driver.fabric_manager import (
+    UNIT,
+    FabricFacts,
+    RunFabricManager,
+    gather_fabric,
+    packages,
+    parse_version,
+    problems,
+)
 from gpuprov.errors import GpuprovError
-from gpuprov.fabric_manager import UNIT, FabricFacts, RunFabricManager, gather_fabric, packages, parse_version, problems
 from gpuprov.facts import HostFacts, gather, gather_gpus
-from gpuprov.packages import PackageFacts, missing
+from gpuprov.packaging.packages import PackageFacts, missing
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import Completed
 from gpuprov.verify import checks

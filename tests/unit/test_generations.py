@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuprov.driver.generations import generation_of, module_type, problems
+from gpuprov.driver.releases import branches, known_sha256, resolved
+from gpuprov.driver.runfile import version_key
 from gpuprov.errors import GpuprovError
-from gpuprov.generations import generation_of, module_type, problems
-from gpuprov.releases import branches, known_sha256, resolved
-from gpuprov.runfile import version_key
 from gpuprov.spec import parse_spec
 
 # Device ids of well-known boards, from the PCI ID database.

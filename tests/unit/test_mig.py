@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from gpuprov import boot_files, mig_plan
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.mig import (
+from gpuprov import boot_files
+from gpuprov.driver import mig_plan
+from gpuprov.driver.mig import (
     DivideGpus,
     MigGpu,
     gather_mig,
@@ -23,6 +22,8 @@ from gpuprov.mig import (
     profiles_of,
     wanted_for,
 )
+from gpuprov.errors import GpuprovError
+from gpuprov.facts import HostFacts, gather
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import Completed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov import mirror, releases
+from gpuprov.driver import mirror, releases
 from gpuprov.driver_run import source
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.events import Event, Finished

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gpuprov.driver.module_proof import dkms_states, prove_modules
 from gpuprov.errors import GpuprovError
-from gpuprov.module_proof import dkms_states, prove_modules
 from gpuprov.system import Completed, System
 
 VERSION = "550.163.01"

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov import kernel
-from gpuprov.events import CheckDone, Event
-from gpuprov.facts import gather
-from gpuprov.next_kernel import (
+from gpuprov.driver import kernel
+from gpuprov.driver.next_kernel import (
     InstalledKernel,
     fault,
     flavour,
@@ -18,7 +16,9 @@ from gpuprov.next_kernel import (
     has_module,
     newest,
 )
-from gpuprov.packages import PackageFacts
+from gpuprov.events import CheckDone, Event
+from gpuprov.facts import gather
+from gpuprov.packaging.packages import PackageFacts
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.verify import verify
 from tests.unit.fake_host import RELEASE, FakeHost

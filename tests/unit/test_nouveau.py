@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from gpuprov import initramfs, nouveau
 from gpuprov.apply import apply_changes, last_undoable_run, roll_back
 from gpuprov.changes import Change
+from gpuprov.driver import initramfs, nouveau
+from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather
-from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
 from gpuprov.journal import new_journal
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.spec import HostSpec, parse_spec

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpuprov.apt_failures import listed_under
-from gpuprov.apt_undo import parse_conffiles
 from gpuprov.errors import GpuprovError
-from gpuprov.packages import (
+from gpuprov.packaging.apt_failures import listed_under
+from gpuprov.packaging.apt_undo import parse_conffiles
+from gpuprov.packaging.packages import (
     HoldPackages,
     InstallPackages,
     PackageFacts,

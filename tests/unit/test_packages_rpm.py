@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gpuprov.errors import GpuprovError
-from gpuprov.packages import PackageFacts
-from gpuprov.packages_rpm import (
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.packages_rpm import (
     MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
@@ -22,7 +22,7 @@ from gpuprov.packages_rpm import (
     plan,
     rpm_lock_holder,
 )
-from gpuprov.pgp import armored, dearmored, fingerprints
+from gpuprov.packaging.pgp import armored, dearmored, fingerprints
 from gpuprov.system import Completed, System
 from tests.unit.test_packages import held_by_another
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov import apt_failures, rpm_failures, software
 from gpuprov.changes import WriteFile
 from gpuprov.distros import ROWS, Distribution, find_distribution
+from gpuprov.driver.past_kernels import Advice, advice, past_releases
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, OperatingSystem, gather
-from gpuprov.packages import PackageFacts
-from gpuprov.past_kernels import Advice, advice, past_releases
+from gpuprov.packaging import apt_failures, rpm_failures, software
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.repos_rpm import InstallRpmKey
 from gpuprov.plan import make_plan
-from gpuprov.repos_rpm import InstallRpmKey
 from gpuprov.spec import parse_spec
 from gpuprov.system import Completed
 from tests.unit.fake_host import FakeHost

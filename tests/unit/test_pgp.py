@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.errors import GpuprovError
-from gpuprov.pgp import dearmored, fingerprints, key_ids
+from gpuprov.packaging.pgp import dearmored, fingerprints, key_ids
 
 
 @dataclass(frozen=True)

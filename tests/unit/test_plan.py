@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpuprov import releases, software
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver_install import InstallDriver
+from gpuprov.driver import releases
+from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts import FileFact, HostFacts, PciGpu, gather, gather_displays
-from gpuprov.packages import InstallPackages, PackageFacts
+from gpuprov.packaging import software
+from gpuprov.packaging.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH

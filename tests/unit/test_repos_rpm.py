@@ -12,11 +12,18 @@ from gpuprov.changes import RemoveFile, WriteFile
 from gpuprov.distros import docker_repository, find_distribution
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts import FileFact, HostFacts, OperatingSystem, gather
-from gpuprov.packages import PackageFacts
-from gpuprov.packages_rpm import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.pgp import armored, dearmored, fingerprints
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.pgp import armored, dearmored, fingerprints
+from gpuprov.packaging.repos_rpm import (
+    DIRECTORIES,
+    InstallRpmKey,
+    RpmRepository,
+    plan_repositories,
+    problems,
+    repositories,
+)
 from gpuprov.plan import make_plan, preflight
-from gpuprov.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories, problems, repositories
 from gpuprov.spec import HostSpec, SiteRepository, parse_spec
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY

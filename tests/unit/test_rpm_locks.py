@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.rpm_locks import (
+from gpuprov.packaging.rpm_locks import (
     HELD_LIST,
     LOCK_TOOLS,
     HoldRpmPackages,

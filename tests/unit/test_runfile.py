@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpuprov.driver.runfile import explain_failure, install_arguments, knows, parse_header, version_key
 from gpuprov.errors import GpuprovError
-from gpuprov.runfile import explain_failure, install_arguments, knows, parse_header, version_key
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"

@@ -12,15 +12,15 @@ import pytest
 
 from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.cdi.discover import discover
+from gpuprov.driver.holders import Holder, gather_holders, mapped_device, parse_cgroup
+from gpuprov.driver.release import STOPPED
+from gpuprov.driver.running_driver import parse_containers
 from gpuprov.errors import ExitCode
 from gpuprov.events import ChangeDone, ChangeProgress, Event, Finished, Planned
-from gpuprov.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import STOPPED
 from gpuprov.request import Request
 from gpuprov.run import run_request
-from gpuprov.running_driver import parse_containers
 from gpuprov.spec import parse_spec, spec_to_json
 from gpuprov.system import Completed, System
 from tests import simgpu

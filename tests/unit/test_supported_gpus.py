@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov import driver_install
-from gpuprov.driver_install import InstallDriver
+from gpuprov.driver import driver_install
+from gpuprov.driver.driver_install import InstallDriver
+from gpuprov.driver.runfile import parse_header
+from gpuprov.driver.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import PciGpu, gather
-from gpuprov.runfile import parse_header
 from gpuprov.spec import parse_spec
-from gpuprov.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
 from gpuprov.system import System
 from tests import simgpu
 from tests.unit.fake_host import FakeHost

@@ -12,11 +12,11 @@ import pytest
 from gpuprov import run as running
 from gpuprov.bundle.manifest import FOLDER, SOURCES_LIST, BundleFacts, BundlePackage, Manifest
 from gpuprov.changes import Change
-from gpuprov.cuda import plan_pin
+from gpuprov.driver.cuda import plan_pin
 from gpuprov.errors import ExitCode
 from gpuprov.events import Event, Finished
 from gpuprov.facts import gather
-from gpuprov.packages import InstallPackages
+from gpuprov.packaging.packages import InstallPackages
 from gpuprov.plan import make_plan
 from gpuprov.request import Request, request_from_line
 from gpuprov.run import run_request

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov import packages_rpm
 from gpuprov.bundle import use, use_rpm
 from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundleFile, BundlePackage, Manifest
 from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
 from gpuprov.bundle.rpm_sources import RpmSource, rpm_sources
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.facts import HostFacts, OperatingSystem, gather
-from gpuprov.packages import PackageFacts
-from gpuprov.repos_rpm import InstallRpmKey
+from gpuprov.packaging import packages_rpm
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.repos_rpm import InstallRpmKey
 from gpuprov.spec import HostSpec
 from gpuprov.system import Completed, System
 from tests.unit.fake_host import FakeHost

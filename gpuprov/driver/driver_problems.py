@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpuprov import generations, running_driver
+from gpuprov.driver import generations, running_driver
+from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
-from gpuprov.kernel import builds_modules
 from gpuprov.spec import HostSpec
 
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.

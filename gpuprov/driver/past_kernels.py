@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpuprov.distros import Distribution, kernel_headers
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.rpm_vendor_keys import vendor_key
+from gpuprov.packaging.rpm_vendor_keys import vendor_key
 from gpuprov.system import Completed
 
 

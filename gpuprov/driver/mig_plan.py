@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gpuprov.changes import Change
+from gpuprov.driver.mig import DivideGpus, is_right, wanted_for
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.mig import DivideGpus, is_right, wanted_for
 from gpuprov.spec import HostSpec
 
 

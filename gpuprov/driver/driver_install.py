@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov import driver_run, generations, runfile, running_driver
+from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.driver import generations, runfile, running_driver
+from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.module_proof import prove_modules
+from gpuprov.driver.release import Release, release, start_again, start_all_again, unload_unused
+from gpuprov.driver.supported_gpus import module_type as choose_modules
+from gpuprov.driver.supported_gpus import read_supported_gpus
 from gpuprov.driver_run import INCOMPLETE_MARK, installs
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.kernel import builds_modules
-from gpuprov.module_proof import prove_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import Release, release, start_again, start_all_again, unload_unused
 from gpuprov.spec import HostSpec
-from gpuprov.supported_gpus import module_type as choose_modules
-from gpuprov.supported_gpus import read_supported_gpus
 from gpuprov.system import Completed, System
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuprov.boot import capture_path_itself
 from gpuprov.changes import Change, Json, Tell, restore_path
-from gpuprov.cuda_facts import version_in
+from gpuprov.driver.cuda_facts import version_in
 from gpuprov.driver_run import FetchRunfile
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts

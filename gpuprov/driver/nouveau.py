@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov import initramfs
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.driver import initramfs
+from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
+from gpuprov.driver.kernel import builds_modules
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, PciGpu
-from gpuprov.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
-from gpuprov.kernel import builds_modules
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from gpuprov import apt
-from gpuprov.apt import lock_holder, repair
-from gpuprov.apt_failures import finish
-from gpuprov.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
 from gpuprov.bundle.manifest import SOURCES_LIST
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.driver.past_kernels import Advice
 from gpuprov.errors import GpuprovError
 from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.package_lock import LOCK_SECONDS
-from gpuprov.past_kernels import Advice
-from gpuprov.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
+from gpuprov.packaging import apt
+from gpuprov.packaging.apt import lock_holder, repair
+from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
+from gpuprov.packaging.package_lock import LOCK_SECONDS
+from gpuprov.packaging.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
 from gpuprov.system import System
 
 __all__ = [

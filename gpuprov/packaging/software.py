@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from gpuprov import boot, cuda, kernel, packages_rpm, past_kernels, rpm_locks
+from gpuprov import boot
 from gpuprov.bundle import use, use_rpm
 from gpuprov.changes import Change
 from gpuprov.distros import Distribution, DockerRepository, distribution_of, docker_repository
+from gpuprov.driver import cuda, kernel, past_kernels
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing, own_name, pinned, plan_holds
+from gpuprov.packaging import packages_rpm, rpm_locks
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing, own_name, pinned, plan_holds
 from gpuprov.spec import HostSpec
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.

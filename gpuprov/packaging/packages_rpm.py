@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.driver.past_kernels import Advice
 from gpuprov.errors import GpuprovError
-from gpuprov.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
-from gpuprov.packages import PackageFacts
-from gpuprov.past_kernels import Advice
-from gpuprov.pgp import fingerprints
-from gpuprov.rpm_failures import finish
-from gpuprov.rpm_locks import gather_locks
+from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.pgp import fingerprints
+from gpuprov.packaging.rpm_failures import finish
+from gpuprov.packaging.rpm_locks import gather_locks
 from gpuprov.system import Completed, System
 
 _INSTALL_SECONDS = 3600

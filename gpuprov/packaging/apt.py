@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuprov import package_lock
-from gpuprov.apt_failures import finish
 from gpuprov.changes import Tell
-from gpuprov.package_lock import LOCK_SECONDS
+from gpuprov.packaging import package_lock
+from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.package_lock import LOCK_SECONDS
 from gpuprov.system import Completed, System
 
 INSTALL_SECONDS = 3600

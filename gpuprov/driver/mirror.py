@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gpuprov import releases
 from gpuprov.download import fetch_small, masked
+from gpuprov.driver import releases
+from gpuprov.driver.runfile import version_key
 from gpuprov.errors import GpuprovError
-from gpuprov.runfile import version_key
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

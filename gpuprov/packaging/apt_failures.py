@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpuprov.driver.past_kernels import Advice, require_known
 from gpuprov.errors import GpuprovError
-from gpuprov.past_kernels import Advice, require_known
 from gpuprov.system import Completed
 
 

@@ -6,10 +6,10 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuprov import apt
-from gpuprov.apt import Package
-from gpuprov.apt_failures import finish
 from gpuprov.changes import Json, capture_path, restore_path
+from gpuprov.packaging import apt
+from gpuprov.packaging.apt import Package
+from gpuprov.packaging.apt_failures import finish
 from gpuprov.system import System
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")

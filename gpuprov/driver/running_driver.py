@@ -13,14 +13,14 @@ from typing import Any
 
 from gpuprov.boot_files import PERSISTENCE
 from gpuprov.changes import Change
+from gpuprov.driver.holders import Holder, RunningDriver, gather_holders
+from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
+from gpuprov.driver.runfile import knows
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.holders import Holder, RunningDriver, gather_holders
-from gpuprov.kernel import builds_modules
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
-from gpuprov.runfile import knows
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gpuprov import fabric_plan, generations
 from gpuprov.bundle import use
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, WriteFile
 from gpuprov.distros import Distribution, distribution_of, nvidia_folder
+from gpuprov.driver import fabric_plan, generations
+from gpuprov.driver.kernel import builds_modules
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import HostFacts
-from gpuprov.kernel import builds_modules
-from gpuprov.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 

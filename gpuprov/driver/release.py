@@ -9,8 +9,8 @@ from typing import ClassVar
 from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.driver.holders import Holder, gather_holders
 from gpuprov.errors import GpuprovError
-from gpuprov.holders import Holder, gather_holders
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.system import System

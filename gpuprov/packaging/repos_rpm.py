@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
+from gpuprov.driver.past_kernels import PastRelease
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.packages_rpm import gather_keys
-from gpuprov.past_kernels import PastRelease
-from gpuprov.pgp import armored, fingerprints
+from gpuprov.packaging.packages_rpm import gather_keys
+from gpuprov.packaging.pgp import armored, fingerprints
+from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.repos import fetch_pinned_key, problems_of_any
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
-from gpuprov.toolkit_channels import toolkit_channels
 
 if TYPE_CHECKING:
     from gpuprov.distros import DockerRepository

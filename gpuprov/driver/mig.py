@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.driver.holders import gather_holders
 from gpuprov.errors import GpuprovError
-from gpuprov.holders import gather_holders
 from gpuprov.system import Completed, System
 
 _SMI = "nvidia-smi"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpuprov import packages_rpm
 from gpuprov.changes import Change
+from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.errors import Problem
-from gpuprov.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts import HostFacts
-from gpuprov.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packaging import packages_rpm
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from gpuprov.driver.past_kernels import Advice, require_known
 from gpuprov.errors import GpuprovError
-from gpuprov.past_kernels import Advice, require_known
 from gpuprov.system import Completed
 
 NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"

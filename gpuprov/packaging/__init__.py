@@ -1,0 +1,1 @@
+"""Package managers: repositories' keys, indexes, packages, holds, locks, and what the managers say."""
