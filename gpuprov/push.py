@@ -5,9 +5,9 @@ Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the play
 
 from __future__ import annotations
 
+from gpuprov.commands import Completed
 from gpuprov.errors import Problem
 from gpuprov.probe import Probe
-from gpuprov.system import Completed
 
 # $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
 # may be csh or fish. Old agents go, except those that a run may still be using.

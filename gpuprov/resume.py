@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from gpuprov.boot_files import NODES, REFRESH, UNITS, WANTS
+from gpuprov.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.request import Request, request_to_line
-from gpuprov.system import COMMAND_ENVIRONMENT, System, command_environment
+from gpuprov.system import System
 
 UNIT = "gpuprov-resume.service"
 _REQUEST = f"{STATE_DIRECTORY}/resume.json"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
@@ -18,6 +18,26 @@ from marshmallow import fields as schema_fields
 
 from gpuprov.driver import releases
 from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.spec_fields import (
+    ENGINES,
+    FINGERPRINT,
+    HTTP_URL,
+    MIG_LAYOUT,
+    NAME,
+    PACKAGE,
+    PATH,
+    SHA256,
+    URL_OR_PATH,
+    VERSION,
+    WORDS,
+    OrEmpty,
+    TextOrList,
+    choice,
+    flag,
+    number,
+    option,
+    text,
+)
 
 PREFIX = "gpuprov_"
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
@@ -26,41 +46,6 @@ PLAY_VARIABLES = frozenset(
      "gpuprov_play_bundle", "gpuprov_play_bundle_key")
 )  # fmt: skip
 
-_VERSION = validate.Regexp(
-    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
-    error=f"is not a driver version such as 550.163.01, nor a branch ({', '.join(releases.branches())}), nor latest",
-)
-_SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
-_URL_OR_PATH = validate.Regexp(
-    r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
-    error="is neither a URL (http, https, file) nor an absolute path",
-)
-_PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
-_HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
-_NAME = validate.Regexp(
-    r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'"
-)
-_PACKAGE = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
-)
-_FINGERPRINT = validate.Regexp(
-    r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
-)
-_MIG_LAYOUT = validate.Regexp(
-    r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
-    error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
-)
-_ENGINES = ("containerd", "crio", "podman")
-_WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
-
-
-class _OrEmpty(validate.Validator):
-    def __init__(self, check: validate.Validator) -> None:
-        self.check = check
-
-    def __call__(self, value: Any) -> Any:
-        return value if value == "" else self.check(value)
-
 
 class _RepositorySchema(Schema):
     """One more package repository of the site's own."""
@@ -68,12 +53,12 @@ class _RepositorySchema(Schema):
     class Meta:
         unknown = RAISE
 
-    name = schema_fields.String(required=True, validate=_NAME)
-    uri = schema_fields.String(required=True, validate=_HTTP_URL)
-    suite = schema_fields.String(load_default="./", validate=_WORDS)
-    components = schema_fields.String(load_default="", validate=_OrEmpty(_WORDS))
-    key_url = schema_fields.String(required=True, validate=_HTTP_URL)
-    key_fingerprint = schema_fields.String(required=True, validate=_FINGERPRINT)
+    name = schema_fields.String(required=True, validate=NAME)
+    uri = schema_fields.String(required=True, validate=HTTP_URL)
+    suite = schema_fields.String(load_default="./", validate=WORDS)
+    components = schema_fields.String(load_default="", validate=OrEmpty(WORDS))
+    key_url = schema_fields.String(required=True, validate=HTTP_URL)
+    key_fingerprint = schema_fields.String(required=True, validate=FINGERPRINT)
 
     @post_load
     def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
@@ -92,222 +77,172 @@ class SiteRepository:
     components: str = ""
 
 
-def _option(check: schema_fields.Field, default: Any, text: str, *, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"check": check, "help": text, "choices": choices})
-
-
-def _text(default: str, text: str, *checks: validate.Validator) -> Any:
-    # The empty string always means "not given".
-    allowed = [_OrEmpty(check) for check in checks]
-    return _option(schema_fields.String(validate=allowed), default, text)
-
-
-def _choice(default: str, text: str, *choices: str) -> Any:
-    check = validate.OneOf(choices, error="is not one of {choices}")
-    return _option(schema_fields.String(validate=check), default, text, choices=choices)
-
-
-def _flag(default: bool, text: str) -> Any:
-    return _option(_StrictBoolean(), default, text)
-
-
-def _number(default: int, text: str, largest: int) -> Any:
-    check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
-    return _option(schema_fields.Integer(validate=check), default, text)
-
-
-class _TextOrList(schema_fields.Field):
-    """One text, or a list of texts; either becomes a tuple."""
-
-    def __init__(self, check: validate.Validator, **more: Any) -> None:
-        super().__init__(**more)
-        self._check = check
-
-    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> list[str]:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValidationError("must be text or a list of texts")
-        return [self._check(text) for text in texts if len(texts) > 1 or text]
-
-
-class _StrictBoolean(schema_fields.Boolean):
-    """A boolean as YAML and Ansible's `-e` write it, and nothing else: no 1, no "on the"."""
-
-    truthy = {True, "true", "True", "yes", "Yes"}  # noqa: RUF012 (marshmallow's own interface)
-    falsy = {False, "false", "False", "no", "No"}  # noqa: RUF012
-
-    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> bool:
-        if not isinstance(value, (bool, str)):
-            raise self.make_error("invalid", input=value)
-        return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True)
 class HostSpec:
     """What a host shall be."""
 
-    driver: str = _choice(
+    driver: str = choice(
         "runfile",
         "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
         "CUDA repository, `preinstalled` takes what is there.",
         "runfile", "packages", "preinstalled",
     )  # fmt: skip
-    driver_version: str = _text(
+    driver_version: str = text(
         "",
         "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
         "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
         "they are pinned to, where the repository can (branch or version; default: its newest).",
-        _VERSION,
+        VERSION,
     )
-    driver_url: str = _text(
+    driver_url: str = text(
         "",
         "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server, "
         "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
-        _URL_OR_PATH,
+        URL_OR_PATH,
     )
-    driver_sha256: str = _text(
+    driver_sha256: str = text(
         "",
         "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
-        _SHA256,
+        SHA256,
     )
-    driver_mirror: str = _text(
+    driver_mirror: str = text(
         "",
         "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
         "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
         "lists.",
-        _HTTP_URL,
+        HTTP_URL,
     )
-    kernel_modules: str = _choice(
+    kernel_modules: str = choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `none` installs the "
         "libraries only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to "
         "the machine outside, else `build`.",
         "auto", "build", "none",
     )  # fmt: skip
-    kernel_module_type: str = _choice(
+    kernel_module_type: str = choice(
         "auto",
         "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
         "need, and leaves it to the installer where both would do.",
         "auto", "open", "proprietary",
     )  # fmt: skip
-    kernel_archive: bool = _flag(
+    kernel_archive: bool = flag(
         False,
         "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux, AlmaLinux and "
         "CentOS 7), for headers that the repositories have no longer.",
     )
-    module_signing_key: str = _text(
+    module_signing_key: str = text(
         "",
         "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
         "enrolled in the firmware.",
-        _PATH,
+        PATH,
     )
-    module_signing_certificate: str = _text("", "The certificate (DER) of that key, a path on the host.", _PATH)
-    reboot: str = _choice(
+    module_signing_certificate: str = text("", "The certificate (DER) of that key, a path on the host.", PATH)
+    reboot: str = choice(
         "never",
         "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
         "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
         "never", "if-needed",
     )  # fmt: skip
-    stop_containers: bool = _flag(
+    stop_containers: bool = flag(
         False,
         "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
         "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
     )
-    stop_display_manager: bool = _flag(False, "Whether the display manager may be stopped for it, and started again.")
-    fabric_manager: str = _choice(
+    stop_display_manager: bool = flag(False, "Whether the display manager may be stopped for it, and started again.")
+    fabric_manager: str = choice(
         "auto",
         "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
         "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
         "auto", "preinstalled",
     )  # fmt: skip
-    mig_layout: tuple[str, ...] = _option(
-        _TextOrList(_MIG_LAYOUT),
+    mig_layout: tuple[str, ...] = option(
+        TextOrList(MIG_LAYOUT),
         (),
         "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
         "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
         "they are.",
     )
-    docker: str = _choice(
+    docker: str = choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
         "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
         "distribution", "docker-ce", "preinstalled",
     )  # fmt: skip
-    toolkit: str = _choice(
+    toolkit: str = choice(
         "bundled",
         "What puts GPUs into containers: gpuprov's `bundled` runtime, or NVIDIA's container toolkit (`nvidia`) from "
         "its signed repository.",
         "bundled", "nvidia",
     )  # fmt: skip
-    toolkit_version: str = _text("", "The version of NVIDIA's toolkit packages. Default: the newest.", _PACKAGE)
-    toolkit_channel: str = _choice(
+    toolkit_version: str = text("", "The version of NVIDIA's toolkit packages. Default: the newest.", PACKAGE)
+    toolkit_channel: str = choice(
         "stable",
         "Which releases of NVIDIA's toolkit there are to choose from: `stable`, or `experimental`, which adds release "
         "candidates.",
         "stable", "experimental",
     )  # fmt: skip
-    toolkit_repository: str = _text(
+    toolkit_repository: str = text(
         "https://nvidia.github.io/libnvidia-container",
         "Where NVIDIA's toolkit repository, or its mirror, lies.",
-        _HTTP_URL,
+        HTTP_URL,
     )
-    toolkit_key_fingerprint: str = _text(
+    toolkit_key_fingerprint: str = text(
         "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
         "The fingerprint of the key that signs it. ",
-        _FINGERPRINT,
+        FINGERPRINT,
     )
-    cuda: str = _text(
+    cuda: str = text(
         "",
         "The CUDA toolkit to install from NVIDIA's repository, such as 12.4. Default: none; containers bring theirs.",
         validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"),
     )
-    cuda_url: str = _text(
+    cuda_url: str = text(
         "",
         "Where the toolkit's own .run file lies (a URL, or an absolute path on the host), if it is not to come from "
         "the repository: it is installed into /usr/local/cuda-VERSION, and /usr/local/cuda is linked to it.",
-        _URL_OR_PATH,
+        URL_OR_PATH,
     )
-    cuda_sha256: str = _text("", "The SHA-256 of that file. Needed with a URL.", _SHA256)
-    cuda_repository: str = _text(
+    cuda_sha256: str = text("", "The SHA-256 of that file. Needed with a URL.", SHA256)
+    cuda_repository: str = text(
         "https://developer.download.nvidia.com/compute/cuda/repos",
         "Where NVIDIA's CUDA repositories, or their mirror, lie: a folder for each distribution below it.",
-        _HTTP_URL,
+        HTTP_URL,
     )
-    cuda_key_fingerprint: str = _text(
-        "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", _FINGERPRINT
+    cuda_key_fingerprint: str = text(
+        "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", FINGERPRINT
     )
-    engines: tuple[str, ...] = _option(
-        schema_fields.List(schema_fields.String(validate=validate.OneOf(_ENGINES, error="is not one of {choices}"))),
+    engines: tuple[str, ...] = option(
+        schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
         "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
         "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
-    docker_default_runtime: bool = _flag(False, "Make `nvidia` docker's default runtime.")
-    repositories: tuple[SiteRepository, ...] = _option(
+    docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
+    repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(_RepositorySchema)),
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
         "`key_fingerprint`. `suite` and `components` are apt's alone.",
     )
-    packages: tuple[str, ...] = _option(
-        schema_fields.List(schema_fields.String(validate=_PACKAGE)), (), "More packages to install."
+    packages: tuple[str, ...] = option(
+        schema_fields.List(schema_fields.String(validate=PACKAGE)), (), "More packages to install."
     )
-    hold_pinned: bool = _flag(
+    hold_pinned: bool = flag(
         True,
         "Hold packages whose version is asked for (apt-mark hold, versionlock, zypper's locks), so that unattended "
         "upgrades leave them. The kernel is never held.",
     )
-    lock_timeout: int = _number(
+    lock_timeout: int = number(
         300,
         "How many seconds to wait for another program (unattended-upgrades, say) that holds the package manager.",
         86400,
     )
-    verify_image: str = _text(
+    verify_image: str = text(
         "",
         "The image to run nvidia-smi in. Default: a tiny one made of the host's own C library and shell.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
-    torch_image: str = _text(
+    torch_image: str = text(
         "",
         "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
@@ -348,7 +283,7 @@ def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
         return version
     found = releases.resolved(version)
     if found.isdigit():
-        problem = _problem("driver_version", _VERSION.error, {"driver_version": version}, origin)
+        problem = _problem("driver_version", VERSION.error, {"driver_version": version}, origin)
         raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
     return found
 

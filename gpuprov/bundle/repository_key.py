@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.pgp import fingerprints
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 # No host that this gpuprov runs on has a clock before it (plan.py), so no signature comes from a host's future.
 SIGNED_AT = 1767225600

@@ -11,9 +11,10 @@ from typing import BinaryIO
 
 from gpuprov.bundle.format import Contents, chunks
 from gpuprov.bundle.manifest import SIGNING_KEY
+from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.packaging.pgp import dearmored, fingerprints
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 _SECONDS = 300  # a person may have to type a passphrase
 _LARGEST_KEY = 1 << 20

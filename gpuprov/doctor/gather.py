@@ -14,6 +14,7 @@ from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.commands import TIMED_OUT
 from gpuprov.doctor.examined import FABRIC_MANAGER, KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import (
     docker_lines,
@@ -31,7 +32,7 @@ from gpuprov.plan import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.spec import HostSpec
-from gpuprov.system import TIMED_OUT, System
+from gpuprov.system import System
 
 _SMI_SECONDS = 120
 _SECONDS = 20

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from gpuprov.boot import capture_path_itself
 from gpuprov.changes import Change, Json, Tell, restore_path
+from gpuprov.commands import Completed
 from gpuprov.driver.cuda_facts import version_in
 from gpuprov.driver_run import FetchRunfile
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.spec import HostSpec
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 LINK = "/usr/local/cuda"
 _LOG = "/var/log/cuda-installer.log"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.commands import Completed
 from gpuprov.driver import generations, runfile, running_driver
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver.module_proof import prove_modules
@@ -20,7 +21,7 @@ from gpuprov.facts import CACHE_DIRECTORY, HostFacts
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.spec import HostSpec
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The installer's own record of what it has installed.

@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError, Problem
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 UNIT = "nvidia-fabricmanager.service"
 _PROGRAM = "nv-fabricmanager"

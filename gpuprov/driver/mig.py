@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.commands import Completed
 from gpuprov.driver.holders import gather_holders
 from gpuprov.errors import GpuprovError
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 _SMI = "nvidia-smi"
 _SMI_SECONDS = 120

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gpuprov.commands import Completed
 from gpuprov.distros import Distribution, kernel_headers
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
-from gpuprov.system import Completed
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import Finished, Note, Sink, from_line
 from gpuprov.fleet import remote
@@ -15,7 +16,6 @@ from gpuprov.fleet.target import HostTarget
 from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
 from gpuprov.push import STORE, agent_command, said, unfinished_problem
 from gpuprov.request import Request, request_to_line
-from gpuprov.system import Completed
 
 if TYPE_CHECKING:
     from fabric import Connection

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.commands import Completed
 from gpuprov.driver.past_kernels import Advice
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
@@ -15,7 +16,7 @@ from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.packaging.rpm_failures import finish
 from gpuprov.packaging.rpm_locks import gather_locks
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 _INSTALL_SECONDS = 3600
 _REFRESH_SECONDS = 600

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpuprov.commands import TIMED_OUT, Completed
 from gpuprov.spec import HostSpec
-from gpuprov.system import TIMED_OUT, Completed, System
+from gpuprov.system import System
 from gpuprov.verify.image import verification_image
 from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
 from gpuprov.verify.smi import SmiReport, compare, parse_smi

@@ -13,8 +13,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from gpuprov.commands import Completed
 from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign

@@ -16,12 +16,13 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.changes import WriteFile
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather_files
 from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.repos import AptRepository, InstallKey, plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.shell import run
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpuprov.commands import TIMED_OUT
 from gpuprov.errors import GpuprovError
 from gpuprov.spec import HostSpec
-from gpuprov.system import TIMED_OUT, System
+from gpuprov.system import System
 from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.image import REPOSITORY, verification_image

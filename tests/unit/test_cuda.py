@@ -10,6 +10,7 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.commands import Completed
 from gpuprov.driver import cuda
 from gpuprov.driver.cuda import EnableStream, LoadDriver
 from gpuprov.errors import GpuprovError
@@ -17,7 +18,7 @@ from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
 from gpuprov.packaging.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

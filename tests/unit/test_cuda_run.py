@@ -14,6 +14,7 @@ import pytest
 
 from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.changes import Change
+from gpuprov.commands import Completed
 from gpuprov.driver import cuda, cuda_run
 from gpuprov.driver.cuda_run import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.errors import ExitCode, GpuprovError
@@ -24,7 +25,6 @@ from gpuprov.plan import CHANGE_KINDS
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.system import Completed
 from tests import simgpu
 from tests.simgpu.cuda_run import build_cuda_run
 from tests.unit.fake_host import FakeHost

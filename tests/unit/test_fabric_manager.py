@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.commands import Completed
 from gpuprov.driver import cuda, fabric_plan
 from gpuprov.driver.fabric_manager import (
     UNIT,
@@ -23,7 +24,6 @@ from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather, gather_gpus
 from gpuprov.packaging.packages import PackageFacts, missing
 from gpuprov.spec import HostSpec, parse_spec
-from gpuprov.system import Completed
 from gpuprov.verify import checks
 from gpuprov.verify.outcome import Failed
 from tests import simgpu

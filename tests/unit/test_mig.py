@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov import boot_files
+from gpuprov.commands import Completed
 from gpuprov.driver import mig_plan
 from gpuprov.driver.mig import (
     DivideGpus,
@@ -26,7 +27,6 @@ from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec
-from gpuprov.system import Completed
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.apt_failures import listed_under
 from gpuprov.packaging.apt_undo import parse_conffiles
@@ -26,7 +27,7 @@ from gpuprov.packaging.packages import (
     parse_dpkg,
     plan_holds,
 )
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 
 DPKG = """installed adduser 3.134
 config-files old-kernel 6.1.0-9

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.packages_rpm import (
@@ -23,7 +24,7 @@ from gpuprov.packaging.packages_rpm import (
     rpm_lock_holder,
 )
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests.unit.test_packages import held_by_another
 
 RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)

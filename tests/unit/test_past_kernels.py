@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.changes import WriteFile
+from gpuprov.commands import Completed
 from gpuprov.distros import ROWS, Distribution, find_distribution
 from gpuprov.driver.past_kernels import Advice, advice, past_releases
 from gpuprov.errors import GpuprovError
@@ -18,7 +19,6 @@ from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.repos_rpm import InstallRpmKey
 from gpuprov.plan import make_plan
 from gpuprov.spec import parse_spec
-from gpuprov.system import Completed
 from tests.unit.fake_host import FakeHost
 
 

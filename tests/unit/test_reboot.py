@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov import reboot
+from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode
 from gpuprov.events import Event, Finished, Planned
 from gpuprov.facts import HostFacts, gather
@@ -20,7 +21,6 @@ from gpuprov.request import Request, request_from_line
 from gpuprov.resume import UNIT, leave_resume
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.system import Completed
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

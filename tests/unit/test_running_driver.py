@@ -12,6 +12,7 @@ import pytest
 
 from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.cdi.discover import discover
+from gpuprov.commands import Completed
 from gpuprov.driver.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.driver.release import STOPPED
 from gpuprov.driver.running_driver import parse_containers
@@ -22,7 +23,7 @@ from gpuprov.reboot_state import IN_USE_MARK
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import parse_spec, spec_to_json
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.system import NOT_FOUND, TIMED_OUT, System, sha256_of, temporary_name
+from gpuprov.commands import NOT_FOUND, TIMED_OUT
+from gpuprov.system import System, sha256_of, temporary_name
 
 
 @pytest.fixture

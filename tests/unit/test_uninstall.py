@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode
 from gpuprov.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.journal import STATE_DIRECTORY, read_runs
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, spec_to_json
-from gpuprov.system import Completed
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, Tree, write_runfile
 

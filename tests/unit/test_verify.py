@@ -17,10 +17,11 @@ from gpuprov import toolkit
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.commands import Completed
 from gpuprov.errors import GpuprovError
 from gpuprov.events import CheckDone, Event
 from gpuprov.spec import HostSpec
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from gpuprov.verify import verify
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree

@@ -243,7 +243,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
         """Run a command with bytes on its standard input, as the task's become says or as the login user."""
-        from gpuprov.system import Completed
+        from gpuprov.commands import Completed
 
         if self._connection.has_pipelining:
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)

@@ -12,6 +12,7 @@ import pytest
 from gpuprov import run as running
 from gpuprov.bundle.manifest import FOLDER, SOURCES_LIST, BundleFacts, BundlePackage, Manifest
 from gpuprov.changes import Change
+from gpuprov.commands import Completed
 from gpuprov.driver.cuda import plan_pin
 from gpuprov.errors import ExitCode
 from gpuprov.events import Event, Finished
@@ -21,7 +22,6 @@ from gpuprov.plan import make_plan
 from gpuprov.request import Request, request_from_line
 from gpuprov.run import run_request
 from gpuprov.spec import HostSpec, SiteRepository, spec_to_json
-from gpuprov.system import Completed
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, write_test_bundle
 from tests.unit.bundle.test_use import BUNDLE, SPEC, BundleHost, problem, run, with_image

@@ -13,13 +13,14 @@ from gpuprov.bundle import use, use_rpm
 from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundleFile, BundlePackage, Manifest
 from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
 from gpuprov.bundle.rpm_sources import RpmSource, rpm_sources
+from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.facts import HostFacts, OperatingSystem, gather
 from gpuprov.packaging import packages_rpm
 from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.repos_rpm import InstallRpmKey
 from gpuprov.spec import HostSpec
-from gpuprov.system import Completed, System
+from gpuprov.system import System
 from tests.unit.fake_host import FakeHost
 
 KEY, OTHER = "A" * 40, "B" * 40

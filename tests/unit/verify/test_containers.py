@@ -9,8 +9,9 @@ from typing import Any, Callable
 
 import pytest
 
+from gpuprov.commands import TIMED_OUT, Completed
 from gpuprov.spec import HostSpec
-from gpuprov.system import TIMED_OUT, Completed, System
+from gpuprov.system import System
 from gpuprov.verify import containers, parse_smi
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Failed

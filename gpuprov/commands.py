@@ -1,0 +1,150 @@
+"""One command as a process of its own: run to its end or its time limit, and what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Callable
+
+# Commands find their programs here, whatever the caller's PATH is: a host-side run is root's.
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Unattended, in English, so that what programs print can be recognised.
+COMMAND_ENVIRONMENT = {
+    "PATH": SYSTEM_PATH,
+    "LC_ALL": "C.UTF-8",
+    "LANG": "C.UTF-8",
+    "HOME": "/root",
+    "DEBIAN_FRONTEND": "noninteractive",
+}
+# A proxy is part of how a site reaches its mirrors: these pass through to commands.
+_PASSED_ENVIRONMENT = (
+    "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
+)  # fmt: skip
+_CHUNK = 1 << 16
+NOT_FOUND = 127
+TIMED_OUT = 124
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What a command did. `returncode` is 127 if there is no such program and 124 if it ran past its limit."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.returncode == 0
+
+    def evidence(self, lines: int = 12) -> str:
+        """Return the command, its exit code and the last lines it printed, for an error."""
+        said = (self.stderr.strip() or self.stdout.strip()).splitlines()[-lines:]
+        return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
+
+
+def run_command(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    stdin: bytes,
+    env: Mapping[str, str] | None,
+    on_line: Callable[[str], None] | None,
+) -> Completed:
+    """Run a command to its end, or to its end after `timeout` seconds; System.run says what it promises."""
+    argv = tuple(argv)
+    begun = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=command_environment(env), start_new_session=True, close_fds=False, cwd="/",
+        )  # fmt: skip
+    except FileNotFoundError:
+        return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
+    except PermissionError:
+        return Completed(argv, 126, "", f"{argv[0]}: permission denied")
+    with process:
+        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line)
+        if not in_time:
+            _end_group(process)
+            err += f"\nstopped after {timeout:g} s, its time limit".encode()
+    code = process.returncode if in_time else TIMED_OUT
+    # A signal's number comes as -N; shells, and people, know it as 128+N.
+    code = 128 - code if code < 0 else code
+    return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), _since(begun))
+
+
+def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment that commands get."""
+    passed = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
+    return {**passed, **COMMAND_ENVIRONMENT, **(extra or {})}
+
+
+def _communicate(
+    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None
+) -> tuple[bytes, bytes, bool]:
+    """Feed and read the process until it ends; the last value is False if it ran past the deadline.
+
+    The end is the process's, not its pipes': a daemon started by a package script may hold those open for ever.
+    """
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(stdin)
+        process.stdin.close()
+    chunks: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    pending = {number: bytearray() for number in chunks}
+    with selectors.DefaultSelector() as selector:
+        for number in chunks:
+            selector.register(number, selectors.EVENT_READ)
+        while selector.get_map():
+            ended = process.poll() is not None
+            if time.monotonic() > deadline and not ended:
+                return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
+            ready = selector.select(0 if ended else 0.2)
+            if ended and not ready:
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, _CHUNK)
+                if not data:
+                    selector.unregister(key.fd)
+                chunks[key.fd] += data
+                _tell_lines(pending[key.fd], data, on_line)
+    remaining = max(deadline - time.monotonic(), 0.1)
+    try:
+        process.wait(remaining)
+    except subprocess.TimeoutExpired:
+        return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
+    return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), True
+
+
+def _tell_lines(pending: bytearray, data: bytes, on_line: Callable[[str], None] | None) -> None:
+    if on_line is None:
+        return
+    pending += data
+    *lines, rest = pending.split(b"\n")
+    pending[:] = rest
+    for line in lines:
+        on_line(line.decode("utf-8", "replace").rstrip("\r"))
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the command and its children to end, then make them."""
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
+
+
+def _since(begun: float) -> float:
+    return round(time.monotonic() - begun, 3)
