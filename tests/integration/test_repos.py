@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -50,8 +52,9 @@ class AptHost(System):
         return System().which(program)
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        # Attempts that only lengthen the test are left out.
-        argv = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
+        # Attempts that only lengthen the test are left out, and apt's patience (30 s) with a silent server.
+        hasty = ("Acquire::Retries=0", "-o", "Acquire::http::Timeout=2")
+        argv = tuple(new for word in argv for new in (hasty if word == "Acquire::Retries=3" else (word,)))
         command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
         done = super().run(command, **more)
         return replace(done, argv=argv)
@@ -291,12 +294,47 @@ def test_apt_refuses_it_and_we_say_why(
     ],
 )
 def test_a_repository_out_of_reach_is_told(host: AptHost, repository: Repository, uri: str, says: str) -> None:
+    sources_from(host, repository, uri)
+    found = refusal(host)
+    assert says in found and uri in found
+
+
+class SlowHandler(QuietHandler):
+    """Sends each file in a dozen pieces with a pause before each: a second and more for a repository's index."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        content = source.read()
+        size = len(content) // 12 + 1
+        for place in range(0, len(content), size):
+            time.sleep(0.1)
+            outputfile.write(content[place : place + size])
+            outputfile.flush()
+
+
+def sources_from(host: AptHost, repository: Repository, uri: str) -> None:
+    """Let a host that trusts the repository's key have it from another address."""
     configure(host, repository.spec)
     key = (repository.spec.repositories[0].key_url, repository.fingerprint)
     source = AptRepository("site", uri, "./", "", *key, "amd64")
     host.write(source.source_path, str(source).encode())
-    found = refusal(host)
-    assert says in found and uri in found
+
+
+def test_a_slow_repository_is_waited_for(host: AptHost, repository: Repository) -> None:
+    handler = functools.partial(SlowHandler, directory=str(repository.folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sources_from(host, repository, f"http://127.0.0.1:{server.server_port}")
+        refresh(host)
+        server.shutdown()
+    assert any("Packages" in name for name in host.list_directory("/var/lib/apt/lists"))
+
+
+def test_a_repository_that_never_answers_is_told(host: AptHost, repository: Repository) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sources_from(host, repository, uri)
+        found = refusal(host)
+    assert "a repository can't be reached" in found and uri in found
 
 
 def test_a_package_that_nobody_has_is_told(host: AptHost, repository: Repository) -> None:
