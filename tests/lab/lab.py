@@ -23,6 +23,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache"
 _PORT = 8000
 _FIRST_ADDRESS = 11
+_INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+_INOTIFY_INSTANCES = 1024
+
+
+def _allow_many_watches() -> None:
+    """Let a dozen systemds watch their files: they share this machine's limit, 128 in most kernels (inotify(7))."""
+    if int(_INOTIFY.read_text()) < _INOTIFY_INSTANCES:
+        _INOTIFY.write_text(str(_INOTIFY_INSTANCES))
 
 
 class Lab:
@@ -43,6 +51,7 @@ class Lab:
         if os.geteuid() != 0:
             raise LabError("the lab needs root; next: sudo make demo")
         with self._locked():
+            _allow_many_watches()
             bases = {release: self._base(release) for release in {request.release for request in requests}}
             self._keys([request.name for request in requests])
             self.network.up()
