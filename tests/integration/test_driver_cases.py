@@ -34,14 +34,15 @@ printf '#!/bin/sh\\nexit 0\\n' > cc
 printf '#!/bin/sh\\nexit 0\\n' > modprobe
 printf '#!/bin/sh\\necho "$0 $*" >> /run/tools; for word; do case $word in M=*) for name in nvidia nvidia-uvm; do
 echo built > "${word#M=}/$name.ko"; done ;; esac; done\\n' > make
-chmod 755 cc modprobe make
-"""
+printf '#!/bin/sh\\necho VERSION\\n' > modinfo
+chmod 755 cc modprobe make modinfo
+""".replace("VERSION", DRIVER)
 _NO_TOOLS = 'rm -rf /usr/local/sbin/* /run/tools "/lib/modules/$(uname -r)"'
 _DKMS = """
 printf '#!/bin/sh\\necho "$0 $*" >> /run/tools\\ncase "$1 $REGISTERS" in status*) %s ;; esac\\n' > /usr/local/sbin/dkms
 chmod 755 /usr/local/sbin/dkms
 """
-_REGISTERED = f'echo "nvidia/{DRIVER}, 6.1.0, x86_64: installed"'
+_REGISTERED = f'echo "nvidia/{DRIVER}, $(uname -r), x86_64: installed"'
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def test_libraries_alone_and_uninstalled_twice(bare_again: Host) -> None:
         ("dkms", _TOOLS + _DKMS % _REGISTERED, f"install -m nvidia -v {DRIVER}", f"/usr/src/nvidia-{DRIVER}/dkms.conf"),
         ("open", _TOOLS, "/kernel-open", "/lib/modules/*/video/nvidia.ko"),
     ],
+    ids=["no dkms", "dkms", "open"],
 )
 def test_kernel_modules_are_built_and_installed(
     bare_again: Host, kind: str, tools: str, option: str, where: str
