@@ -21,7 +21,7 @@ from tests.lab.fixtures import DRIVER, gpuprov
 from tests.lab.lab import CACHE
 from tests.lab.vm import Vm
 
-pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(2400)]
 # Python opens the node as a program of the driver's would; what a missing driver gives is ENXIO.
 _OPEN = 'import os; [os.close(os.open(f"/dev/nvidia{name}", os.O_RDWR)) for name in ("0", "1", "ctl", "-uvm")]'
 
@@ -34,7 +34,7 @@ class Machine:
     inventory: Path
 
     def gpuprov(self, *words: str) -> tuple[int, str]:
-        done = gpuprov(*words, "--hosts", self.inventory, timeout=900)
+        done = gpuprov(*words, "--hosts", self.inventory, timeout=1800)
         return done.returncode, done.stdout
 
     def kernel(self) -> str:
@@ -104,7 +104,7 @@ def test_a_second_run_has_nothing_to_do(machine: Machine) -> None:
 
 
 def test_a_newer_kernel_without_headers_is_named_and_the_next_run_brings_them(machine: Machine) -> None:
-    machine.vm.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq install linux-image-cloud-amd64", timeout=600)
+    machine.vm.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq install linux-image-cloud-amd64", timeout=1500)
     newer = machine.vm.ssh("readlink -f /vmlinuz").stdout.strip().partition("vmlinuz-")[2]
     assert newer != machine.kernel()
     code, said = machine.gpuprov("verify")
