@@ -36,13 +36,18 @@ def main() -> None:
 
         background.begin(request, background.job_from_line(sys.stdin.readline()), _work)
         return
+    raise SystemExit(_relay(*start_worker(request, _work)))
+
+
+def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:
+    """Start a process that works on the request; return its id, and the pipe's end from which its events come."""
     reading, writing = os.pipe()
     worker = os.fork()
     if worker == 0:
         os.close(reading)
-        os._exit(_work(request, writing))
+        os._exit(work(request, writing))
     os.close(writing)
-    raise SystemExit(_relay(worker, reading))
+    return worker, reading
 
 
 def _relay(worker: int, reading: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Callable
 
+from gpuprov.agent import start_worker
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.events import Event, Finished, from_line
 from gpuprov.request import Request
@@ -80,12 +81,7 @@ def begin(request: Request, job: Job, work: Work) -> None:
 
 def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
     """Return the events of the whole run; behind its time it is asked to stop, which it does between two changes."""
-    reading, writing = os.pipe()
-    worker = os.fork()
-    if worker == 0:
-        os.close(reading)
-        os._exit(work(request, writing))
-    os.close(writing)
+    worker, reading = start_worker(request, work)
     too_late = threading.Timer(seconds, os.kill, (worker, signal.SIGTERM))
     too_late.daemon = True
     too_late.start()

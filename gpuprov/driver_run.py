@@ -8,8 +8,9 @@ from typing import ClassVar
 from gpuprov.changes import Change, Json, Tell, parent_of
 from gpuprov.download import fetch, masked, published_sha256
 from gpuprov.driver import releases
+from gpuprov.driver.run_files import place_of
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import CACHE_DIRECTORY, HostFacts
+from gpuprov.facts import HostFacts
 from gpuprov.journal import STATE_DIRECTORY
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
@@ -38,7 +39,7 @@ def sha256(facts: HostFacts, spec: HostSpec) -> str:
 def source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
     """Return where the .run file comes from and where it lies on the host; the same if it is there already."""
     url = spec.driver_url or default_url(spec.driver_version, facts.architecture)
-    return url, url if url.startswith("/") else f"{CACHE_DIRECTORY}/{url.rstrip('/').rpartition('/')[2]}"
+    return url, place_of(url)
 
 
 def installs(facts: HostFacts, spec: HostSpec) -> bool:

@@ -13,6 +13,7 @@ from gpuprov.boot import capture_path_itself
 from gpuprov.changes import Change, Json, Tell, restore_path
 from gpuprov.commands import Completed
 from gpuprov.driver.cuda_facts import version_in
+from gpuprov.driver.run_files import place_of, require_digest, require_room
 from gpuprov.driver_run import FetchRunfile
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
@@ -34,8 +35,7 @@ def prefix_of(version: str) -> str:
 
 def _source(spec: HostSpec) -> tuple[str, str]:
     """Return where the .run file comes from and where it lies on the host."""
-    url = spec.cuda_url
-    return url, url if url.startswith("/") else f"{CACHE_DIRECTORY}/{url.rstrip('/').rpartition('/')[2]}"
+    return spec.cuda_url, place_of(spec.cuda_url)
 
 
 def _is_there(facts: HostFacts, spec: HostSpec) -> bool:
@@ -149,7 +149,7 @@ class InstallCudaToolkit(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         self._inspect(system)
-        self._require_space(system)
+        require_room(system, self.path, _UNPACKED_RATIO, "/usr/local", "the CUDA toolkit")
         prefix = prefix_of(self.version)
         system.remove_tree(_TEMPORARY)
         system.make_directory(_TEMPORARY, 0o700)
@@ -174,24 +174,7 @@ class InstallCudaToolkit(Change):
             raise GpuprovError(
                 "this is no CUDA .run file", f"{self.path} begins with {seen!r}", "check gpuprov_cuda_url"
             )
-        if self.sha256 and (digest := system.sha256(self.path)) != self.sha256:
-            raise GpuprovError(
-                "the CUDA toolkit's file is not the one that was asked for",
-                f"{self.path} has SHA-256 {digest}, gpuprov_cuda_sha256 is {self.sha256}",
-                "get the file anew, or correct the digest",
-            )
-
-    def _require_space(self, system: System) -> None:
-        found = system.status(self.path)
-        need = (found.size if found else 0) * _UNPACKED_RATIO
-        for place in (CACHE_DIRECTORY, "/usr/local"):
-            free = system.free_bytes(place)
-            if free < need:
-                raise GpuprovError(
-                    f"not enough room on the file system of {place} to install the CUDA toolkit",
-                    f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
-                    f"make room: df -h {place}",
-                )
+        require_digest(system, self.path, self.sha256, "the CUDA toolkit's file", "gpuprov_cuda_sha256")
 
     def _prove(self, system: System, done: Completed) -> None:
         """Look for oneself: the installer's log, the toolkit's version, its compiler."""

@@ -13,6 +13,7 @@ from gpuprov.driver import generations, runfile, running_driver
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver.module_proof import prove_modules
 from gpuprov.driver.release import Release, release, start_again, start_all_again, unload_unused
+from gpuprov.driver.run_files import require_digest, require_room
 from gpuprov.driver.supported_gpus import module_type as choose_modules
 from gpuprov.driver.supported_gpus import read_supported_gpus
 from gpuprov.driver_run import INCOMPLETE_MARK, installs
@@ -118,7 +119,7 @@ class InstallDriver(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         header = self._inspect(system)
-        self._require_space(system)
+        require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
         module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
         if self.release is not None and not self._make_way(system, self.release, tell):
             # Planned afresh, it is installed beside the one that can't be unloaded.
@@ -161,12 +162,7 @@ class InstallDriver(Change):
         start = system.read_start(self.path, _HEADER_BYTES)
         if start is None:
             raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
-        if self.sha256 and (digest := system.sha256(self.path)) != self.sha256:
-            raise GpuprovError(
-                "the driver file is not the one that was asked for",
-                f"{self.path} has SHA-256 {digest}, gpuprov_driver_sha256 is {self.sha256}",
-                "get the file anew, or correct the digest",
-            )
+        require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")
         header = runfile.parse_header(start.decode("latin-1"))
         if (header.version, header.architecture) != (self.version, self.architecture):
             raise GpuprovError(
@@ -176,19 +172,6 @@ class InstallDriver(Change):
                 "correct gpuprov_driver_url or gpuprov_driver_version",
             )
         return header
-
-    def _require_space(self, system: System) -> None:
-        """A full disk shows up as exit code 15 or a SIGBUS in the middle: look before."""
-        found = system.status(self.path)
-        need = (found.size if found else 0) * _UNPACKED_RATIO
-        for place in (CACHE_DIRECTORY, "/usr"):
-            free = system.free_bytes(place)
-            if free < need:
-                raise GpuprovError(
-                    f"not enough room on the file system of {place} to install the driver",
-                    f"{free // 2**20} MiB free, {need // 2**20} MiB needed",
-                    f"make room: df -h {place}",
-                )
 
     def _install(self, system: System, module_type: str, tell: Tell) -> tuple[Completed, bool]:
         dkms = self.kernel_modules and system.which("dkms") is not None
