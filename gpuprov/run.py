@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Callable
 from gpuprov import __version__
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
-from gpuprov.doctor import examine
 from gpuprov.download import unreachable
 from gpuprov.driver import mig, mirror, running_driver
 from gpuprov.errors import ExitCode, GpuprovError, Problem
@@ -76,7 +75,7 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     if request.command == "verify":
         return _verify(spec, sink, system)
     if request.command == "doctor":
-        return examine(system, spec, sink)
+        return _doctor(spec, sink, system)
     if request.command == "install" and request.check:
         with _bundle(request, sink, system) as bundle:
             return _check(request, spec, sink, system, bundle)
@@ -286,6 +285,12 @@ def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
         sink(Note(sentence, "warning"))
     sink(Planned(planned(system, removal, diff=request.diff)))
     return removal
+
+
+def _doctor(spec: HostSpec, sink: Sink, system: System) -> Finished:
+    from gpuprov.doctor import examine
+
+    return examine(system, spec, sink)
 
 
 def _verify(spec: HostSpec, sink: Sink, system: System) -> Finished:

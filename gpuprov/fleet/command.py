@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuprov.download import masked
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.beside import begun_beside
@@ -253,7 +254,14 @@ def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> t
     )
 
 
+def _may_be_shown(variable: str) -> bool:
+    """Say whether a word of -e may stand in a page and in kept runs: Ansible's own variables may be passwords."""
+    return variable.startswith("@") or (bool(re.match(r"gpuprov_\w+=", variable)) and masked(variable) == variable)
+
+
 def _whole(problem: Problem, options: Options, host: str) -> Problem:
-    extra = tuple(word for variable in options.extra_vars for word in ("-e", variable))
+    shown = [variable for variable in options.extra_vars if _may_be_shown(variable)]
+    extra = tuple(word for variable in shown for word in ("-e", variable))
     words = shlex.join(("gpuprov", "install", *_hosts_words(options, host if options.hosts else ""), *extra))
+    words += " -e …" if len(shown) < len(options.extra_vars) else ""
     return replace(problem, next_step=re.sub(r"\bgpuprov install\b", lambda _: words, problem.next_step))

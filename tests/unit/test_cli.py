@@ -193,11 +193,21 @@ def test_next_command_repeats_the_choice_of_hosts() -> None:
 def test_the_doctors_installation_is_told_as_it_is_to_be_typed_here() -> None:
     step = "systemctl start x; gpuprov install -e gpuprov_driver=packages"
     ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", step),))
-    (there,) = command._with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("k=a b",)))
-    said = "gpuprov install --hosts 'my hosts' --limit lab-a -e 'k=a b' -e gpuprov_driver=packages"
+    (there,) = command._with_whole_commands((ill,), Options("doctor", ("my hosts",), extra_vars=("gpuprov_k=a b",)))
+    said = "gpuprov install --hosts 'my hosts' --limit lab-a -e 'gpuprov_k=a b' -e gpuprov_driver=packages"
     assert there.problems[0].next_step == f"systemctl start x; {said}"
     (here,) = command._with_whole_commands((ill,), Options("doctor"))
     assert here.problems[0].next_step == step
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["ansible_become_password=hunter2", "gpuprov_driver_url=https://me:hunter2@mirror/x.run", '{"a": "hunter2"}'],
+)
+def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
+    ill = HostResult("lab-a", ExitCode.FAILED, problems=(Problem("what", "seen", "gpuprov install"),))
+    (there,) = command._with_whole_commands((ill,), Options("doctor", ("h",), extra_vars=(variable, "@site.yml")))
+    assert there.problems[0].next_step == "gpuprov install --hosts h --limit lab-a -e @site.yml -e …"
 
 
 def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None:

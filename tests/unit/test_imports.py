@@ -20,7 +20,19 @@ _GATHER = (
     ("code", "without"),
     [
         (_READ, ("ansible", "gpuprov.facts", "gpuprov.plan", "gpuprov.run", "requests", "tomlkit", "rich.progress")),
-        (_GATHER, ("gpuprov.fleet", "gpuprov.verify", "gpuprov.uninstall", "requests", "tomlkit", "pynvml", "http")),
+        (
+            _GATHER,
+            (
+                "gpuprov.fleet",
+                "gpuprov.verify",
+                "gpuprov.doctor",
+                "gpuprov.uninstall",
+                "requests",
+                "tomlkit",
+                "pynvml",
+                "http",
+            ),
+        ),
     ],
     ids=["controller", "host"],
 )
