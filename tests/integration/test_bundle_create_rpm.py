@@ -22,10 +22,10 @@ from gpuprov.packaging.packages_rpm import gather_keys
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.rpm_host import RpmHost
-from tests.integration.test_repos_rpm import HOSTS, Repository, build, pytestmark, tell
+from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
 from tests.lab.rpm_repository import RpmPackage
 
-__all__ = ["pytestmark"]
+pytestmark = NEEDS
 UNSIGNED = RpmPackage("unsigned-tools")
 
 

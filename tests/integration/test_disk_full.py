@@ -28,8 +28,8 @@ from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
-from tests.integration.test_repos_rpm import HOSTS as RPM_HOSTS
-from tests.integration.test_repos_rpm import Repository, repository, template
+from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
+from tests.integration.rpm_repositories import Repository, repository, template
 from tests.lab.rpm_repository import RpmPackage
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec

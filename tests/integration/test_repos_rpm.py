@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import os
 import re
 import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Callable
 
@@ -22,8 +17,7 @@ from gpuprov.changes import RemoveFile
 from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.driver import past_kernels
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging import software
+from gpuprov.facts import gather
 from gpuprov.packaging.packages_rpm import (
     MANAGERS,
     InstallRpmPackages,
@@ -33,116 +27,33 @@ from gpuprov.packaging.packages_rpm import (
     rpm_lock_holder,
 )
 from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
-from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 from tests.integration.rpm_host import RpmHost
-from tests.integration.test_repos import QuietHandler
+from tests.integration.rpm_repositories import (
+    HOSTS,
+    NEEDS,
+    Repository,
+    configure,
+    facts_of,
+    host,
+    install,
+    manager,
+    refresh,
+    repository,
+    stranger,
+    tell,
+    template,
+)
 from tests.lab.rpm_repository import (
     TOOLS,
     RpmPackage,
-    build_package,
-    build_rpm_repository,
     index,
     sign_index,
     sign_package,
 )
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
-    pytest.mark.skipif(
-        any(shutil.which(program) is None for program in ("dnf", "zypper", "rpmbuild", "createrepo_c")),
-        reason="needs dnf, zypper, rpmbuild and createrepo_c",
-    ),
-]
-# os-release → its package manager.
-HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
-
-
-class Repository:
-    """A signed repository that a server on loopback offers, and what a user writes of it into an inventory."""
-
-    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
-        self.folder, self.gnupg, self.url = folder, gnupg, url
-        self.fingerprint = (folder / "fingerprint").read_text()
-
-    @property
-    def spec(self) -> HostSpec:
-        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
-
-    def add(self, package: RpmPackage, *, signed: bool = True) -> None:
-        file = build_package(package, self.folder)
-        if signed:
-            sign_package(file, self.gnupg, self.fingerprint)
-        index(self.folder, self.gnupg)
-
-
-def build(folder: Path) -> Iterator[Path]:
-    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
-    build_rpm_repository(folder / "www", folder / "gnupg")
-    yield folder
-    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The repository that each test gets a copy of."""
-    yield from build(tmp_path_factory.mktemp("rpm"))
-
-
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A repository of the same content, with another key: its folder."""
-    yield from build(tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.fixture
-def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "www"
-    shutil.copytree(template / "www", folder)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-@pytest.fixture(params=HOSTS)
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
-    return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
-
-
-def tell(message: str, done: int, total: int) -> None:
-    assert message
-
-
-def facts_of(host: RpmHost) -> HostFacts:
-    return gather(host)
-
-
-def manager(host: RpmHost) -> str:
-    return host.programs[1]
-
-
-def configure(host: RpmHost, spec: HostSpec) -> None:
-    """Apply what is planned; a second plan is empty."""
-    for change in plan_repositories(facts_of(host), spec):
-        change.apply(host, tell)
-    assert plan_repositories(facts_of(host), spec) == ()
-
-
-def refresh(host: RpmHost) -> None:
-    RefreshRpmIndex(manager(host)).apply(host, tell)
-
-
-def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, list[str]], dict[str, list[str]]]:
-    change = InstallRpmPackages(manager(host), names)
-    before = dict(change.capture(host))
-    return change, before, dict(change.apply(host, tell))
+__all__ = ["host", "repository", "stranger", "template"]
+pytestmark = NEEDS
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -444,80 +355,3 @@ def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, r
             other.communicate(timeout=60)
     assert re.fullmatch(r"waiting up to 300 s for .* \(pid \d+.*\), which holds the package manager's lock", told[0])
     assert f"(pid {other.pid})" in told[0]
-
-
-# -- holds -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def versionlock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dnf 4's plugin, out of Debian's package, which can't be installed beside zypper."""
-    folder = tmp_path_factory.mktemp("plugins")
-    got = subprocess.run(
-        ("apt-get", "-q", "download", "dnf-plugins-core"), cwd=folder, capture_output=True, check=False
-    )
-    if got.returncode != 0:
-        pytest.skip("dnf-plugins-core can't be downloaded here")
-    (package,) = folder.glob("*.deb")
-    subprocess.run(("dpkg-deb", "-x", str(package), str(folder)), check=True)
-    return folder
-
-
-def give_plugin(host: RpmHost, plugin: Path) -> None:
-    """Let dnf on the host have the plugin."""
-    modules = plugin / "usr/lib/python3/dist-packages"
-    shutil.copytree(modules / "dnf-plugins", host.path("/opt/plugins"))
-    shutil.copytree(modules / "dnfpluginscore", host.path("/opt/plugins/dnfpluginscore"))
-    for name in ("versionlock.conf", "versionlock.list"):
-        host.path("/etc/dnf/plugins").mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(plugin / "etc/dnf/plugins" / name, host.path(f"/etc/dnf/plugins/{name}"))
-    # Beside what it imports; the other plugins stay away.
-    for path in host.path("/opt/plugins").glob("*.py"):
-        if path.name != "versionlock.py":
-            path.unlink()
-    host.write("/etc/dnf/dnf.conf", b"[main]\npluginpath=/opt/plugins\npluginconfpath=/etc/dnf/plugins\n")
-
-
-def converge(host: RpmHost, spec: HostSpec) -> list[str]:
-    """Apply what is planned for the packages, and return the sentences; a second plan is empty."""
-    changes = software.plan(with_docker(host), spec)
-    for change in changes:
-        change.apply(host, tell)
-    assert software.plan(with_docker(host), spec) == ()
-    return [change.summary() for change in changes]
-
-
-def with_docker(host: RpmHost) -> HostFacts:
-    found = gather(host)
-    return dataclasses.replace(found, docker=dataclasses.replace(found.docker, installed=True))
-
-
-def upgrade(host: RpmHost) -> None:
-    words = ("zypper", "--non-interactive", "update") if manager(host) == "zypper" else ("dnf", "-y", "upgrade")
-    assert host.run((*words, "held-tools"), timeout=60, env={"PYTHONPATH": "/opt/plugins"}).stdout
-
-
-@pytest.mark.parametrize("os_release", ["rocky-9.5", "opensuse-tumbleweed"])
-def test_a_pinned_package_is_held_until_another_version_is_asked_for(
-    tmp_path: Path, repository: Repository, versionlock: Path, os_release: str
-) -> None:
-    host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
-    if manager(host) == "dnf":
-        give_plugin(host, versionlock)
-    for version in ("1.0", "2.0", "3.0"):
-        repository.add(RpmPackage("held-tools", version))
-    configure(host, repository.spec)
-
-    def wanted(version: str) -> HostSpec:
-        pin = (f"held-tools={version}",) if version else ("held-tools",)
-        return HostSpec(packages=pin, driver="preinstalled", docker="preinstalled")
-
-    assert converge(host, wanted("1.0"))[-1] == "hold held-tools at this version"
-    upgrade(host)
-    assert missing(facts_of(host).packages, ["held-tools=1.0"]) == ()
-    assert converge(host, wanted("2.0"))[0] == "no longer hold held-tools"
-    upgrade(host)
-    assert missing(facts_of(host).packages, ["held-tools=2.0"]) == ()
-    assert converge(host, wanted("")) == ["no longer hold held-tools"]
-    upgrade(host)
-    assert missing(facts_of(host).packages, ["held-tools=3.0"]) == (), "the upgrade would have left it in any case"

@@ -1,0 +1,128 @@
+"""A signed rpm repository on loopback, and machines whose real dnf or zypper is to take packages from it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packaging.packages_rpm import (
+    InstallRpmPackages,
+    RefreshRpmIndex,
+)
+from gpuprov.packaging.repos_rpm import plan_repositories
+from gpuprov.spec import HostSpec, SiteRepository
+from tests.integration.rpm_host import RpmHost
+from tests.integration.test_repos import QuietHandler
+from tests.lab.rpm_repository import (
+    RpmPackage,
+    build_package,
+    build_rpm_repository,
+    index,
+    sign_package,
+)
+
+NEEDS = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mount namespaces"),
+    pytest.mark.skipif(
+        any(shutil.which(program) is None for program in ("dnf", "zypper", "rpmbuild", "createrepo_c")),
+        reason="needs dnf, zypper, rpmbuild and createrepo_c",
+    ),
+]
+# os-release → its package manager.
+HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
+
+
+class Repository:
+    """A signed repository that a server on loopback offers, and what a user writes of it into an inventory."""
+
+    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
+        self.folder, self.gnupg, self.url = folder, gnupg, url
+        self.fingerprint = (folder / "fingerprint").read_text()
+
+    @property
+    def spec(self) -> HostSpec:
+        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+
+    def add(self, package: RpmPackage, *, signed: bool = True) -> None:
+        file = build_package(package, self.folder)
+        if signed:
+            sign_package(file, self.gnupg, self.fingerprint)
+        index(self.folder, self.gnupg)
+
+
+def build(folder: Path) -> Iterator[Path]:
+    """Build a repository in `www` and its key in `gnupg`; stop gpg's agent in the end."""
+    build_rpm_repository(folder / "www", folder / "gnupg")
+    yield folder
+    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The repository that each test gets a copy of."""
+    yield from build(tmp_path_factory.mktemp("rpm"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A repository of the same content, with another key: its folder."""
+    yield from build(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture
+def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "www"
+    shutil.copytree(template / "www", folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(params=HOSTS)
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
+    return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
+
+
+def tell(message: str, done: int, total: int) -> None:
+    assert message
+
+
+def facts_of(host: RpmHost) -> HostFacts:
+    return gather(host)
+
+
+def manager(host: RpmHost) -> str:
+    return host.programs[1]
+
+
+def configure(host: RpmHost, spec: HostSpec) -> None:
+    """Apply what is planned; a second plan is empty."""
+    for change in plan_repositories(facts_of(host), spec):
+        change.apply(host, tell)
+    assert plan_repositories(facts_of(host), spec) == ()
+
+
+def refresh(host: RpmHost) -> None:
+    RefreshRpmIndex(manager(host)).apply(host, tell)
+
+
+def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, list[str]], dict[str, list[str]]]:
+    change = InstallRpmPackages(manager(host), names)
+    before = dict(change.capture(host))
+    return change, before, dict(change.apply(host, tell))
