@@ -22,7 +22,10 @@ _KEPT = "/root/kept"
 _START = "systemctl reset-failed docker; systemctl restart docker"
 _OTHER = "libnvidia-ml.so.535.261.03"
 # What a host's own log-ins, clock and daemons change by themselves.
-_VOLATILE = re.compile(r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)")
+# What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first.
+_VOLATILE = re.compile(
+    r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-"
+)
 
 
 @dataclass(frozen=True)
