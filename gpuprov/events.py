@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Callable, Union
+from typing import Any, Callable, Union, get_args
 
 from gpuprov.errors import Problem
 
@@ -134,21 +134,7 @@ Event = Union[
 ]  # fmt: skip
 Sink = Callable[[Event], None]
 
-_CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Started,
-        Note,
-        Planned,
-        ChangeStarted,
-        ChangeProgress,
-        ChangeDone,
-        FactsGathered,
-        CheckDone,
-        CauseFound,
-        Finished,
-    )
-}
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
 _NESTED: dict[str, type[Any]] = {"changes": PlannedChange, "problems": Problem}
 
 

@@ -21,13 +21,14 @@ from gpuprov.driver.fabric_manager import FabricFacts, gather_fabric
 from gpuprov.driver.holders import RunningDriver
 from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.driver.mig import MigGpu
+from gpuprov.driver.release import STOPPED
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.more import gather as gather_engines
 from gpuprov.packaging import packages_rpm, repos_rpm
 from gpuprov.packaging.packages import PackageFacts, gather_packages
-from gpuprov.reboot_state import RebootFacts, gather_reboot
+from gpuprov.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
@@ -50,8 +51,8 @@ _MANAGED_FILES = (
     deploy.NVIDIA_HOOK_PATH,
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
-    "/var/lib/gpuprov/driver-in-use",
-    "/var/lib/gpuprov/stopped.json",
+    IN_USE_MARK,
+    STOPPED,
     "/etc/profile.d/gpuprov-cuda.sh",
     "/etc/dnf/modules.d/nvidia-driver.module",
 )

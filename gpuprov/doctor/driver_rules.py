@@ -7,6 +7,7 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.driver_run import INCOMPLETE_MARK
 
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
 # From these follows that a CDI specification can't be right.
@@ -121,10 +122,9 @@ def _several(x: Examined) -> Finding | None:
 
 
 def _half_installed(x: Examined) -> Finding | None:
-    mark = "/var/lib/gpuprov/driver-incomplete"
-    if mark not in x.there:
+    if INCOMPLETE_MARK not in x.there:
         return None
-    return Finding("the driver's installation was cut off", f"{mark} is there", words.gpuprov_install(x))
+    return Finding("the driver's installation was cut off", f"{INCOMPLETE_MARK} is there", words.gpuprov_install(x))
 
 
 def _no_smi(x: Examined) -> Finding | None:

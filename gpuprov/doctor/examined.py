@@ -13,7 +13,6 @@ from gpuprov.spec import HostSpec
 
 # Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
 OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"
-FABRIC_MANAGER = "nvidia-fabricmanager.service"
 SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 # Where DKMS and Ubuntu keep the machine owner's key.
 KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")

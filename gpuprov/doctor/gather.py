@@ -15,7 +15,7 @@ from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.commands import TIMED_OUT
-from gpuprov.doctor.examined import FABRIC_MANAGER, KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
+from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import (
     docker_lines,
     host_paths,
@@ -23,11 +23,13 @@ from gpuprov.doctor.parse import (
     parse_units,
     telling_lines,
 )
+from gpuprov.driver import fabric_manager
 from gpuprov.driver.next_kernel import gather_kernels
+from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.facts import HostFacts
 from gpuprov.facts import gather as gather_host
-from gpuprov.journal import read_runs
+from gpuprov.journal import unfinished_run
 from gpuprov.plan import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
@@ -42,7 +44,7 @@ _AUDIT_LOG = "/var/log/audit/audit.log"
 _PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
 _PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
 _LARGEST_TEXT = 1 << 20
-_UNITS = ("docker.service", "containerd.service", PERSISTENCE, FABRIC_MANAGER, NODES, REFRESH)
+_UNITS = ("docker.service", "containerd.service", PERSISTENCE, fabric_manager.UNIT, NODES, REFRESH)
 # Folders whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
@@ -54,7 +56,7 @@ _WATCHED = (
     "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/python3", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd",
-    OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", "/var/lib/gpuprov/driver-incomplete", CACHE, PATH, *KEYS,
+    OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *KEYS,
 )  # fmt: skip
 
 
@@ -223,7 +225,7 @@ def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
 
 
 def _open_run(system: System) -> str:
-    run = next((run for run in reversed(read_runs(system)) if not run.end), None)
+    run = unfinished_run(system)
     if run is None:
         return ""
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"

@@ -6,9 +6,10 @@ import re
 from typing import Callable
 
 from gpuprov.doctor import words
-from gpuprov.doctor.examined import FABRIC_MANAGER, Examined
+from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Look, Rule
 from gpuprov.doctor.parse import per_gpu
+from gpuprov.driver import fabric_manager
 
 _RESET = "systemctl reboot"
 # Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
@@ -91,18 +92,18 @@ def _mig_empty(x: Examined) -> Finding | None:
 
 
 def _fabric_missing(x: Examined) -> Finding | None:
-    unit = x.units.get(FABRIC_MANAGER)
+    unit = x.units.get(fabric_manager.UNIT)
     if not x.switches or (unit is not None and unit.active == "active"):
         return None
     if unit is None or unit.load != "loaded":
         return Finding(
             "this machine has NVSwitches, and no fabric manager: CUDA ends with error 802",
-            f"/proc/driver/nvidia-nvswitch/devices: {len(x.switches)}\nsystemctl show {FABRIC_MANAGER}: not-found",
+            f"/proc/driver/nvidia-nvswitch/devices: {len(x.switches)}\nsystemctl show {fabric_manager.UNIT}: not-found",
             f"{words.install_packages(x, _fabric_package(x))}; systemctl enable --now nvidia-fabricmanager",
         )
     return Finding(
         "the fabric manager does not run: CUDA ends with error 802",
-        f"systemctl show {FABRIC_MANAGER}: {unit.active}, {unit.result}",
+        f"systemctl show {fabric_manager.UNIT}: {unit.active}, {unit.result}",
         "systemctl enable --now nvidia-fabricmanager; journalctl -u nvidia-fabricmanager -n 50",
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuprov.boot_files import PERSISTENCE
 from gpuprov.changes import Change
+from gpuprov.driver import fabric_manager
 from gpuprov.driver.holders import Holder, RunningDriver, gather_holders
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
@@ -28,7 +29,7 @@ from gpuprov.system import System
 UNITS = (
     "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",
     "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
-    "nvidia-fabricmanager.service", PERSISTENCE,
+    fabric_manager.UNIT, PERSISTENCE,
 )  # fmt: skip
 # An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
 DISPLAY_MANAGER = "display-manager.service"
