@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gpuprov.distro_rows import ROWS, Distribution, KernelPackages
 from gpuprov.errors import Problem
-
-if TYPE_CHECKING:
-    from gpuprov.facts import OperatingSystem
+from gpuprov.machine import OperatingSystem
 
 __all__ = ["ROWS", "Distribution", "KernelPackages"]
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.

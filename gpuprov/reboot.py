@@ -13,7 +13,8 @@ from gpuprov.driver.nouveau import MODULES, bound
 from gpuprov.driver.release import ReloadDriver
 from gpuprov.driver_run import installs
 from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.facts import HostFacts, gather_gpus, gather_kernel
+from gpuprov.facts import HostFacts
+from gpuprov.machine import gather_gpus, gather_kernel
 from gpuprov.reboot_state import note_asked
 from gpuprov.spec import HostSpec
 from gpuprov.system import System

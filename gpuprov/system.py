@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import os
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Callable
 
+from gpuprov import disk
 from gpuprov.commands import SYSTEM_PATH, Completed, run_command
 from gpuprov.errors import GpuprovError
 
@@ -226,62 +226,18 @@ class System:
         A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without
         it an existing file's owner stays. The SELinux context of an existing file is kept.
         """
-        place = self.path(self.real_path(path))
-        before = place.lstat() if place.exists() else None
-        if owner is None and before is not None:
-            owner = (before.st_uid, before.st_gid)
-        temporary = temporary_name(place)
-        temporary.unlink(missing_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                if owner is not None:
-                    os.fchown(file.fileno(), *owner)
-                os.fchmod(file.fileno(), mode)
-                _copy_security_context(place, file.fileno())
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(place)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync_directory(place.parent)
+        disk.write_whole(self.path(self.real_path(path)), content, mode, owner)
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until the disk has it."""
-        place = self.path(path)
-        fresh = not place.exists()
-        with place.open("ab", buffering=0) as file:
-            length = file.tell()
-            try:
-                _write_all(file.fileno(), content)
-                os.fsync(file.fileno())
-            except OSError:
-                # Half a line, from a full disk, would swallow the next one.
-                file.truncate(length)
-                raise
-        if fresh:
-            _sync_directory(place.parent)
+        disk.append_whole(self.path(path), content)
 
     def sync(self) -> None:
         """Wait until the disk has all that was written, by whatever program. Raises OSError if it can't take it.
 
         Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
         """
-        handles: dict[int, int] = {}
-        try:
-            for path in filter(Path.is_dir, map(self.path, _WRITTEN_PLACES)):
-                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                device = os.fstat(handle).st_dev
-                if device in handles:
-                    os.close(handle)
-                    continue
-                handles[device] = handle
-                _sync_file_system(handle)
-        finally:
-            for handle in handles.values():
-                os.close(handle)
+        disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
 
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
         """Make a directory and its missing parents; return those made, outermost first."""
@@ -294,23 +250,23 @@ class System:
         for place in reversed(missing):
             place.mkdir()
             place.chmod(mode)
-            _sync_directory(place.parent)
+            disk.sync_path(place.parent)
             made.append("/" + str(place.relative_to(self.root)))
         return tuple(made)
 
     def make_link(self, path: str, target: str) -> None:
         """Make a symbolic link, replacing whatever file or link is there, atomically."""
         place = self.path(path)
-        temporary = temporary_name(place)
+        temporary = disk.temporary_name(place)
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(place)
 
     def rename(self, path: str, new: str) -> None:
         """Give a file another name, replacing what has that name: never with less than all of its content."""
-        _sync_content(self.path(path))
+        disk.sync_path(self.path(path))
         self.path(path).replace(self.path(new))
-        _sync_directory(self.path(new).parent)
+        disk.sync_path(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
         """Make a character device node of root's and a group's."""
@@ -335,7 +291,7 @@ class System:
 
     def remove_leftover(self, path: str) -> None:
         """Remove the temporary file that a killed write of `path` may have left beside it."""
-        temporary_name(self.path(path)).unlink(missing_ok=True)
+        disk.temporary_name(self.path(path)).unlink(missing_ok=True)
 
     def remove_tree(self, path: str) -> None:
         """Remove a directory with all that is in it."""
@@ -359,14 +315,6 @@ class System:
         return time.monotonic()
 
 
-def temporary_name(place: Path) -> Path:
-    """Return the name under which a file's new content is written before it is renamed.
-
-    Always the same, so that what a kill leaves behind is overwritten or found by the next run.
-    """
-    return place.with_name(f".{place.name}.gpuprov")
-
-
 def sha256_of(content: bytes) -> str:
     """Return the SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
@@ -378,39 +326,3 @@ def _kind(mode: int) -> str:
         (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
     )  # fmt: skip
     return next((name for test, name in kinds if test(mode)), "other")
-
-
-def _copy_security_context(source: Path, target: int) -> None:
-    """Give an open file the SELinux label of the one that it replaces; silently nothing without SELinux."""
-    with contextlib.suppress(OSError):
-        os.setxattr(target, "security.selinux", os.getxattr(source, "security.selinux"))
-
-
-def _write_all(handle: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
-
-
-def _sync_content(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_file_system(handle: int) -> None:
-    """Wait until the file system of an open file or directory has all on its disk (syncfs(2))."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.syncfs(handle) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

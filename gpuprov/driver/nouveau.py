@@ -14,7 +14,8 @@ from gpuprov.driver import initramfs
 from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, PciGpu
+from gpuprov.facts import HostFacts
+from gpuprov.machine import PciGpu
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 

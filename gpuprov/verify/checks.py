@@ -10,7 +10,8 @@ from gpuprov.driver.fabric_manager import UNIT, FabricFacts, gather_fabric
 from gpuprov.driver.next_kernel import fault, gather_kernels, newest
 from gpuprov.engines import docker
 from gpuprov.events import Sink
-from gpuprov.facts import gather_kernel, gather_os, gather_software
+from gpuprov.facts import gather_software
+from gpuprov.machine import gather_kernel, gather_os
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from gpuprov.verify import containers

@@ -42,7 +42,7 @@ journal.end("done")
 
 _NEXT_KERNEL = """
 from gpuprov.distros import distribution_of, next_kernel_headers
-from gpuprov.facts import gather_os
+from gpuprov.machine import gather_os
 from gpuprov.driver.next_kernel import gather_kernels
 from gpuprov.packaging.packages import gather_packages
 from gpuprov.system import System

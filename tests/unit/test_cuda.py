@@ -14,7 +14,8 @@ from gpuprov.commands import Completed
 from gpuprov.driver import cuda
 from gpuprov.driver.cuda import EnableStream, LoadDriver
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import FileFact, HostFacts, PciGpu, gather
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.machine import PciGpu
 from gpuprov.packaging.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec

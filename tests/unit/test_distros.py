@@ -21,7 +21,7 @@ from gpuprov.distros import (
     nvidia_folder,
     supported_names,
 )
-from gpuprov.facts import OperatingSystem, gather_os
+from gpuprov.machine import OperatingSystem, gather_os
 from gpuprov.system import System
 
 OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"

@@ -21,7 +21,8 @@ from gpuprov.driver.fabric_manager import (
     problems,
 )
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather, gather_gpus
+from gpuprov.facts import HostFacts, gather
+from gpuprov.machine import gather_gpus
 from gpuprov.packaging.packages import PackageFacts, missing
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.verify import checks

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.facts import facts_to_json, gather, gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.facts import facts_to_json, gather
+from gpuprov.machine import gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
 from gpuprov.system import System
 from tests.unit.fake_host import FakeHost
 

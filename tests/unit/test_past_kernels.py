@@ -13,7 +13,8 @@ from gpuprov.commands import Completed
 from gpuprov.distros import ROWS, Distribution, find_distribution
 from gpuprov.driver.past_kernels import Advice, advice, past_releases
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, OperatingSystem, gather
+from gpuprov.facts import HostFacts, gather
+from gpuprov.machine import OperatingSystem
 from gpuprov.packaging import apt_failures, rpm_failures, software
 from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.repos_rpm import InstallRpmKey

@@ -13,7 +13,8 @@ from gpuprov.driver import releases
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, PciGpu, gather, gather_displays
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.machine import PciGpu, gather_displays
 from gpuprov.packaging import software
 from gpuprov.packaging.packages import InstallPackages, PackageFacts
 from gpuprov.plan import make_plan, preflight

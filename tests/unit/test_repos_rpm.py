@@ -11,7 +11,8 @@ import pytest
 from gpuprov.changes import RemoveFile, WriteFile
 from gpuprov.distros import docker_repository, find_distribution
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, OperatingSystem, gather
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.machine import OperatingSystem
 from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints

@@ -18,7 +18,8 @@ from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver.runfile import parse_header
 from gpuprov.driver.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
 from gpuprov.errors import GpuprovError
-from gpuprov.facts import PciGpu, gather
+from gpuprov.facts import gather
+from gpuprov.machine import PciGpu
 from gpuprov.spec import parse_spec
 from gpuprov.system import System
 from tests import simgpu

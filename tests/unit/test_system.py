@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.commands import NOT_FOUND, TIMED_OUT
-from gpuprov.system import System, sha256_of, temporary_name
+from gpuprov.disk import temporary_name
+from gpuprov.system import System, sha256_of
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
 from gpuprov.bundle.rpm_sources import RpmSource, rpm_sources
 from gpuprov.commands import Completed
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.facts import HostFacts, OperatingSystem, gather
+from gpuprov.facts import HostFacts, gather
+from gpuprov.machine import OperatingSystem
 from gpuprov.packaging import packages_rpm
 from gpuprov.packaging.packages import PackageFacts
 from gpuprov.packaging.repos_rpm import InstallRpmKey

@@ -10,7 +10,7 @@ from gpuprov.doctor.examined import Examined, Smi
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.driver.next_kernel import InstalledKernel
-from gpuprov.facts import PciGpu
+from gpuprov.machine import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
 from tests.unit.fake_host import RELEASE

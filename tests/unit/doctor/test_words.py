@@ -9,7 +9,7 @@ import pytest
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.facts import OperatingSystem
+from gpuprov.machine import OperatingSystem
 from gpuprov.spec import HostSpec
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
 
