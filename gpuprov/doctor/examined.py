@@ -41,7 +41,7 @@ class Examined:
     `absent`: paths that a configuration or a specification names and that are not. `modified`: path → time.
     `library_files`: driver library → its version. `package_change`: what a package manager did to the driver last.
     `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
-    cut off in. `switches`: NVSwitches. `rootless`: sockets of users' own dockers.
+    cut off in. `rootless`: sockets of users' own dockers.
     """
 
     host: HostFacts
@@ -69,7 +69,6 @@ class Examined:
     node_modes: Mapping[str, int] = field(default_factory=dict)
     links_missing: tuple[str, ...] = ()
     not_executable: Mapping[str, int] = field(default_factory=dict)
-    switches: tuple[str, ...] = ()
     open_run: str = ""
     docker_unit: str = ""
     rootless: tuple[str, ...] = ()

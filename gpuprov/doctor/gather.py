@@ -95,7 +95,6 @@ def gather(system: System, spec: HostSpec) -> Examined:
         node_modes={path: status.mode for path in host.driver.present if (status := system.status(path))},
         links_missing=_links_missing(system, host.driver),
         not_executable=_not_executable(system, host),
-        switches=system.list_directory("/proc/driver/nvidia-nvswitch/devices"),
         open_run=_open_run(system),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
         rootless=_rootless(system),

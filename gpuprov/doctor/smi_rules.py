@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Callable
 
 from gpuprov.doctor import words
@@ -93,13 +94,14 @@ def _mig_empty(x: Examined) -> Finding | None:
 
 def _fabric_missing(x: Examined) -> Finding | None:
     unit = x.units.get(fabric_manager.UNIT)
-    if not x.switches or (unit is not None and unit.active == "active"):
+    version = _fabric_wanted(x)
+    if not version or (unit is not None and unit.active == "active"):
         return None
     if unit is None or unit.load != "loaded":
         return Finding(
             "this machine has NVSwitches, and no fabric manager: CUDA ends with error 802",
-            f"/proc/driver/nvidia-nvswitch/devices: {len(x.switches)}\nsystemctl show {fabric_manager.UNIT}: not-found",
-            f"{words.install_packages(x, _fabric_package(x))}; systemctl enable --now nvidia-fabricmanager",
+            f"NVSwitches: {', '.join(x.host.fabric.switches)}\nsystemctl show {fabric_manager.UNIT}: not-found",
+            f"{words.install_packages(x, *_fabric_packages(x, version))}; systemctl enable --now nvidia-fabricmanager",
         )
     return Finding(
         "the fabric manager does not run: CUDA ends with error 802",
@@ -108,29 +110,28 @@ def _fabric_missing(x: Examined) -> Finding | None:
     )
 
 
-def _fabric_package(x: Examined) -> str:
-    """Return the package: one of the driver's branch before 580, one name for all after it."""
-    version = x.driver.kernel_version or x.driver.library_version
-    branch = version.partition(".")[0]
-    if branch.isdigit() and int(branch) >= 580:
-        return f"nvidia-fabricmanager{'=' if x.host.packages.manager == 'apt' else '-'}{version}*"
-    return f"nvidia-fabricmanager-{branch}" if x.host.packages.manager == "apt" else f"nvidia-fabric-manager-{version}"
-
-
 def _fabric_version(x: Examined) -> Finding | None:
-    module = x.driver.kernel_version
-    packages = x.host.packages.installed.items()
-    found = next(((n, v) for n, v in packages if re.match(r"nvidia-fabric-?manager(-\d+)?$", n)), None)
-    if not x.switches or not module or found is None:
-        return None
-    version = re.sub(r"^\d+:", "", found[1]).partition("-")[0]
-    if version == module:
+    wanted, found = _fabric_wanted(x), x.host.fabric.version
+    if not wanted or not found or wanted == found:
         return None
     return Finding(
-        f"the fabric manager is of version {version}, the driver of {module}: they must be the same, to the last digit",
-        f"package {found[0]}: {found[1]}\n/proc/driver/nvidia/version: {module}",
-        f"{words.install_packages(x, _fabric_package(x))}; systemctl restart nvidia-fabricmanager",
+        f"the fabric manager is of version {found}, the driver of {wanted}: they must be the same, to the last digit",
+        f"nv-fabricmanager --version: {found}\nthe driver: {wanted}",
+        f"{words.install_packages(x, *_fabric_packages(x, wanted))}; systemctl restart nvidia-fabricmanager",
     )
+
+
+def _fabric_wanted(x: Examined) -> str:
+    """Return the version that the fabric manager must have: the loaded driver's; nothing where none has to run here."""
+    if not x.host.fabric.switches or x.host.kernel.container:
+        return ""
+    return x.driver.kernel_version or x.driver.library_version
+
+
+def _fabric_packages(x: Examined, version: str) -> tuple[str, ...]:
+    manager = x.host.packages.manager
+    names = fabric_manager.packages(version, manager, x.host.fabric)
+    return tuple(shlex.quote(name) if manager == "apt" else name.replace("=", "-") for name in names)
 
 
 _REMAP: Callable[[str], str] = "remapped_rows/remapped_row_{}".format

@@ -9,6 +9,7 @@ from typing import Any, Callable
 from gpuprov.doctor.examined import Examined, Smi
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.driver.fabric_manager import FabricFacts
 from gpuprov.driver.next_kernel import InstalledKernel
 from gpuprov.machine import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -114,6 +115,12 @@ def there(*paths: str) -> Change:
     return lambda x: replace(x, there=x.there | {*paths})
 
 
+def switches(version: str = "550.163.01") -> Change:
+    """Two NVSwitches of this machine's own, and the fabric manager's program of a version."""
+    fabric = FabricFacts(("0000:c1:00.0", "0000:c2:00.0"), version=version)
+    return lambda x: with_kernel(replace(x, host=replace(x.host, fabric=fabric)), container="")
+
+
 def unit(name: str, **more: str) -> Change:
     return lambda x: replace(x, units={**x.units, name: Unit(**{"load": "loaded", "active": "active", **more})})
 
@@ -166,7 +173,6 @@ def mismatched(x: Examined) -> Examined:
 
 
 CONFIG_TOML = "[nvidia-container-cli]\n{}\n"
-SWITCHES = ("0000:c1:00.0", "0000:c2:00.0")
 FABRIC = "nvidia-fabricmanager.service"
 AVC = (
     # From a report to the toolkit's project, RHEL 9.
