@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 # What boot_main.py imports, and what that imports; a test runs the file without anything else.
-_MODULES = ("__init__", "boot_main", "changes", "commands", "errors", "lock", "system")
+_MODULES = ("__init__", "boot_main", "changes", "commands", "disk", "errors", "lock", "system")
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _START = b"from gpuprov.boot_main import main\n\nmain()\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
