@@ -53,9 +53,11 @@ docs: setup  ## Write the configuration reference from the schema, the pages on 
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
-bench: setup  ## Measure what is claimed of speed: container starts, runs that change nothing.
+bench: setup  ## Measure what is claimed of speed: container starts, first runs, runs that change nothing, a thousand hosts (half an hour).
 	$(BIN)/python -m benchmarks.container_start
 	$(BIN)/python -m benchmarks.no_change
+	$(BIN)/python -m benchmarks.fleet_no_change
+	$(BIN)/python -m benchmarks.thousand_hosts
 
 agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 	$(BIN)/gpuprov agent build -o build/gpuprov-agent.pyz

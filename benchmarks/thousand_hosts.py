@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.integration.fake_hosts import playing
 
 _SAMPLES_PER_SECOND = 10
 
@@ -38,27 +39,14 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as name:
         folder = Path(name)
-        with _hosts(folder, given):
+        with playing(folder, *_options(given)):
             _measure(folder, given.forks)
         _compare(folder, given)
 
 
-@contextlib.contextmanager
-def _hosts(folder: Path, given: argparse.Namespace) -> Iterator[None]:
-    words = ["--hosts", str(given.hosts), "--seconds", str(given.seconds), "--latency", str(given.latency)]
-    if given.healthy:
-        words += ["--kinds", ",".join(["works"] * given.hosts)]
-    server = subprocess.Popen(
-        (sys.executable, "-m", "tests.integration.fake_hosts", folder, *words),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert server.stdin is not None and server.stdout is not None
-    try:
-        assert server.stdout.readline() == "ready\n"
-        yield
-    finally:
-        server.stdin.close()
-        server.wait(60)
+def _options(given: argparse.Namespace) -> tuple[str, ...]:
+    words = ("--hosts", str(given.hosts), "--seconds", str(given.seconds), "--latency", str(given.latency))
+    return (*words, "--kinds", ",".join(["works"] * given.hosts)) if given.healthy else words
 
 
 def _measure(folder: Path, forks: int) -> None:

@@ -16,7 +16,9 @@ import contextlib
 import hashlib
 import json
 import re
+import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,6 +94,13 @@ async def _works(host: Host, process: Process) -> None:
     _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes made", VERSIONS))
 
 
+async def _has_nothing_to_do(host: Host, process: Process) -> None:
+    host.tell(process, Started("1", "install", 1))
+    await asyncio.sleep(host.seconds)
+    host.tell(process, Planned(()))
+    _end(host, process, Finished(0, 0, host.seconds, (), "0 changes", VERSIONS))
+
+
 async def _has_an_old_driver(host: Host, process: Process) -> None:
     await _begin(host, process)
     _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes made", OLD_DRIVER))
@@ -141,8 +150,9 @@ async def _is_killed(host: Host, process: Process) -> None:
 
 
 RUNS: Mapping[str, Run] = {
-    "works": _works, "old-driver": _has_an_old_driver, "reboot": _needs_a_reboot, "fails": _fails, "hangs": _hangs,
-    "drops": _drops, "babbles": _babbles, "endless": _never_ends_its_line, "killed": _is_killed,
+    "works": _works, "settled": _has_nothing_to_do, "old-driver": _has_an_old_driver, "reboot": _needs_a_reboot,
+    "fails": _fails, "hangs": _hangs, "drops": _drops, "babbles": _babbles, "endless": _never_ends_its_line,
+    "killed": _is_killed,
 }  # fmt: skip
 # Those with which it does not come to a run: answers to the probe, to the upload, to the login, and no SSH at all.
 PROBES = {
@@ -188,7 +198,7 @@ class Door(asyncssh.SSHServer):
 
 async def answer(host: Host, process: Process) -> None:
     """Answer one command as the host's kind does: the probe, the upload, or the agent."""
-    command = process.command or ""
+    command = _without_ansibles_shell(process.command or "")
     digest = (_DIGEST.search(command) or [""])[0]
     if command.startswith("sh -s"):
         await process.stdin.read()
@@ -208,6 +218,12 @@ async def answer(host: Host, process: Process) -> None:
     else:
         await process.stdin.readline()
         await RUNS[host.kind](host, process)
+
+
+def _without_ansibles_shell(command: str) -> str:
+    """Return the command that Ansible's SSH connection gives to `/bin/sh -c`, any other as it is."""
+    words = shlex.split(command)
+    return words[2] if words[:2] == ["/bin/sh", "-c"] else command
 
 
 def _delay_what_arrives(latency: float) -> None:
@@ -284,6 +300,21 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@contextlib.contextmanager
+def playing(folder: Path, *options: str) -> Iterator[Path]:
+    """Play hosts, in a process of their own, as long as the block lasts; give their inventory."""
+    server = subprocess.Popen(
+        (sys.executable, "-m", __name__, folder, *options), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        assert server.stdout.readline() == "ready\n"
+        yield folder / "inventory.ini"
+    finally:
+        server.stdin.close()
+        server.wait(60)
+
+
 def make_hosts(kinds: Sequence[str], seconds: float) -> list[Host]:
     """Return a host of each kind named, with addresses of its own in 127.77.0.0/16."""
     width = len(str(len(kinds)))
@@ -295,7 +326,7 @@ def make_hosts(kinds: Sequence[str], seconds: float) -> list[Host]:
 
 def mixed(number: int) -> Iterator[str]:
     """Yield kinds for so many hosts: of a hundred, ten are in some trouble, a different one each."""
-    troubles = [kind for kind in KINDS if kind != "works"]
+    troubles = [kind for kind in KINDS if kind not in ("works", "settled")]
     for index in range(number):
         yield troubles[index // 10 % len(troubles)] if index % 10 == 7 else "works"
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,16 @@ from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import SshSettings
 from gpuprov.request import Request
-from tests.integration.fake_hosts import KINDS
+from tests.integration.fake_hosts import KINDS, playing
 
 GPUPROV = str(Path(sys.executable).parent / "gpuprov")
 # Every kind once, and healthy hosts between them.
 MIXED = [kind for trouble in KINDS for kind in ("works", trouble)]
 
 
-@contextlib.contextmanager
-def hosts(folder: Path, kinds: Sequence[str], seconds: float = 0.2) -> Iterator[Path]:
-    """Play these hosts and return their inventory."""
-    server = subprocess.Popen(
-        (sys.executable, "-m", "tests.integration.fake_hosts", folder, "--kinds", ",".join(kinds), "--seconds",
-         str(seconds)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert server.stdin is not None and server.stdout is not None
-    try:
-        assert server.stdout.readline() == "ready\n"
-        yield folder / "inventory.ini"
-    finally:
-        server.stdin.close()
-        server.wait(30)
+def hosts(folder: Path, kinds: Sequence[str], seconds: float = 0.2) -> contextlib.AbstractContextManager[Path]:
+    """Play these hosts and give their inventory."""
+    return playing(folder, "--kinds", ",".join(kinds), "--seconds", str(seconds))
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +50,7 @@ def gpuprov(*words: str) -> subprocess.CompletedProcess[str]:
 # Kind, exit code, what is said, what is seen.
 OUTCOMES = [
     ("works", ExitCode.DONE, "", ""),
+    ("settled", ExitCode.DONE, "", ""),
     ("old-driver", ExitCode.DONE, "", ""),
     ("reboot", ExitCode.REBOOT_NEEDED, "", ""),
     ("fails", ExitCode.FAILED, "the disk is full", "df says 100 %"),
@@ -121,7 +111,7 @@ def test_no_event_of_any_host_is_lost(mixed: dict[str, Any]) -> None:
         events = [type(event).__name__ for event in mixed["seen"][host]]
         told = sum(name not in ours for name in events)
         # Where the host did not say how it ended, the controller does.
-        ended_by_us = bool(mixed["kinds"][host] not in ("works", "old-driver", "reboot", "fails"))
+        ended_by_us = bool(mixed["kinds"][host] not in ("works", "settled", "old-driver", "reboot", "fails"))
         assert told - ended_by_us == count, (host, mixed["kinds"][host], events)
 
 
