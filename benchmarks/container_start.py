@@ -3,8 +3,8 @@
     python -m benchmarks.container_start [--rounds 40] [--gpus 1 8 16]
 
 All variants start the same bundle with the same simulated driver, alternating. `floor` is runc with the same mounts
-and devices in config.json and no hook: what any way of giving GPUs costs at least. Bundles lie in memory, as docker's
-do (/run). Times are of `create` alone.
+and devices in config.json and no hook: what any way of giving GPUs costs at least; `empty Python` puts a shell and a
+Python that do nothing before it. Bundles lie in memory, as docker's do (/run). Times are of `create` alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -109,10 +110,19 @@ class Bench:
         variants = {
             "plain runc": (self.runc, plain),
             "floor": (self.runc, floor),
+            "empty Python, floor": (self._empty_python(), floor),
             "gpuprov runtime": (str(self.deployed.runtime), plain),
             "gpuprov hook": (self.runc, json.dumps({**asked, "hooks": {"prestart": [hook]}})),
         }
         return {**variants, **{f"nvidia {mode}": (path, plain) for mode, path in _nvidia_runtimes().items()}}
+
+    def _empty_python(self) -> str:
+        """Return a runtime that starts a shell and Python and does nothing: what one in Python costs at least."""
+        path = self.folder / "empty-python"
+        runc = f"import posix, sys; posix.execv({self.runc!r}, [{self.runc!r}, *sys.argv[1:]])"
+        path.write_text(f'#!/bin/sh\nexec /usr/bin/python3 -I -S -E -B -c {shlex.quote(runc)} "$@"\n')
+        path.chmod(0o755)
+        return str(path)
 
     def without_gpus(self) -> dict[str, tuple[str, str]]:
         """Return the variants of a start without GPUs."""
