@@ -13,7 +13,7 @@ from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
 from gpuprov.cdi.other_devices import specifications
 from gpuprov.distros import distribution_of
-from gpuprov.driver.cuda_facts import CudaFacts, gather_cuda
+from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.driver.fabric_manager import FabricFacts, gather_fabric
 from gpuprov.driver.holders import RunningDriver
 from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
@@ -43,7 +43,8 @@ _MANAGED_FILES = (
     "/var/lib/gpuprov/driver-incomplete",
     IN_USE_MARK,
     STOPPED,
-    "/etc/profile.d/gpuprov-cuda.sh",
+    PROFILE,
+    OTHER_PROFILE,
     "/etc/dnf/modules.d/nvidia-driver.module",
 )
 _MANAGED_DIRECTORIES = (

@@ -15,6 +15,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, WriteFile
 from gpuprov.distros import Distribution, distribution_of, nvidia_folder
 from gpuprov.driver import fabric_plan, generations
+from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.facts import HostFacts
@@ -23,10 +24,8 @@ from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
-PROFILE = "/etc/profile.d/gpuprov-cuda.sh"
-_PROFILE_TEXT = (
-    b'# Written by gpuprov: programs of the CUDA toolkit.\nexport PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
-)
+_PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
+_PROFILE_TEXT = _PROFILE_HEAD + b'export PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
 # Whose key signs which folders: file, fingerprint; none where no source was found that tells it. Debian 13 wants better
 # than the SHA-1 signature of the older key; since 2025 each new folder has a key of its own.
 _KEYS = (
@@ -203,10 +202,12 @@ def _stream(version: str, kind: str) -> str:
 
 def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the file that puts the CUDA toolkit's programs on people's paths."""
-    found = facts.files.get(PROFILE)
+    there = facts.files.get(PROFILE)
+    path = PROFILE if there is None or there.content.startswith(_PROFILE_HEAD) else OTHER_PROFILE
+    found = facts.files.get(path)
     if not spec.cuda or (found is not None and (found.content, found.mode) == (_PROFILE_TEXT, 0o644)):
         return ()
-    return (WriteFile(PROFILE, _PROFILE_TEXT),)
+    return (WriteFile(path, _PROFILE_TEXT),)
 
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

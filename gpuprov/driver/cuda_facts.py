@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from gpuprov.system import System
 
+# What puts a toolkit's programs on people's paths; the second where the first is somebody else's.
+PROFILE, OTHER_PROFILE = "/etc/profile.d/cuda.sh", "/etc/profile.d/gpuprov-cuda.sh"
 _FOLDER = "/usr/local"
 
 

@@ -10,9 +10,11 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.changes import WriteFile
 from gpuprov.commands import Completed
 from gpuprov.driver import cuda
 from gpuprov.driver.cuda import EnableStream, LoadDriver
+from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import FileFact, HostFacts, gather
 from gpuprov.machine import PciGpu
@@ -180,9 +182,18 @@ def test_a_driver_that_is_there_and_loaded_is_left_alone(metal: HostFacts) -> No
 def test_the_toolkits_programs_are_on_the_path(metal: HostFacts) -> None:
     (change,) = cuda.plan_profile(metal, spec(cuda="12.4"))
     assert b"/usr/local/cuda/bin" in change.content  # type: ignore[attr-defined]
-    files = {cuda.PROFILE: FileFact(change.content, 0o644, 0, 0)}  # type: ignore[attr-defined]
-    assert cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
+    ours = FileFact(change.content, 0o644, 0, 0)  # type: ignore[attr-defined]
+    assert cuda.plan_profile(replace(metal, files={PROFILE: ours}), spec(cuda="12.4")) == ()
     assert cuda.plan_profile(metal, spec()) == ()
+
+
+def test_a_profile_that_somebody_else_wrote_stays(metal: HostFacts) -> None:
+    files = {PROFILE: FileFact(b"export CUDA_HOME=/opt/cuda\n", 0o644, 0, 0)}
+    (change,) = cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4"))
+    assert isinstance(change, WriteFile)
+    assert change.path == OTHER_PROFILE
+    files[OTHER_PROFILE] = FileFact(change.content, 0o644, 0, 0)
+    assert cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
 
 
 class Loading(System):

@@ -16,6 +16,7 @@ from gpuprov.apply import last_undoable_run, roll_back
 from gpuprov.changes import Change
 from gpuprov.commands import Completed
 from gpuprov.driver import cuda, cuda_run
+from gpuprov.driver.cuda_facts import PROFILE
 from gpuprov.driver.cuda_run import InstallCudaToolkit, LinkCudaToolkit
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.events import Event, Finished
@@ -82,7 +83,7 @@ def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> Non
     assert (finished.exit_code, finished.changed) == (ExitCode.DONE, 2), finished.problems
     assert gather(host).cuda.toolkits == {PREFIX: "12.4.1"}
     assert gather(host).cuda.link == PREFIX
-    assert "/usr/local/cuda/bin" in (host.read_text(cuda.PROFILE) or "")
+    assert "/usr/local/cuda/bin" in (host.read_text(PROFILE) or "")
     assert install(host, wanted).changed == 0
     assert cuda.with_repository(gather(host), wanted).repositories == ()
     assert cuda.toolkit_packages(wanted) == ()
@@ -127,7 +128,7 @@ def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost
     assert "No space left on device" in problem.evidence
     after = host.tree()
     # The step before has done its own work, which stands.
-    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} == {cuda.PROFILE}
+    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} == {PROFILE}
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
