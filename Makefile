@@ -39,7 +39,7 @@ lint: setup  ## Format check, lint, types, import arrows, playbooks.
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
 
 # Two at once: much of a test on hosts is waiting. tests/conftest.py says who shares what.
-PARALLEL := -n 2 --dist loadgroup
+PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: lint  ## All tests, real hosts included.
 	$(BIN)/python -m pytest $(PARALLEL)
