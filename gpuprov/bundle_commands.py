@@ -226,7 +226,7 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
     from gpuprov.bundle.check import checked
 
     try:
-        contents = checked(file, bundle_key)
+        contents = checked(str(Path(file).absolute()), bundle_key)
     except GpuprovError as error:
         if not as_json:
             raise
