@@ -318,15 +318,17 @@ def _ask(what: str, *, wanted: bool) -> str:
 def main() -> None:
     """Run the command line; every way to fail ends in a sentence, never in a traceback."""
     try:
-        cli.main(prog_name="gpuprov")
+        from gpuprov.fleet.output import lasting_outputs
+
+        with lasting_outputs():
+            cli.main(prog_name="gpuprov")
     except GpuprovError as error:
         from gpuprov.fleet.text import plain
 
         click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has seen enough (`| head`)
-        sys.exit(int(ExitCode.DONE))
+    except KeyboardInterrupt:  # before or after click, which tells of its own
+        sys.exit(int(ExitCode.FAILED))
     except Exception as error:  # the log keeps the traceback
         from gpuprov.fleet.crash import write_log
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,11 +175,55 @@ def test_agent_build_writes_the_file(tmp_path: Path) -> None:
     assert str((tmp_path / "agent.pyz").stat().st_size) in done.stdout
 
 
-def test_reader_that_closes_the_pipe_gets_no_traceback() -> None:
-    done = subprocess.run(
-        ("sh", "-c", '"$0" -m gpuprov options --json | head -n 1', sys.executable), capture_output=True, text=True
+RUN = (sys.executable, "-m", "gpuprov", "facts", "--json")
+
+
+def in_shell(script: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ("bash", "-c", f"set -o pipefail; {script}", "bash", *words), capture_output=True, text=True, timeout=60,
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
-    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [("| true", 0, ""), ("| head -n 1", 0, ""), (">&-", 0, ""), (">/dev/full", 1, "No space left on device")],
+)
+def test_a_run_goes_on_when_its_output_is_no_longer_taken(
+    tmp_path: Path, redirected: str, code: int, said: str
+) -> None:
+    """`tee` dies of the same Ctrl-C that lets the hosts finish."""
+    page = tmp_path / "page.html"
+    done = in_shell(f'"$@" {redirected}', *RUN, "--report", str(page), env={"XDG_STATE_HOME": str(tmp_path)})
+    assert (done.returncode, said in done.stderr, "defect" in done.stderr) == (code, True, False), done.stderr
+    assert "localhost" in page.read_text()
+    assert len(list((tmp_path / "gpuprov/runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("words", ["options --json", "--help", "cdi list --json", "completion bash"])
+def test_short_answers_end_quietly_with_their_reader(words: str) -> None:
+    done = in_shell(f'"$0" -m gpuprov {words} | head -n 1'.replace("$0", "$1"), sys.executable)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_old_locale_shows_question_marks() -> None:
+    done = gpuprov("facts", env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "?" in done.stdout  # a dash: no driver, or no docker
+
+
+def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
+    """The kernel delivers it within a module that is loaded early."""
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Early:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'gpuprov.errors': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Early())\nrunpy.run_module('gpuprov', run_name='__main__')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_next_command_repeats_the_choice_of_hosts() -> None:
