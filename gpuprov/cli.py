@@ -6,6 +6,7 @@ completion answer at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -248,10 +249,14 @@ def build(output: str) -> None:
     """
     from pathlib import Path
 
+    from gpuprov.errors import from_os_error
     from gpuprov.fleet.agent_build import build_agent
 
     made = build_agent()
-    Path(output).write_bytes(made.content)
+    try:
+        Path(output).write_bytes(made.content)
+    except OSError as error:
+        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
     click.echo(f"{output}: {len(made.content)} bytes, SHA-256 {made.digest}")
 
 
@@ -286,6 +291,7 @@ def _given(**variables: str | None) -> tuple[tuple[str, str], ...]:
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:
     from gpuprov.fleet.command import Options, run_command
+    from gpuprov.fleet.passwords import ask
 
     options = Options(
         command=command,
@@ -299,8 +305,8 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
         serial=given["serial"],
         max_fail=given["max_fail"],
         canary=given["canary"],
-        password=_ask("SSH password", wanted=given["ask_pass"]),
-        become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
+        password=ask("SSH password", wanted=given["ask_pass"]),
+        become_password=ask("sudo password", wanted=given["ask_become_pass"]),
         accept_new_host_keys=given["accept_new_host_keys"],
         connect_timeout=given["connect_timeout"],
         host_timeout=given["host_timeout"],
@@ -311,15 +317,13 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
     raise SystemExit(int(run_command(options)))
 
 
-def _ask(what: str, *, wanted: bool) -> str:
-    return str(click.prompt(what, hide_input=True, err=True)) if wanted else ""
-
-
 def main() -> None:
     """Run the command line; every way to fail ends in a sentence, never in a traceback."""
     try:
         from gpuprov.fleet.output import lasting_outputs
 
+        if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
+            os.environ["HOME"] = "/"  # as docker has it
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:

@@ -113,6 +113,8 @@ USAGE = [
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
     ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
+    ("empty inventory name", ("install", "--hosts", ""), "--hosts names no inventory"),
+    ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
 
@@ -131,6 +133,38 @@ def test_this_machine_needs_root() -> None:
     done = subprocess.run((sys.executable, "-c", code, "install"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "run it with sudo: sudo gpuprov install" in done.stderr
+
+
+def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "pwd.py").write_text("def getpwuid(_): raise KeyError\n")  # as in a container with a user id of its own
+    code = (
+        "import os, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "from gpuprov.cli import main; main()"
+    )
+    done = subprocess.run(
+        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("home", ["/proc/self", "writable"])
+def test_the_inventory_needs_no_home_and_leaves_nothing_there(tmp_path: Path, home: str) -> None:
+    (tmp_path / "hosts").write_text("here ansible_connection=local gpuprov_nope=1\n")
+    (tmp_path / "writable").mkdir()
+    done = gpuprov("facts", "--hosts", str(tmp_path / "hosts"), env={"HOME": str(tmp_path / home)})
+    assert (done.returncode, "there is no variable gpuprov_nope" in done.stderr) == (2, True)
+    assert not (tmp_path / home / ".ansible").exists()
+
+
+@pytest.mark.parametrize(("piped", "said"), [("", "SSH password"), ("secret\n", "sudo password")])
+def test_passwords_that_nobody_can_type_are_told(piped: str, said: str) -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "gpuprov", "install", "--hosts", "a,", "-k", "-K"),
+        input=piped, capture_output=True, text=True, timeout=60, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"there is nobody to ask for the {said}\n")
 
 
 def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> None:
@@ -173,6 +207,8 @@ def test_agent_build_writes_the_file(tmp_path: Path) -> None:
     done = gpuprov("agent", "build", "-o", str(tmp_path / "agent.pyz"))
     assert (done.returncode, done.stderr) == (0, "")
     assert str((tmp_path / "agent.pyz").stat().st_size) in done.stdout
+    nowhere = gpuprov("agent", "build", "-o", str(tmp_path / "nowhere/agent.pyz"))
+    assert (nowhere.returncode, "agent.pyz can't be written" in nowhere.stderr) == (1, True)
 
 
 RUN = (sys.executable, "-m", "gpuprov", "facts", "--json")
@@ -189,6 +225,7 @@ def in_shell(script: str, *words: str, env: dict[str, str] | None = None) -> sub
     ("redirected", "code", "said"),
     [("| true", 0, ""), ("| head -n 1", 0, ""), (">&-", 0, ""), (">/dev/full", 1, "No space left on device")],
 )
+@pytest.mark.skipif(os.geteuid() != 0 and Path("/var/cache/gpuprov").exists(), reason="facts need root here")
 def test_a_run_goes_on_when_its_output_is_no_longer_taken(
     tmp_path: Path, redirected: str, code: int, said: str
 ) -> None:
