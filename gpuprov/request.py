@@ -9,6 +9,7 @@ from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError
 
+_EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
 COMMANDS = ("install", "verify", "facts", "doctor", "rollback", "uninstall")
 
 
@@ -48,7 +49,9 @@ def request_from_line(line: str) -> Request:
         request = Request(**json.loads(line))
         request = replace(request, steps=tuple(request.steps))
     except (ValueError, TypeError) as error:
-        raise GpuprovError("the agent got no valid request", str(error), exit_code=ExitCode.USAGE) from None
+        raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:
-        raise GpuprovError(f"the agent knows no command {request.command!r}", exit_code=ExitCode.USAGE)
+        raise GpuprovError(
+            f"the agent knows no command {request.command!r}", ", ".join(COMMANDS), _EXAMPLE, exit_code=ExitCode.USAGE
+        )
     return request

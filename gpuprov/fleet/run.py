@@ -220,8 +220,9 @@ class Recorder:
     def result(self, seconds: float) -> HostResult:
         """Return what came of the host, which took that long as seen from here."""
         last = self._finished or Finished(
-            int(ExitCode.FAILED), problems=(Problem("the run ended without a result"),)
-        )  # fmt: skip
+            int(ExitCode.FAILED),
+            problems=(Problem("the run ended without a result", "", "run the same command again"),),
+        )
         return HostResult(
             host=self._host,
             exit_code=_exit_code(last.exit_code),

@@ -84,7 +84,7 @@ def test_failures_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert str(log) in results[1].problems[0].next_step
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600
-    assert results[2].problems == (Problem("the run ended without a result"),)
+    assert results[2].problems == (Problem("the run ended without a result", "", "run the same command again"),)
 
 
 def test_result_keeps_what_the_report_needs() -> None:
