@@ -25,7 +25,7 @@ _GPG_ENVIRONMENT = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR"
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
 
 
-@click.group()
+@click.group(short_help="One file for hosts without a network.")
 def bundle() -> None:
     """One file with all that an installation needs, for hosts without a network.
 
@@ -37,7 +37,7 @@ def bundle() -> None:
     """
 
 
-@bundle.command()
+@bundle.command(short_help="Collect all that an installation needs into one file.")
 @click.option(
     "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
 )
@@ -86,7 +86,8 @@ def bundle() -> None:
     "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
 )
 @click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables.")
-@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True))
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
 def create(
     distro: str,
     arch: str,
@@ -211,7 +212,7 @@ def show(file: str, as_json: bool) -> None:
         click.echo(as_json_text(contents) if as_json else as_text(contents))
 
 
-@bundle.command()
+@bundle.command(short_help="Check every digest, and the signature if a key is given.")
 @_FILE
 @click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed it.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")

@@ -26,7 +26,7 @@ _SPEC_DIRS = click.option(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(short_help="Make, list, check, change and try CDI specifications.")
 def cdi() -> None:
     """Container Device Interface: make, list, check, change and try specifications.
 
@@ -110,7 +110,7 @@ def _generate_options(command: _Command) -> _Command:
     return command
 
 
-@cdi.command()
+@cdi.command(short_help="Write the specification of this host.")
 @_generate_options
 def generate(
     output: str,
@@ -200,7 +200,7 @@ def _chosen(
     return replace(found, devices=devices, edits=replace(found.edits, hooks=hooks), kind=kind)
 
 
-@cdi.command("list")
+@cdi.command("list", short_help="List the devices that engines can name.")
 @_SPEC_DIRS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
@@ -223,7 +223,7 @@ def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
         click.echo(name)
 
 
-@cdi.command()
+@cdi.command(short_help="Say what is wrong with specifications.")
 @_SPEC_DIRS
 @click.argument("files", metavar="[FILE]...", nargs=-1)
 def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
@@ -252,7 +252,7 @@ def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
     sys.exit(1 if faults else 0)
 
 
-@cdi.command()
+@cdi.command(short_help="Put devices into an OCI configuration.")
 @click.option("--device", "names", metavar="NAME", multiple=True, required=True, help="Qualified: nvidia.com/gpu=0.")
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False), help="Its config.json is read.")
 @click.option("--input", "source", metavar="FILE", default="-", help="A config.json.", show_default=True)
@@ -294,7 +294,7 @@ def transform() -> None:
     """
 
 
-@transform.command("root")
+@transform.command("root", short_help="Move paths from below one folder to below another.")
 @click.option("--from", "source", metavar="DIR", default="/", show_default=True, help="The folder that paths leave.")
 @click.option("--to", "target", metavar="DIR", default="/", show_default=True, help="The folder that they come to.")
 @click.option("--input", "name", metavar="FILE", default="-", show_default=True, help="`-` for standard input.")

@@ -81,7 +81,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(short_help="Bring hosts to what the inventory says.")
 @_CHECK_OPTION
 @_DIFF_OPTION
 @click.option("--bundle", "bundle_file", metavar="FILE", default="", help="Install from this file alone, without a "
@@ -105,7 +105,7 @@ def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: 
     _run("install", options, overrides=_given(reboot=reboot), **more)
 
 
-@cli.command()
+@cli.command(short_help="Compare what containers see with what the host has.")
 @click.option("--image", metavar="IMAGE", default="", help="Run nvidia-smi in this image. Default: a tiny one of the "
               "host's own.")  # fmt: skip
 @click.option("--torch-image", metavar="IMAGE", default="", help="Also ask PyTorch in this image for its GPUs.")
@@ -122,7 +122,7 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
     _run("verify", options, overrides=_given(verify_image=image, torch_image=torch_image))
 
 
-@cli.command()
+@cli.command(short_help="Say why containers do not see the GPUs, and what to type.")
 @_fleet_options
 def doctor(**options: Any) -> None:
     """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
@@ -138,7 +138,7 @@ def doctor(**options: Any) -> None:
     _run("doctor", options)
 
 
-@cli.command()
+@cli.command(short_help="Show what hosts are; changes nothing.")
 @_fleet_options
 def facts(**options: Any) -> None:
     """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
@@ -165,7 +165,7 @@ def rollback(**options: Any) -> None:
     _run("rollback", options)
 
 
-@cli.command()
+@cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
 @_CHECK_OPTION
 @_DIFF_OPTION
 @_fleet_options
@@ -238,7 +238,8 @@ def agent() -> None:
 
 
 @agent.command()
-@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True))
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
 def build(output: str) -> None:
     """Write the agent as one file that runs on Python 3.9 and later.
 

@@ -25,7 +25,7 @@ def hook() -> None:
     """
 
 
-@hook.command()
+@hook.command(short_help="Say what a container gets, and which rule decided.")
 @click.option("--config", "settings_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="A config.toml instead of the host's own two.")  # fmt: skip
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
@@ -53,7 +53,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool) -> Non
         click.echo(line)
 
 
-@hook.command()
+@hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
 @click.option("--cuda", metavar="VERSION", default="", help="The newest CUDA version that the driver supports.")
 @click.option("--driver", metavar="VERSION", default="", help="The driver's version.")
 @click.option("--arch", metavar="VERSION", default="", help="The GPU's compute capability, such as 9.0.")

@@ -19,7 +19,7 @@ _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
 _NOTHING_TELLS = ("docker", "podman")
 
 
-@click.group()
+@click.group(short_help="Tell container engines of the runtime.")
 def runtime() -> None:
     """Container engines and the runtime that gives containers their GPUs.
 

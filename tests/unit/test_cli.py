@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -56,6 +57,30 @@ def test_help_has_examples(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, (*words, "--help"))
     assert result.exit_code == 0
     assert "Example" in result.output
+
+
+def groups(command: click.Command, *words: str) -> list[tuple[str, ...]]:
+    """Return the words of every group of commands."""
+    if not isinstance(command, click.Group):
+        return []
+    return [words, *(one for name, inner in command.commands.items() for one in groups(inner, *words, name))]
+
+
+@pytest.mark.parametrize("words", groups(cli), ids=" ".join)
+def test_lists_of_commands_are_told_in_whole_sentences(words: tuple[str, ...]) -> None:
+    listed = CliRunner().invoke(cli, (*words, "--help"), terminal_width=80).output.partition("\nCommands:\n")[2]
+    assert listed.strip()
+    assert all(len(line) <= 80 and not line.endswith("...") and line.endswith(".") for line in listed.splitlines())
+
+
+def every_option(command: click.Command) -> list[click.Option]:
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    own = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    return [*own, *(option for one in inner for option in every_option(one))]
+
+
+def test_every_option_says_what_it_does() -> None:
+    assert [option.opts for option in every_option(cli) if not (option.help or option.hidden)] == []
 
 
 @pytest.mark.parametrize(
