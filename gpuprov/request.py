@@ -47,7 +47,7 @@ def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
         request = Request(**json.loads(line))
-        request = replace(request, steps=tuple(request.steps))
+        request = replace(request, steps=tuple(request.steps), spec={**request.spec})
     except (ValueError, TypeError) as error:
         raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:
