@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import text
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
@@ -44,7 +45,7 @@ def bundle() -> None:
 @click.option(
     "--arch", metavar="ARCH", default=platform.machine, help="The hosts' `uname -m`. Default: this machine's."
 )
-@click.option("--driver", metavar="VERSION", default="", help="The driver. Default: what the inventory asks for.")
+@text("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
 @click.option(
     "--driver-file",
     metavar="FILE",
@@ -74,18 +75,18 @@ def bundle() -> None:
     help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf, yum and zypper, instead of the "
     "distribution's own servers. Once for each.",
 )
-@click.option("--sign", "sign_key", metavar="KEYID", default="", help="Sign the manifest with this key of your gpg.")
+@text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
 @click.option(
     "--hosts",
     metavar="INVENTORY",
     multiple=True,
     help="Take along what these hosts ask for: driver, toolkit, repositories, packages.",
 )
-@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
+@text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
 @click.option(
     "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
 )
-@click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables.")
+@text("--vault-password-file", metavar="FILE", help="The password of encrypted variables.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
 def create(
@@ -214,7 +215,7 @@ def show(file: str, as_json: bool) -> None:
 
 @bundle.command(short_help="Check every digest, and the signature if a key is given.")
 @_FILE
-@click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed it.")
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def verify(file: str, bundle_key: str, as_json: bool) -> None:
     """Check every digest, and the signature if a key is given; exit 1 if anything is wrong.

@@ -17,6 +17,7 @@ from gpuprov import __version__
 from gpuprov.bundle_commands import bundle
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import text
 from gpuprov.hook_commands import hook
 from gpuprov.runtime_commands import runtime
 
@@ -26,17 +27,17 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _CONNECTION_OPTIONS = (
     click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory or `a,b,`. "
                  "Default: this machine."),
-    click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit."),
+    text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit."),
     click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
                  "inventory."),
-    click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables."),
+    text("--vault-password-file", metavar="FILE", help="The password of encrypted variables."),
     click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
                  help="How many hosts at a time."),
-    click.option("--serial", metavar="N|N%|1,5,20%", default="", help="In batches of so many hosts, as Ansible's "
+    text("--serial", metavar="N|N%|1,5,20%", help="In batches of so many hosts, as Ansible's "
                  "serial: the next begins when one is through."),
-    click.option("--max-fail", metavar="N|N%", default="", help="Begin no further host once more of a batch have "
+    text("--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have "
                  "failed."),
-    click.option("--canary", metavar="HOST|N", default="", help="These hosts, or the first N, before all others; if "
+    text("--canary", metavar="HOST|N", help="These hosts, or the first N, before all others; if "
                  "one fails, nothing else begins."),
     click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
     click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
@@ -47,7 +48,7 @@ _CONNECTION_OPTIONS = (
     click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
                  help="Give up on a host that says nothing for so long."),
     click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
-    click.option("--report", metavar="FILE.html", default="", help="Also write what came of the run as one HTML page."),
+    text("--report", metavar="FILE.html", help="Also write what came of the run as one HTML page."),
     click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
     click.option("--verbose", "-v", is_flag=True, help="Tell more."),
 )  # fmt: skip
@@ -84,9 +85,9 @@ def cli() -> None:
 @cli.command(short_help="Bring hosts to what the inventory says.")
 @_CHECK_OPTION
 @_DIFF_OPTION
-@click.option("--bundle", "bundle_file", metavar="FILE", default="", help="Install from this file alone, without a "
+@text("--bundle", "bundle_file", metavar="FILE", help="Install from this file alone, without a "
               "network (`gpuprov bundle create` makes it).")  # fmt: skip
-@click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed the bundle.")
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed the bundle.")
 @click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
               "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
 @_fleet_options
@@ -106,9 +107,9 @@ def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: 
 
 
 @cli.command(short_help="Compare what containers see with what the host has.")
-@click.option("--image", metavar="IMAGE", default="", help="Run nvidia-smi in this image. Default: a tiny one of the "
+@text("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
               "host's own.")  # fmt: skip
-@click.option("--torch-image", metavar="IMAGE", default="", help="Also ask PyTorch in this image for its GPUs.")
+@text("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
 @_fleet_options
 def verify(image: str, torch_image: str, **options: Any) -> None:
     """Compare what containers see with what the host has; a table of checks.
@@ -184,10 +185,10 @@ def uninstall(check: bool, diff: bool, **options: Any) -> None:
 
 @cli.command()
 @click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
-@click.option("--run", "identifier", metavar="ID", default="", help="This run, by its name in the list or the "
+@text("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
               "beginning of it. Default: the last.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--html", metavar="FILE", default="", help="Write it as one HTML page instead.")
+@text("--html", metavar="FILE", help="Write it as one HTML page instead.")
 @click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
 def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
     """Show again what came of a run.

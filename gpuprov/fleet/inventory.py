@@ -114,6 +114,8 @@ def _load(
     if not manager.get_hosts():
         raise _usage(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
+    if limit and not manager._subset:  # Ansible makes no pattern of "[" or "," and would take all hosts
+        raise _usage("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:
         raise _usage(

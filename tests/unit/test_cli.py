@@ -139,6 +139,11 @@ USAGE = [
     ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
     ("empty inventory name", ("install", "--hosts", ""), "--hosts names no inventory"),
+    ("empty limit", ("install", "--hosts", "a,", "--limit", ""), "it is empty: is a variable of the shell not set?"),
+    ("empty bundle", ("install", "--bundle", ""), "it is empty"),
+    ("empty key", ("bundle", "verify", __file__, "--bundle-key", " "), "it is empty"),
+    ("limit that is no pattern", ("facts", "--hosts", "a,b", "--limit", "["), "--limit names no host"),
+    ("limit of commas", ("facts", "--hosts", "a,b", "--limit", ","), "--limit names no host"),
     ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
@@ -151,6 +156,11 @@ def test_wrong_call_ends_with_exit_code_2_and_a_sentence(words: tuple[str, ...],
     assert what in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+def test_a_name_that_dns_cannot_have_is_not_known() -> None:
+    done = gpuprov("facts", "--hosts", "a..b,")
+    assert (done.returncode, "the name a..b is not known" in done.stdout) == (ExitCode.UNREACHABLE, True)
 
 
 def test_this_machine_needs_root() -> None:
