@@ -226,9 +226,10 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
       gpuprov bundle verify bundle.tar --bundle-key 'AB12 … 90EF'
     """
     from gpuprov.bundle.check import checked
+    from gpuprov.fleet.output import percentage
 
     try:
-        contents = checked(str(Path(file).absolute()), bundle_key)
+        contents = checked(str(Path(file).absolute()), bundle_key, percentage("checking every digest:"))
     except GpuprovError as error:
         if not as_json:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,3 +47,18 @@ def _made_lasting(name: str) -> _Lasting:
     text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=stream.line_buffering)
     setattr(sys, name, text)
     return raw
+
+
+def percentage(label: str) -> Callable[[int, int], None]:
+    """Return what shows, given (done, total), how far a long work is: on standard error, if that is a terminal."""
+    shown = ""
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        line = f"{label} {100 * done // total} %" if done < total else " " * len(shown)
+        if line != shown and sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}" if done < total else f"\r{line}\r")
+            sys.stderr.flush()
+        shown = line
+
+    return show
