@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.fleet.given import text
+from gpuprov.fleet.given import FILE, text
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
@@ -78,6 +78,7 @@ def bundle() -> None:
 @text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
 @click.option(
     "--hosts",
+    type=FILE,
     metavar="INVENTORY",
     multiple=True,
     help="Take along what these hosts ask for: driver, toolkit, repositories, packages.",
@@ -86,7 +87,7 @@ def bundle() -> None:
 @click.option(
     "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
 )
-@text("--vault-password-file", metavar="FILE", help="The password of encrypted variables.")
+@text("--vault-password-file", type=FILE, help="The password of encrypted variables.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
 def create(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.fleet.given import FILE, FOLDER
 
 if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification
@@ -21,7 +22,7 @@ _NOT_HERE = {"csv": "Tegra", "wsl": "WSL"}
 _STRATEGIES = ("index", "uuid", "type-index")
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 _SPEC_DIRS = click.option(
-    "--spec-dir", "folders", metavar="DIR", multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
+    "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
     help="Where specifications are; later ones win. Default: /etc/cdi, /var/run/cdi.",
 )  # fmt: skip
 
@@ -63,22 +64,22 @@ def _not_served(flag: str, mode: str) -> GpuprovError:
 
 # Names, short names and variables are nvidia-ctk's (cmd/nvidia-ctk/cdi/generate/generate.go).
 _GENERATE_OPTIONS = (
-    click.option("--output", "-o", metavar="FILE", default="-", show_default=True,
+    click.option("--output", "-o", type=FILE, default="-", show_default=True,
                  envvar="NVIDIA_CTK_CDI_OUTPUT_FILE_PATH", help="`-` or nothing for standard output."),
     click.option("--format", "form", type=click.Choice(["yaml", "json"], case_sensitive=False),
                  envvar=f"{_GENERATE}OUTPUT_FORMAT", help="Default: by the file's name, else yaml."),
     click.option("--mode", "--discovery-mode", type=click.Choice(_MODES, case_sensitive=False), default="auto",
                  envvar=f"{_GENERATE}MODE", show_default=True, help="auto, nvml: GPUs; others: what goes with them."),
-    click.option("--driver-root", metavar="DIR", default="/", envvar="NVIDIA_CTK_DRIVER_ROOT", show_default=True,
+    click.option("--driver-root", type=FOLDER, default="/", envvar="NVIDIA_CTK_DRIVER_ROOT", show_default=True,
                  help="Where the driver's files lie."),
-    click.option("--dev-root", metavar="DIR", default="", envvar="NVIDIA_CTK_DEV_ROOT",
+    click.option("--dev-root", type=FOLDER, default="", envvar="NVIDIA_CTK_DEV_ROOT",
                  help="Where /dev lies for the engine. Default: in the driver's root."),
-    click.option("--library-search-path", "library_folders", metavar="DIR", multiple=True, callback=_by_commas,
+    click.option("--library-search-path", "library_folders", type=FOLDER, multiple=True, callback=_by_commas,
                  envvar=f"{_GENERATE}LIBRARY_SEARCH_PATHS", help="Where the driver's libraries are looked for first."),
-    click.option("--config-search-path", "configuration_folders", metavar="DIR", multiple=True, callback=_by_commas,
+    click.option("--config-search-path", "configuration_folders", type=FOLDER, multiple=True, callback=_by_commas,
                  envvar=f"{_GENERATE}CONFIG_SEARCH_PATHS",
                  help="Where its configuration (vulkan/icd.d/…) is looked for first."),
-    click.option("--ldconfig-path", metavar="FILE", default="", envvar=f"{_GENERATE}LDCONFIG_PATH",
+    click.option("--ldconfig-path", type=FILE, default="", envvar=f"{_GENERATE}LDCONFIG_PATH",
                  help="Not needed: the loader's cache is written without it."),
     click.option("--feature-flag", "--feature-flags", "feature_flags", metavar="NAME", multiple=True,
                  callback=_by_commas, envvar=f"{_GENERATE}FEATURE_FLAGS", help="There is none here; a note says so."),
@@ -89,7 +90,7 @@ _GENERATE_OPTIONS = (
     click.option("--device-name-strategy", "strategies", multiple=True, callback=_strategies,
                  metavar=f"[{'|'.join(_STRATEGIES)}]", envvar=f"{_GENERATE}DEVICE_NAME_STRATEGIES",
                  help="Default: index, uuid and PCI bus id."),
-    click.option("--nvidia-cdi-hook-path", "--nvidia-ctk-path", "hook_path", metavar="FILE", default="",
+    click.option("--nvidia-cdi-hook-path", "--nvidia-ctk-path", "hook_path", type=FILE, default="",
                  envvar="NVIDIA_CTK_CDI_HOOK_PATH",
                  help="Where gpuprov-container-runtime-hook lies on the hosts; NVIDIA's can't take its place."),
     click.option("--disable-hook", "--disable-hooks", "disabled", metavar="HOOK", multiple=True, callback=_by_commas,
@@ -225,7 +226,7 @@ def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
 
 @cdi.command(short_help="Say what is wrong with specifications.")
 @_SPEC_DIRS
-@click.argument("files", metavar="[FILE]...", nargs=-1)
+@click.argument("files", type=FILE, metavar="[FILE]...", nargs=-1)
 def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
     """Say what is wrong with specifications, a line each; exit 1 if anything is.
 
@@ -255,8 +256,8 @@ def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
 @cdi.command(short_help="Put devices into an OCI configuration.")
 @click.option("--device", "names", metavar="NAME", multiple=True, required=True, help="Qualified: nvidia.com/gpu=0.")
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False), help="Its config.json is read.")
-@click.option("--input", "source", metavar="FILE", default="-", help="A config.json.", show_default=True)
-@click.option("--output", "-o", metavar="FILE", default="-", help="`-` for standard output.", show_default=True)
+@click.option("--input", "source", type=FILE, default="-", help="A config.json.", show_default=True)
+@click.option("--output", "-o", type=FILE, default="-", help="`-` for standard output.", show_default=True)
 @_SPEC_DIRS
 def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str, folders: tuple[str, ...]) -> None:
     """Put devices into an OCI configuration, as an engine that reads CDI does, and print it.
@@ -295,10 +296,10 @@ def transform() -> None:
 
 
 @transform.command("root", short_help="Move paths from below one folder to below another.")
-@click.option("--from", "source", metavar="DIR", default="/", show_default=True, help="The folder that paths leave.")
-@click.option("--to", "target", metavar="DIR", default="/", show_default=True, help="The folder that they come to.")
-@click.option("--input", "name", metavar="FILE", default="-", show_default=True, help="`-` for standard input.")
-@click.option("--output", "-o", metavar="FILE", default="-", show_default=True, help="`-` for standard output.")
+@click.option("--from", "source", type=FOLDER, default="/", show_default=True, help="The folder that paths leave.")
+@click.option("--to", "target", type=FOLDER, default="/", show_default=True, help="The folder that they come to.")
+@click.option("--input", "name", type=FILE, default="-", show_default=True, help="`-` for standard input.")
+@click.option("--output", "-o", type=FILE, default="-", show_default=True, help="`-` for standard output.")
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), help="Default: as the input.")
 @click.option("--relative-to", type=click.Choice(["host", "container"]), default="host", show_default=True,
               help="Whose paths move.")  # fmt: skip

@@ -17,7 +17,7 @@ from gpuprov import __version__
 from gpuprov.bundle_commands import bundle
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.fleet.given import text
+from gpuprov.fleet.given import FILE, text
 from gpuprov.hook_commands import hook
 from gpuprov.runtime_commands import runtime
 
@@ -25,12 +25,12 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 _CONNECTION_OPTIONS = (
-    click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory or `a,b,`. "
-                 "Default: this machine."),
+    click.option("--hosts", type=FILE, metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory "
+                 "or `a,b,`. Default: this machine."),
     text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit."),
     click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
                  "inventory."),
-    text("--vault-password-file", metavar="FILE", help="The password of encrypted variables."),
+    text("--vault-password-file", type=FILE, help="The password of encrypted variables."),
     click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
                  help="How many hosts at a time."),
     text("--serial", metavar="N|N%|1,5,20%", help="In batches of so many hosts, as Ansible's "
@@ -48,7 +48,7 @@ _CONNECTION_OPTIONS = (
     click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
                  help="Give up on a host that says nothing for so long."),
     click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
-    text("--report", metavar="FILE.html", help="Also write what came of the run as one HTML page."),
+    text("--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."),
     click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
     click.option("--verbose", "-v", is_flag=True, help="Tell more."),
 )  # fmt: skip
@@ -85,7 +85,7 @@ def cli() -> None:
 @cli.command(short_help="Bring hosts to what the inventory says.")
 @_CHECK_OPTION
 @_DIFF_OPTION
-@text("--bundle", "bundle_file", metavar="FILE", help="Install from this file alone, without a "
+@text("--bundle", "bundle_file", type=FILE, help="Install from this file alone, without a "
               "network (`gpuprov bundle create` makes it).")  # fmt: skip
 @text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed the bundle.")
 @click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
@@ -188,7 +188,7 @@ def uninstall(check: bool, diff: bool, **options: Any) -> None:
 @text("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
               "beginning of it. Default: the last.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@text("--html", metavar="FILE", help="Write it as one HTML page instead.")
+@text("--html", type=FILE, help="Write it as one HTML page instead.")
 @click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
 def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
     """Show again what came of a run.

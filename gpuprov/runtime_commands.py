@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import FILE
 
 if TYPE_CHECKING:
     from gpuprov.engines.wish import Configuration, FileEdit
@@ -39,11 +40,11 @@ def runtime() -> None:
     show_default=True,
     help="The engine; k3s, rke2 and microk8s are containerd in their own folders.",
 )
-@click.option("--config", metavar="FILE", default="", help="The engine's main file. Default: the engine's usual one.")
+@click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
 @click.option(
     "--drop-in-config",
     "drop_in",
-    metavar="FILE",
+    type=FILE,
     default=None,
     help="A file of its own for the runtime; empty: the main file takes it. Default: the engine's usual one.",
 )
@@ -58,7 +59,7 @@ def runtime() -> None:
 @click.option(
     "--executable-path",
     "executable",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="The engine's program, for --config-source command.",
 )
@@ -74,14 +75,14 @@ def runtime() -> None:
     "--hook-path",
     "--oci-hook-path",
     "hook_file",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="Where the OCI hook goes. Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.",
 )
 @click.option(
     "--nvidia-runtime-hook-path",
     "hook_program",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.",
 )
@@ -91,7 +92,7 @@ def runtime() -> None:
     "--nvidia-runtime-path",
     "--runtime-path",
     "path",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="The runtime's program. Default: nvidia-container-runtime, else the bundled one.",
 )

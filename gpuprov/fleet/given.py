@@ -1,13 +1,35 @@
-"""Options that take a text, and are refused where they are given none; known to the command line alone."""
+"""What options are given: texts that must not be empty, paths that shells complete; for the command line alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+if TYPE_CHECKING:
+    _Type = click.ParamType[str]
+else:  # click 8.1 has no parameters for it
+    _Type = click.ParamType
+
+
+class Place(_Type):
+    """A path, taken as it is typed; shells complete it. `name`, file or dir, is what it is called too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def shell_complete(
+        self, context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self.name)]
+
+
+FILE, FOLDER = Place("file"), Place("dir")
 
 
 def text(*names: str, **settings: Any) -> Callable[[_Command], _Command]:

@@ -238,6 +238,25 @@ def test_completion_completes() -> None:
     assert done.stdout == "plain,verify\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("install --hosts ", "file"),
+        ("install --bundle ", "file"),
+        ("report --html ", "file"),
+        ("bundle verify ", "file"),
+        ("cdi validate ", "file"),
+        ("cdi generate --driver-root ", "dir"),
+        ("runtime configure --config ", "file"),
+        ("hook explain --bundle ", "dir"),
+    ],
+)
+def test_paths_are_completed(words: str, kind: str) -> None:
+    count = str(len(words.split()) + 1)
+    env = {"_GPUPROV_COMPLETE": "bash_complete", "COMP_WORDS": f"gpuprov {words}", "COMP_CWORD": count}
+    assert gpuprov(env=env).stdout == f"{kind},\n"
+
+
 def test_agent_build_writes_the_file(tmp_path: Path) -> None:
     done = gpuprov("agent", "build", "-o", str(tmp_path / "agent.pyz"))
     assert (done.returncode, done.stderr) == (0, "")
