@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError, from_os_error
-from gpuprov.fleet.given import FILE, FOLDER
+from gpuprov.fleet.given import FILE, FOLDER, standard_input
 
 if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification
@@ -331,7 +331,7 @@ def _registry(folders: tuple[str, ...]) -> Any:
 
 def _read(name: str) -> bytes:
     if name == "-":
-        return sys.stdin.buffer.read()
+        return standard_input("a file")
     try:
         return Path(name).read_bytes()
     except OSError as error:

@@ -1,7 +1,8 @@
-"""What options are given: texts that must not be empty, paths that shells complete; for the command line alone."""
+"""What the command line is given: texts that must not be empty, paths that shells complete, standard input."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,3 +45,12 @@ def _given(context: click.Context, parameter: click.Parameter, value: str | None
     if value is not None and not value.strip():
         raise click.BadParameter("it is empty: is a variable of the shell not set?", context, parameter)
     return value or ""
+
+
+def standard_input(what: str) -> bytes:
+    """Return all of standard input; at a terminal, say what is waited for."""
+    if sys.stdin is None:  # closed
+        return b""
+    if sys.stdin.isatty():
+        click.echo(f"reading {what} from standard input; Ctrl-D ends it", err=True)
+    return sys.stdin.buffer.read()

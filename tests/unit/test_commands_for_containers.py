@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,13 @@ def test_explain_of_broken_settings_is_the_refusal(host: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "5"])
 def test_explain_of_what_is_no_configuration_is_a_usage_error(text: str) -> None:
     assert error_of(run("hook", "explain", stdin=text)).exit_code == 2
+
+
+@pytest.mark.parametrize("words", ["hook explain", "cdi transform root", "cdi validate -"])
+def test_closed_input_holds_nothing(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises((GpuprovError, SystemExit)):
+        cli.main(words.split(), standalone_mode=False)
 
 
 @pytest.mark.parametrize(
