@@ -137,6 +137,19 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_of_a_run_on_this_machine_speaks_of_no_other_hosts() -> None:
+    told: list[str] = []
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        fleet.interrupt()
+        sink(Finished(0))
+
+    fleet = Scripted(script)
+    fleet.settings = RunSettings(fleet.settings.build, told.append)
+    fleet.run(HOSTS[:1], Request("install"), lambda host, event: None)
+    assert told == ["the run is let finish (Ctrl-C again: it stops after the change that it is at)"]
+
+
 PRECEDENCE = [
     ((), 0), ((0, 0), 0), ((0, 3), 3), ((3, 4), 4), ((0, 4), 4), ((4, 1, 3), 1), ((1, 2, 4), 2),
 ]  # fmt: skip
