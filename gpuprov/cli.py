@@ -7,6 +7,7 @@ completion answer at once.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -225,7 +226,8 @@ def list_options(form: str | None) -> None:
     from gpuprov.fleet import reference
 
     renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
-    click.echo(renderers.get(form or "", reference.as_text)())
+    columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
+    click.echo(renderers[form]() if form else reference.as_text(columns))
 
 
 @cli.group()

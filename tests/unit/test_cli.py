@@ -18,6 +18,7 @@ from gpuprov.cli import cli
 from gpuprov.errors import ExitCode, Problem
 from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
+from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
 from gpuprov.spec import option_names
 
@@ -205,7 +206,7 @@ def test_passwords_that_nobody_can_type_are_told(piped: str, said: str) -> None:
 def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> None:
     code = (
         "import gpuprov.fleet.reference as r\nfrom gpuprov.cli import main\n"
-        "def broken(): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
+        "def broken(columns): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
     )
     done = subprocess.run(
         (sys.executable, "-c", code, "options"), capture_output=True, text=True, timeout=60,
@@ -224,6 +225,13 @@ def test_options_list_every_variable_in_every_form() -> None:
     assert [entry["name"] for entry in json.loads(as_json)] == names
     assert all(name in text and f"| `{name}` |" in markdown for name in names)
     assert len(markdown.splitlines()) == len(names) + 2
+
+
+def test_options_fit_on_a_terminal_and_lose_no_word() -> None:
+    wide, narrow = as_text(), as_text(60)
+    meanings = [line for line in narrow.splitlines() if line.startswith("    ")]
+    assert all(len(line) <= 60 or " " not in line.strip() for line in meanings)
+    assert narrow.split() == wide.split()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
