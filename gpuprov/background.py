@@ -43,6 +43,9 @@ class Job:
         return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": str(self.path)}
 
 
+_REPORT = "controller and agent do not understand each other: make the collection anew, or report it"
+
+
 def job_to_line(job: Job) -> str:
     """Return a job as it travels to the host."""
     return json.dumps(asdict(job))
@@ -53,9 +56,9 @@ def job_from_line(line: str) -> Job:
     try:
         job = Job(**json.loads(line))
     except (ValueError, TypeError) as error:
-        raise GpuprovError("this is no job", str(error), "", exit_code=ExitCode.USAGE) from None
+        raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
     if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
-        raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), "", exit_code=ExitCode.USAGE)
+        raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)
     return job
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import FILE, text
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
@@ -25,7 +26,7 @@ _GPG_ENVIRONMENT = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR"
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
 
 
-@click.group()
+@click.group(short_help="One file for hosts without a network.")
 def bundle() -> None:
     """One file with all that an installation needs, for hosts without a network.
 
@@ -37,14 +38,14 @@ def bundle() -> None:
     """
 
 
-@bundle.command()
+@bundle.command(short_help="Collect all that an installation needs into one file.")
 @click.option(
     "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
 )
 @click.option(
     "--arch", metavar="ARCH", default=platform.machine, help="The hosts' `uname -m`. Default: this machine's."
 )
-@click.option("--driver", metavar="VERSION", default="", help="The driver. Default: what the inventory asks for.")
+@text("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
 @click.option(
     "--driver-file",
     metavar="FILE",
@@ -74,19 +75,21 @@ def bundle() -> None:
     help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf, yum and zypper, instead of the "
     "distribution's own servers. Once for each.",
 )
-@click.option("--sign", "sign_key", metavar="KEYID", default="", help="Sign the manifest with this key of your gpg.")
+@text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
 @click.option(
     "--hosts",
+    type=FILE,
     metavar="INVENTORY",
     multiple=True,
     help="Take along what these hosts ask for: driver, toolkit, repositories, packages.",
 )
-@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
+@text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
 @click.option(
     "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
 )
-@click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables.")
-@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True))
+@text("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
 def create(
     distro: str,
     arch: str,
@@ -211,9 +214,9 @@ def show(file: str, as_json: bool) -> None:
         click.echo(as_json_text(contents) if as_json else as_text(contents))
 
 
-@bundle.command()
+@bundle.command(short_help="Check every digest, and the signature if a key is given.")
 @_FILE
-@click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed it.")
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def verify(file: str, bundle_key: str, as_json: bool) -> None:
     """Check every digest, and the signature if a key is given; exit 1 if anything is wrong.
@@ -224,9 +227,10 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
       gpuprov bundle verify bundle.tar --bundle-key 'AB12 … 90EF'
     """
     from gpuprov.bundle.check import checked
+    from gpuprov.fleet.output import percentage
 
     try:
-        contents = checked(file, bundle_key)
+        contents = checked(str(Path(file).absolute()), bundle_key, percentage("checking every digest:"))
     except GpuprovError as error:
         if not as_json:
             raise

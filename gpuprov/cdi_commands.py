@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.fleet.given import FILE, FOLDER, standard_input
 
 if TYPE_CHECKING:
     from gpuprov.cdi.specification import Specification
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _MODES = ("auto", "nvml", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management", "csv", "wsl")
 _NOT_HERE = {"csv": "Tegra", "wsl": "WSL"}
+_STRATEGIES = ("index", "uuid", "type-index")
 _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 _SPEC_DIRS = click.option(
-    "--spec-dir", "folders", metavar="DIR", multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
+    "--spec-dir", "folders", type=FOLDER, multiple=True, envvar="NVIDIA_CTK_CDI_SPEC_DIRS",
     help="Where specifications are; later ones win. Default: /etc/cdi, /var/run/cdi.",
 )  # fmt: skip
 
 
-@click.group()
+@click.group(short_help="Make, list, check, change and try CDI specifications.")
 def cdi() -> None:
     """Container Device Interface: make, list, check, change and try specifications.
 
@@ -35,105 +39,80 @@ def cdi() -> None:
     """
 
 
-@cdi.command()
-@click.option(
-    "--output",
-    "-o",
-    metavar="FILE",
-    default="-",
-    envvar="NVIDIA_CTK_CDI_OUTPUT_FILE_PATH",
-    help="`-` for standard output.",
-    show_default=True,
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["yaml", "json"]),
-    envvar=f"{_GENERATE}OUTPUT_FORMAT",
-    help="Default: by the file's name, else yaml.",
-)
-@click.option("--mode", type=click.Choice(_MODES), default="auto", envvar=f"{_GENERATE}MODE", show_default=True)
-@click.option(
-    "--driver-root",
-    metavar="DIR",
-    default="/",
-    envvar=f"{_GENERATE}DRIVER_ROOT",
-    show_default=True,
-    help="Where the driver's files lie.",
-)
-@click.option(
-    "--dev-root",
-    metavar="DIR",
-    default="",
-    envvar=f"{_GENERATE}DEV_ROOT",
-    help="Where /dev lies. Default: in the driver's root.",
-)
-@click.option(
-    "--library-search-path",
-    "library_folders",
-    metavar="DIR",
-    multiple=True,
-    envvar=f"{_GENERATE}LIBRARY_SEARCH_PATHS",
-    help="Where the driver's libraries are looked for first.",
-)
-@click.option(
-    "--config-search-path",
-    "configuration_folders",
-    metavar="DIR",
-    multiple=True,
-    envvar=f"{_GENERATE}CONFIG_SEARCH_PATHS",
-    help="Where its configuration (vulkan/icd.d/…) is looked for first.",
-)
-@click.option(
-    "--ldconfig-path",
-    metavar="FILE",
-    default="",
-    envvar=f"{_GENERATE}LDCONFIG_PATH",
-    help="Not needed: the loader's cache is written without it.",
-)
-@click.option(
-    "--feature-flag",
-    metavar="NAME",
-    multiple=True,
-    envvar=f"{_GENERATE}FEATURE_FLAGS",
-    help="Taken as nvidia-ctk takes it; there is none here.",
-)
-@click.option("--vendor", default="", envvar=f"{_GENERATE}VENDOR", help="Default: nvidia.com.")
-@click.option("--class", "class_", default="", envvar=f"{_GENERATE}CLASS", help="Default: gpu.")
-@click.option(
-    "--device-name-strategy",
-    "strategies",
-    multiple=True,
-    envvar=f"{_GENERATE}DEVICE_NAME_STRATEGIES",
-    type=click.Choice(["index", "uuid", "type-index"]),
-    help="Default: index, uuid and PCI bus id.",
-)
-@click.option(
-    "--nvidia-cdi-hook-path",
-    "hook_path",
-    metavar="FILE",
-    default="",
-    envvar=f"{_GENERATE}HOOK_PATH",
-    help="The hook's path in the specification.",
-)
-@click.option(
-    "--disable-hook",
-    "disabled",
-    metavar="HOOK",
-    multiple=True,
-    envvar=f"{_GENERATE}DISABLED_HOOKS",
-    help="`all`: no hook; then links are missing.",
-)
-@click.option(
-    "--enable-hook",
-    "enabled",
-    metavar="HOOK",
-    multiple=True,
-    envvar=f"{_GENERATE}ENABLED_HOOKS",
-    help="Wins over --disable-hook.",
-)
-@click.option("--no-all-device", is_flag=True, help="Leave the device `all` out.")
-@click.option("--device-id", "ids", metavar="NAME", multiple=True, help="Only these devices.")
+def _by_commas(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the values of a flag that nvidia-ctk takes several times or with commas, in its variables too."""
+    return tuple(value for word in words for value in word.split(",") if value)
+
+
+def _strategies(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    found = _by_commas(context, parameter, words)
+    for value in found:
+        if value not in _STRATEGIES:
+            raise click.BadParameter(f"{value!r} is not one of {', '.join(_STRATEGIES)}.", context, parameter)
+    return found
+
+
+def _refuse_csv(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> None:
+    if words:
+        raise _not_served("--csv.*", "csv")
+
+
+def _not_served(flag: str, mode: str) -> GpuprovError:
+    what = f"{flag} is for {_NOT_HERE[mode]}, which gpuprov does not serve"
+    return GpuprovError(what, "", "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)
+
+
+# Names, short names and variables are nvidia-ctk's (cmd/nvidia-ctk/cdi/generate/generate.go).
+_GENERATE_OPTIONS = (
+    click.option("--output", "-o", type=FILE, default="-", show_default=True,
+                 envvar="NVIDIA_CTK_CDI_OUTPUT_FILE_PATH", help="`-` or nothing for standard output."),
+    click.option("--format", "form", type=click.Choice(["yaml", "json"], case_sensitive=False),
+                 envvar=f"{_GENERATE}OUTPUT_FORMAT", help="Default: by the file's name, else yaml."),
+    click.option("--mode", "--discovery-mode", type=click.Choice(_MODES, case_sensitive=False), default="auto",
+                 envvar=f"{_GENERATE}MODE", show_default=True, help="auto, nvml: GPUs; others: what goes with them."),
+    click.option("--driver-root", type=FOLDER, default="/", envvar="NVIDIA_CTK_DRIVER_ROOT", show_default=True,
+                 help="Where the driver's files lie."),
+    click.option("--dev-root", type=FOLDER, default="", envvar="NVIDIA_CTK_DEV_ROOT",
+                 help="Where /dev lies for the engine. Default: in the driver's root."),
+    click.option("--library-search-path", "library_folders", type=FOLDER, multiple=True, callback=_by_commas,
+                 envvar=f"{_GENERATE}LIBRARY_SEARCH_PATHS", help="Where the driver's libraries are looked for first."),
+    click.option("--config-search-path", "configuration_folders", type=FOLDER, multiple=True, callback=_by_commas,
+                 envvar=f"{_GENERATE}CONFIG_SEARCH_PATHS",
+                 help="Where its configuration (vulkan/icd.d/…) is looked for first."),
+    click.option("--ldconfig-path", type=FILE, default="", envvar=f"{_GENERATE}LDCONFIG_PATH",
+                 help="Not needed: the loader's cache is written without it."),
+    click.option("--feature-flag", "--feature-flags", "feature_flags", metavar="NAME", multiple=True,
+                 callback=_by_commas, envvar=f"{_GENERATE}FEATURE_FLAGS", help="There is none here; a note says so."),
+    click.option("--vendor", "--cdi-vendor", metavar="NAME", default="", envvar=f"{_GENERATE}VENDOR",
+                 help="Default: nvidia.com."),
+    click.option("--class", "--cdi-class", "class_", metavar="NAME", default="", envvar=f"{_GENERATE}CLASS",
+                 help="Default: gpu."),
+    click.option("--device-name-strategy", "strategies", multiple=True, callback=_strategies,
+                 metavar=f"[{'|'.join(_STRATEGIES)}]", envvar=f"{_GENERATE}DEVICE_NAME_STRATEGIES",
+                 help="Default: index, uuid and PCI bus id."),
+    click.option("--nvidia-cdi-hook-path", "--nvidia-ctk-path", "hook_path", type=FILE, default="",
+                 envvar="NVIDIA_CTK_CDI_HOOK_PATH",
+                 help="Where gpuprov-container-runtime-hook lies on the hosts; NVIDIA's can't take its place."),
+    click.option("--disable-hook", "--disable-hooks", "disabled", metavar="HOOK", multiple=True, callback=_by_commas,
+                 envvar=f"{_GENERATE}DISABLED_HOOKS", help="`all`: no hook; then links are missing."),
+    click.option("--enable-hook", "--enable-hooks", "enabled", metavar="HOOK", multiple=True, callback=_by_commas,
+                 envvar=f"{_GENERATE}ENABLED_HOOKS", help="Wins over --disable-hook."),
+    click.option("--no-all-device", is_flag=True, envvar=f"{_GENERATE}NO_ALL_DEVICE", help="No device `all`."),
+    click.option("--device-id", "--device-ids", "--device", "--devices", "ids", metavar="NAME", multiple=True,
+                 callback=_by_commas, envvar=f"{_GENERATE}DEVICE_IDS", help="Only these devices. Default: all."),
+    click.option("--csv.file", "--csv.ignore-pattern", "--csv.compat-container-root", hidden=True, multiple=True,
+                 expose_value=False, callback=_refuse_csv),
+)  # fmt: skip
+
+
+def _generate_options(command: _Command) -> _Command:
+    for option in reversed(_GENERATE_OPTIONS):
+        command = option(command)
+    return command
+
+
+@cdi.command(short_help="Write the specification of this host.")
+@_generate_options
 def generate(
     output: str,
     form: str | None,
@@ -143,7 +122,7 @@ def generate(
     library_folders: tuple[str, ...],
     configuration_folders: tuple[str, ...],
     ldconfig_path: str,
-    feature_flag: tuple[str, ...],
+    feature_flags: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Write the specification of this host's driver and GPUs, or of what goes with them (--mode).
@@ -158,12 +137,24 @@ def generate(
     from gpuprov.cdi.transform import with_device_root
 
     if mode in _NOT_HERE:
-        raise GpuprovError(f"--mode {mode} is for {_NOT_HERE[mode]}, which gpuprov does not serve", "",
-                           "use nvidia-ctk cdi generate there", exit_code=ExitCode.USAGE)  # fmt: skip
+        raise _not_served(f"--mode {mode}", mode)
+    for note in _without_effect(ldconfig_path, feature_flags, options["disabled"]):
+        click.echo(f"note: {note}", err=True)
     found = _generated(mode, driver_root, library_folders, configuration_folders)
     if dev_root:
         found = with_device_root(found, dev_root)
     _write(_chosen(found, **options), output, form or _form_of(output))
+
+
+def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled: tuple[str, ...]) -> Iterator[str]:
+    """Yield what was asked for as of nvidia-ctk, and changes nothing here."""
+    if ldconfig_path:
+        yield f"--ldconfig-path {ldconfig_path} changes nothing: the loader's cache is written without ldconfig"
+    for flag in feature_flags:
+        yield f"--feature-flag {flag} changes nothing: gpuprov has no feature flags"
+    for hook in disabled:
+        if hook != "all":
+            yield f"--disable-hook {hook} changes nothing: gpuprov has one hook, and `all` leaves it out"
 
 
 def _generated(
@@ -210,7 +201,7 @@ def _chosen(
     return replace(found, devices=devices, edits=replace(found.edits, hooks=hooks), kind=kind)
 
 
-@cdi.command("list")
+@cdi.command("list", short_help="List the devices that engines can name.")
 @_SPEC_DIRS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
@@ -233,9 +224,9 @@ def list_devices(folders: tuple[str, ...], as_json: bool) -> None:
         click.echo(name)
 
 
-@cdi.command()
+@cdi.command(short_help="Say what is wrong with specifications.")
 @_SPEC_DIRS
-@click.argument("files", metavar="[FILE]...", nargs=-1)
+@click.argument("files", type=FILE, metavar="[FILE]...", nargs=-1)
 def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
     """Say what is wrong with specifications, a line each; exit 1 if anything is.
 
@@ -262,11 +253,11 @@ def validate(folders: tuple[str, ...], files: tuple[str, ...]) -> None:
     sys.exit(1 if faults else 0)
 
 
-@cdi.command()
+@cdi.command(short_help="Put devices into an OCI configuration.")
 @click.option("--device", "names", metavar="NAME", multiple=True, required=True, help="Qualified: nvidia.com/gpu=0.")
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False), help="Its config.json is read.")
-@click.option("--input", "source", metavar="FILE", default="-", help="A config.json.", show_default=True)
-@click.option("--output", "-o", metavar="FILE", default="-", help="`-` for standard output.", show_default=True)
+@click.option("--input", "source", type=FILE, default="-", help="A config.json.", show_default=True)
+@click.option("--output", "-o", type=FILE, default="-", help="`-` for standard output.", show_default=True)
 @_SPEC_DIRS
 def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str, folders: tuple[str, ...]) -> None:
     """Put devices into an OCI configuration, as an engine that reads CDI does, and print it.
@@ -282,10 +273,16 @@ def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str,
     try:
         config = json.loads(_read(name))
     except (ValueError, RecursionError) as error:
-        raise GpuprovError(f"{name} holds no config.json", str(error), exit_code=ExitCode.USAGE) from None
+        raise _no_config(name, str(error)) from None
     if not isinstance(config, dict):
-        raise GpuprovError(f"{name} holds no config.json", "it is no object", exit_code=ExitCode.USAGE)
+        raise _no_config(name, "it is no object")
     _put(output, (json.dumps(injected(config, names, _registry(folders)), indent=1) + "\n").encode())
+
+
+def _no_config(name: str, evidence: str) -> GpuprovError:
+    where = "standard input" if name == "-" else name
+    hint = "--bundle DIR reads the config.json of an OCI bundle, --input FILE any other"
+    return GpuprovError(f"{where} holds no OCI configuration", evidence, hint, exit_code=ExitCode.USAGE)
 
 
 @cdi.group()
@@ -298,13 +295,14 @@ def transform() -> None:
     """
 
 
-@transform.command("root")
-@click.option("--from", "source", metavar="DIR", default="/", show_default=True)
-@click.option("--to", "target", metavar="DIR", default="/", show_default=True)
-@click.option("--input", "name", metavar="FILE", default="-", show_default=True)
-@click.option("--output", "-o", metavar="FILE", default="-", show_default=True)
+@transform.command("root", short_help="Move paths from below one folder to below another.")
+@click.option("--from", "source", type=FOLDER, default="/", show_default=True, help="The folder that paths leave.")
+@click.option("--to", "target", type=FOLDER, default="/", show_default=True, help="The folder that they come to.")
+@click.option("--input", "name", type=FILE, default="-", show_default=True, help="`-` for standard input.")
+@click.option("--output", "-o", type=FILE, default="-", show_default=True, help="`-` for standard output.")
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), help="Default: as the input.")
-@click.option("--relative-to", type=click.Choice(["host", "container"]), default="host", show_default=True)
+@click.option("--relative-to", type=click.Choice(["host", "container"]), default="host", show_default=True,
+              help="Whose paths move.")  # fmt: skip
 def transform_root(source: str, target: str, name: str, output: str, form: str | None, relative_to: str) -> None:
     """Move paths of the host, or of the container, from below one folder to below another.
 
@@ -333,11 +331,12 @@ def _registry(folders: tuple[str, ...]) -> Any:
 
 def _read(name: str) -> bytes:
     if name == "-":
-        return sys.stdin.buffer.read()
+        return standard_input("a file")
     try:
         return Path(name).read_bytes()
     except OSError as error:
-        raise GpuprovError(f"{name} can't be read", str(error.strerror), exit_code=ExitCode.USAGE) from None
+        hint = "put sudo before it" if isinstance(error, PermissionError) else "gpuprov cdi list names what is there"
+        raise GpuprovError(f"{name} can't be read", str(error.strerror), hint, exit_code=ExitCode.USAGE) from None
 
 
 def _form_of(output: str) -> str:
@@ -355,7 +354,7 @@ def _write(found: Specification, output: str, form: str) -> None:
 
 
 def _put(output: str, content: bytes) -> None:
-    if output == "-":
+    if output in ("", "-"):
         sys.stdout.buffer.write(content)
         return
     from gpuprov.system import System
@@ -365,4 +364,5 @@ def _put(output: str, content: bytes) -> None:
         System("/").make_directory(str(path.parent))
         System("/").write(str(path), content)
     except OSError as error:
-        raise GpuprovError(f"{output} can't be written", str(error)) from None
+        hint = "put sudo before it" if isinstance(error, PermissionError) else "name another file with --output"
+        raise from_os_error(f"{output} can't be written", error, hint) from None

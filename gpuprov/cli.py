@@ -6,6 +6,8 @@ completion answer at once.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ from gpuprov import __version__
 from gpuprov.bundle_commands import bundle
 from gpuprov.cdi_commands import cdi
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import FILE, text
 from gpuprov.hook_commands import hook
 from gpuprov.runtime_commands import runtime
 
@@ -23,19 +26,19 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 _CONNECTION_OPTIONS = (
-    click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory or `a,b,`. "
-                 "Default: this machine."),
-    click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit."),
+    click.option("--hosts", type=FILE, metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory "
+                 "or `a,b,`. Default: this machine."),
+    text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit."),
     click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
                  "inventory."),
-    click.option("--vault-password-file", metavar="FILE", default="", help="The password of encrypted variables."),
+    text("--vault-password-file", type=FILE, help="The password of encrypted variables."),
     click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
                  help="How many hosts at a time."),
-    click.option("--serial", metavar="N|N%|1,5,20%", default="", help="In batches of so many hosts, as Ansible's "
+    text("--serial", metavar="N|N%|1,5,20%", help="In batches of so many hosts, as Ansible's "
                  "serial: the next begins when one is through."),
-    click.option("--max-fail", metavar="N|N%", default="", help="Begin no further host once more of a batch have "
+    text("--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have "
                  "failed."),
-    click.option("--canary", metavar="HOST|N", default="", help="These hosts, or the first N, before all others; if "
+    text("--canary", metavar="HOST|N", help="These hosts, or the first N, before all others; if "
                  "one fails, nothing else begins."),
     click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
     click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
@@ -46,7 +49,7 @@ _CONNECTION_OPTIONS = (
     click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
                  help="Give up on a host that says nothing for so long."),
     click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
-    click.option("--report", metavar="FILE.html", default="", help="Also write what came of the run as one HTML page."),
+    text("--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."),
     click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
     click.option("--verbose", "-v", is_flag=True, help="Tell more."),
 )  # fmt: skip
@@ -80,12 +83,12 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(short_help="Bring hosts to what the inventory says.")
 @_CHECK_OPTION
 @_DIFF_OPTION
-@click.option("--bundle", "bundle_file", metavar="FILE", default="", help="Install from this file alone, without a "
+@text("--bundle", "bundle_file", type=FILE, help="Install from this file alone, without a "
               "network (`gpuprov bundle create` makes it).")  # fmt: skip
-@click.option("--bundle-key", metavar="FINGERPRINT", default="", help="The key that must have signed the bundle.")
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed the bundle.")
 @click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
               "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
 @_fleet_options
@@ -104,10 +107,10 @@ def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: 
     _run("install", options, overrides=_given(reboot=reboot), **more)
 
 
-@cli.command()
-@click.option("--image", metavar="IMAGE", default="", help="Run nvidia-smi in this image. Default: a tiny one of the "
+@cli.command(short_help="Compare what containers see with what the host has.")
+@text("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
               "host's own.")  # fmt: skip
-@click.option("--torch-image", metavar="IMAGE", default="", help="Also ask PyTorch in this image for its GPUs.")
+@text("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
 @_fleet_options
 def verify(image: str, torch_image: str, **options: Any) -> None:
     """Compare what containers see with what the host has; a table of checks.
@@ -121,7 +124,7 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
     _run("verify", options, overrides=_given(verify_image=image, torch_image=torch_image))
 
 
-@cli.command()
+@cli.command(short_help="Say why containers do not see the GPUs, and what to type.")
 @_fleet_options
 def doctor(**options: Any) -> None:
     """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
@@ -137,7 +140,7 @@ def doctor(**options: Any) -> None:
     _run("doctor", options)
 
 
-@cli.command()
+@cli.command(short_help="Show what hosts are; changes nothing.")
 @_fleet_options
 def facts(**options: Any) -> None:
     """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
@@ -164,7 +167,7 @@ def rollback(**options: Any) -> None:
     _run("rollback", options)
 
 
-@cli.command()
+@cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
 @_CHECK_OPTION
 @_DIFF_OPTION
 @_fleet_options
@@ -183,10 +186,10 @@ def uninstall(check: bool, diff: bool, **options: Any) -> None:
 
 @cli.command()
 @click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
-@click.option("--run", "identifier", metavar="ID", default="", help="This run, by its name in the list or the "
+@text("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
               "beginning of it. Default: the last.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--html", metavar="FILE", default="", help="Write it as one HTML page instead.")
+@text("--html", type=FILE, help="Write it as one HTML page instead.")
 @click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
 def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
     """Show again what came of a run.
@@ -223,7 +226,8 @@ def list_options(form: str | None) -> None:
     from gpuprov.fleet import reference
 
     renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
-    click.echo(renderers.get(form or "", reference.as_text)())
+    columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
+    click.echo(renderers[form]() if form else reference.as_text(columns))
 
 
 @cli.group()
@@ -237,7 +241,8 @@ def agent() -> None:
 
 
 @agent.command()
-@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True))
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
 def build(output: str) -> None:
     """Write the agent as one file that runs on Python 3.9 and later.
 
@@ -248,10 +253,14 @@ def build(output: str) -> None:
     """
     from pathlib import Path
 
+    from gpuprov.errors import from_os_error
     from gpuprov.fleet.agent_build import build_agent
 
     made = build_agent()
-    Path(output).write_bytes(made.content)
+    try:
+        Path(output).write_bytes(made.content)
+    except OSError as error:
+        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
     click.echo(f"{output}: {len(made.content)} bytes, SHA-256 {made.digest}")
 
 
@@ -286,6 +295,7 @@ def _given(**variables: str | None) -> tuple[tuple[str, str], ...]:
 
 def _run(command: str, given: dict[str, Any], **more: Any) -> None:
     from gpuprov.fleet.command import Options, run_command
+    from gpuprov.fleet.passwords import ask
 
     options = Options(
         command=command,
@@ -299,8 +309,8 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
         serial=given["serial"],
         max_fail=given["max_fail"],
         canary=given["canary"],
-        password=_ask("SSH password", wanted=given["ask_pass"]),
-        become_password=_ask("sudo password", wanted=given["ask_become_pass"]),
+        password=ask("SSH password", wanted=given["ask_pass"]),
+        become_password=ask("sudo password", wanted=given["ask_become_pass"]),
         accept_new_host_keys=given["accept_new_host_keys"],
         connect_timeout=given["connect_timeout"],
         host_timeout=given["host_timeout"],
@@ -311,22 +321,22 @@ def _run(command: str, given: dict[str, Any], **more: Any) -> None:
     raise SystemExit(int(run_command(options)))
 
 
-def _ask(what: str, *, wanted: bool) -> str:
-    return str(click.prompt(what, hide_input=True, err=True)) if wanted else ""
-
-
 def main() -> None:
     """Run the command line; every way to fail ends in a sentence, never in a traceback."""
     try:
-        cli.main(prog_name="gpuprov")
+        from gpuprov.fleet.output import lasting_outputs
+
+        if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
+            os.environ["HOME"] = "/"  # as docker has it
+        with lasting_outputs():
+            cli.main(prog_name="gpuprov")
     except GpuprovError as error:
         from gpuprov.fleet.text import plain
 
         click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader has seen enough (`| head`)
-        sys.exit(int(ExitCode.DONE))
+    except KeyboardInterrupt:  # before or after click, which tells of its own
+        sys.exit(int(ExitCode.FAILED))
     except Exception as error:  # the log keeps the traceback
         from gpuprov.fleet.crash import write_log
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import standard_input
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -25,7 +26,7 @@ def hook() -> None:
     """
 
 
-@hook.command()
+@hook.command(short_help="Say what a container gets, and which rule decided.")
 @click.option("--config", "settings_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
               help="A config.toml instead of the host's own two.")  # fmt: skip
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
@@ -53,12 +54,12 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool) -> Non
         click.echo(line)
 
 
-@hook.command()
+@hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
 @click.option("--cuda", metavar="VERSION", default="", help="The newest CUDA version that the driver supports.")
 @click.option("--driver", metavar="VERSION", default="", help="The driver's version.")
 @click.option("--arch", metavar="VERSION", default="", help="The GPU's compute capability, such as 9.0.")
 @click.option("--brand", metavar="BRAND", default="", help="The GPU's brand, such as tesla.")
-@click.argument("expressions", metavar="EXPR...", nargs=-1)
+@click.argument("expressions", metavar="[EXPR]...", nargs=-1)
 def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tuple[str, ...]) -> None:
     """Hold NVIDIA_REQUIRE_* expressions against a driver: exit 0 if satisfied, 1 if violated, 2 if invalid.
 
@@ -85,8 +86,8 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 def _config(bundle: str | None) -> dict[str, Any]:
     where = f"{bundle}/config.json" if bundle else "standard input"
     try:
-        text = Path(f"{bundle}/config.json").read_text("utf-8", "replace") if bundle else sys.stdin.read()
-        config = json.loads(text)
+        content = Path(f"{bundle}/config.json").read_bytes() if bundle else standard_input("a config.json")
+        config = json.loads(content.decode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError) as error:
         raise _no_config(where, str(error)) from None
     if not isinstance(config, dict):

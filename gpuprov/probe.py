@@ -107,7 +107,9 @@ def _python(text: str) -> Python | None:
 def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
     """Return what keeps the agent from running on this host, apart from a missing Python; None if nothing does."""
     if not probe.system.startswith("Linux "):
-        return Problem("this host does not run Linux", f"uname says {probe.system}")
+        return Problem(
+            "this host does not run Linux", f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'"
+        )
     if probe.uid == 0:
         return None
     if not become:

@@ -9,6 +9,7 @@ from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError
 
+_EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
 COMMANDS = ("install", "verify", "facts", "doctor", "rollback", "uninstall")
 
 
@@ -46,9 +47,11 @@ def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
         request = Request(**json.loads(line))
-        request = replace(request, steps=tuple(request.steps))
+        request = replace(request, steps=tuple(request.steps), spec={**request.spec})
     except (ValueError, TypeError) as error:
-        raise GpuprovError("the agent got no valid request", str(error), exit_code=ExitCode.USAGE) from None
+        raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:
-        raise GpuprovError(f"the agent knows no command {request.command!r}", exit_code=ExitCode.USAGE)
+        raise GpuprovError(
+            f"the agent knows no command {request.command!r}", ", ".join(COMMANDS), _EXAMPLE, exit_code=ExitCode.USAGE
+        )
     return request

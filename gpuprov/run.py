@@ -63,8 +63,7 @@ def _with_seconds(finished: Finished, seconds: float) -> Finished:
 def _dispatch(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
     spec = parse_spec(request.spec)
     if request.command == "facts":
-        sink(FactsGathered(facts_to_json(gather(system))))
-        return Finished(int(ExitCode.DONE))
+        return _facts(sink, system)
     if system.user_id() != 0:
         raise GpuprovError(
             f"gpuprov {request.command} must run as root",
@@ -95,6 +94,17 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
             return _uninstall(request, sink, system, stop_requested)
         with _bundle(request, sink, system) as bundle:
             return _install(request, spec, sink, system, stop_requested, bundle)
+
+
+def _facts(sink: Sink, system: System) -> Finished:
+    try:
+        sink(FactsGathered(facts_to_json(gather(system))))
+    except PermissionError as error:
+        raise GpuprovError(
+            "not all of this machine can be looked at without root", str(error), "sudo gpuprov facts",
+            exit_code=ExitCode.USAGE,
+        ) from None  # fmt: skip
+    return Finished(int(ExitCode.DONE))
 
 
 @contextlib.contextmanager

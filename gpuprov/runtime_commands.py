@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.fleet.given import FILE
 
 if TYPE_CHECKING:
     from gpuprov.engines.wish import Configuration, FileEdit
 
 _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
+_NOTHING_TELLS = ("docker", "podman")
 
 
-@click.group()
+@click.group(short_help="Tell container engines of the runtime.")
 def runtime() -> None:
     """Container engines and the runtime that gives containers their GPUs.
 
@@ -35,11 +40,11 @@ def runtime() -> None:
     show_default=True,
     help="The engine; k3s, rke2 and microk8s are containerd in their own folders.",
 )
-@click.option("--config", metavar="FILE", default="", help="The engine's main file. Default: the engine's usual one.")
+@click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
 @click.option(
     "--drop-in-config",
     "drop_in",
-    metavar="FILE",
+    type=FILE,
     default=None,
     help="A file of its own for the runtime; empty: the main file takes it. Default: the engine's usual one.",
 )
@@ -51,7 +56,13 @@ def runtime() -> None:
     show_default=True,
     help="What the runtime's options are copied from: the files, or what the engine says it uses.",
 )
-@click.option("--executable-path", "executable", metavar="FILE", default="", help="The engine's program.")
+@click.option(
+    "--executable-path",
+    "executable",
+    type=FILE,
+    default="",
+    help="The engine's program, for --config-source command.",
+)
 @click.option(
     "--config-mode",
     "mode",
@@ -64,23 +75,24 @@ def runtime() -> None:
     "--hook-path",
     "--oci-hook-path",
     "hook_file",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="Where the OCI hook goes. Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.",
 )
 @click.option(
     "--nvidia-runtime-hook-path",
     "hook_program",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.",
 )
-@click.option("--nvidia-runtime-name", "name", metavar="NAME", default="nvidia", show_default=True)
+@click.option("--nvidia-runtime-name", "name", metavar="NAME", default="nvidia", show_default=True,
+              help="The runtime's name in the engine.")  # fmt: skip
 @click.option(
     "--nvidia-runtime-path",
     "--runtime-path",
     "path",
-    metavar="FILE",
+    type=FILE,
     default="",
     help="The runtime's program. Default: nvidia-container-runtime, else the bundled one.",
 )
@@ -143,16 +155,30 @@ def _configuration(
     from gpuprov.engines import configure as engines
     from gpuprov.engines.wish import Request, RuntimeWish
 
-    paths = {"--config": config, "--drop-in-config": drop_in, "--hook-path": hook_file,
-             "--nvidia-runtime-path": path, "--nvidia-runtime-hook-path": hook_program}  # fmt: skip
-    for option, value in paths.items():
+    files = {"--config": config, "--drop-in-config": drop_in, "--hook-path": hook_file}
+    programs = {"--nvidia-runtime-path": path, "--nvidia-runtime-hook-path": hook_program}
+    for option, value in {**files, **programs}.items():
         if value and not value.startswith("/"):
-            raise GpuprovError(f"{option} must be an absolute path", value, exit_code=ExitCode.USAGE)
+            raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
+    for option, value in files.items():
+        if value and Path(value).exists() and not Path(value).is_file():
+            raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
+        raise _usage("--nvidia-runtime-name is no name of a runtime", repr(name), hint)
     if mode in ("hook", "oci-hook"):
         return engines.hook(system, engine, hook_file, hook_program or engines.usual_hook(system), unset=unset)
     wish = RuntimeWish(name, path or engines.usual_runtime(system), set_default, cdi)
     request = Request(engine, wish, config, drop_in, source == "command", executable, unset)
-    return engines.configuration(system, request)
+    found = engines.configuration(system, request)
+    if engine in _NOTHING_TELLS and (source == "command" or executable):
+        note = f"{engine} has no command that prints its configuration: its file is read"
+        return replace(found, notes=(note, *found.notes))
+    return found
+
+
+def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
+    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)
 
 
 def _lines(found: Configuration, *, dry_run: bool, diff: bool) -> list[str]:

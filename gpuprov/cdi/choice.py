@@ -5,27 +5,41 @@ Source: nvidia-container-toolkit, pkg/nvcdi/namer.go: the device name strategies
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from gpuprov.cdi.specification import Device, Specification
+from gpuprov.cdi.specification import Device, Edits, Specification
 from gpuprov.errors import GpuprovError
 
 
 def chosen_devices(
     found: Specification, *, strategies: tuple[str, ...], ids: tuple[str, ...], no_all_device: bool
 ) -> tuple[Device, ...]:
-    """Return the devices that go by the wanted kinds of names. Raises GpuprovError for an id that none has."""
-    devices = [device for device in found.devices if not (no_all_device and device.name == "all")]
-    if strategies:
-        devices = [device for device in devices if _is_named(device.name, strategies)]
-    if ids:
+    """Return the devices that go by the wanted kinds of names. Raises GpuprovError for an id that none has.
+
+    An id chooses a device, whichever of its names it is; `all` is then all of the chosen.
+    """
+    devices = [device for device in found.devices if device.name != "all"]
+    whole = [device for device in found.devices if device.name == "all"]
+    if ids and "all" not in ids:
         unknown = sorted(set(ids) - {device.name for device in devices})
         if unknown:
             raise GpuprovError(f"there is no device {', '.join(unknown)}", "", "gpuprov cdi generate shows all names")
-        devices = [device for device in devices if device.name in ids]
+        chosen = [device.edits for device in devices if device.name in ids]
+        devices = [device for device in devices if device.edits in chosen]
+        whole = [all_of(devices)]
+    if strategies:
+        devices = [device for device in devices if _is_named(device.name, strategies)]
     if "type-index" in strategies and "index" not in strategies:
         devices = [replace(one, name=f"{_type(one.name)}{one.name}") for one in devices]
-    return tuple(devices)
+    return (*devices, *(() if no_all_device else whole))
+
+
+def all_of(devices: Sequence[Device]) -> Device:
+    """Return the device that is all of these together."""
+    nodes = tuple(dict.fromkeys(node for device in devices for node in device.edits.device_nodes))
+    gids = sorted({gid for device in devices for gid in device.edits.additional_gids})
+    return Device("all", Edits(device_nodes=nodes, additional_gids=tuple(gids)))
 
 
 def _type(name: str) -> str:
@@ -38,4 +52,4 @@ def _is_named(name: str, strategies: tuple[str, ...]) -> bool:
     by_index = name.replace(":", "").isdigit() and name.count(":") <= 1
     by_uuid = name.startswith(("GPU-", "MIG-"))
     wanted = ("index" in strategies or "type-index" in strategies, "uuid" in strategies)
-    return name == "all" or (by_index and wanted[0]) or (by_uuid and wanted[1])
+    return (by_index and wanted[0]) or (by_uuid and wanted[1])

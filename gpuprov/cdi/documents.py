@@ -8,13 +8,14 @@ from typing import Any
 from gpuprov.cdi.specification import Specification, parse_json, render_json
 from gpuprov.errors import GpuprovError
 
+_MAKE = "gpuprov cdi generate makes one"
 SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def parse(content: bytes, name: str) -> Specification:
     """Return the specification in a file, YAML by its name or JSON. Raises GpuprovError for what is none."""
     if not content.strip():
-        raise GpuprovError(f"{name} is no CDI specification", "it is empty")
+        raise GpuprovError(f"{name} is no CDI specification", "it is empty", _MAKE)
     return parse_json(_json_of(content, name) if is_yaml(content, name) else content)
 
 
@@ -39,7 +40,7 @@ def _json_of(content: bytes, name: str) -> bytes:
     try:
         return json.dumps(yaml.safe_load(content)).encode()
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise GpuprovError(f"{name} is no CDI specification", " ".join(str(error).split())) from None
+        raise GpuprovError(f"{name} is no CDI specification", " ".join(str(error).split()), _MAKE) from None
 
 
 def _yaml() -> Any:

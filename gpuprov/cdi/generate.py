@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from gpuprov.cdi.choice import all_of
 from gpuprov.cdi.discover import DriverFacts, Gpu
 from gpuprov.cdi.files import Library
 from gpuprov.cdi.nodes import Node
@@ -34,10 +35,8 @@ def specification(driver: DriverFacts) -> Specification:
     A GPU that is divided by MIG is there by its parts alone (0:1 and their UUIDs): as a whole it computes nothing.
     """
     devices = [device for gpu in driver.gpus for device in _devices(driver, gpu)]
-    own = tuple(dict.fromkeys(node for device in devices for node in device.edits.device_nodes))
-    if own:
-        gids = sorted({gid for device in devices for gid in device.edits.additional_gids})
-        devices.append(Device("all", Edits(device_nodes=own, additional_gids=tuple(gids))))
+    if devices:
+        devices.append(all_of(devices))
     gpu_nodes = {f"/dev/nvidia{gpu.minor}" for gpu in driver.gpus}
     control = _node_edits(tuple(node for node in driver.nodes if node.path not in gpu_nodes))
     common = replace(

@@ -36,5 +36,8 @@ def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> 
     try:
         apply_edits(edited, merge_edits(parts), idmap=True)
     except Refused as refused:
-        raise GpuprovError("the devices can't be put into this configuration", str(refused)) from None
+        raise GpuprovError(
+            "the devices can't be put into this configuration", str(refused),
+            "give a config.json as engines write it, such as that of `runc spec`",
+        ) from None  # fmt: skip
     return edited

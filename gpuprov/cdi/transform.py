@@ -160,11 +160,11 @@ def with_merged_device(specification: Specification, name: str = "all", *, skip:
     Raises GpuprovError if there is a device of that name already, unless it shall be left as it is.
     """
     if not is_device_name(name):
-        raise GpuprovError(f"{name!r} is no name for a device")
+        raise GpuprovError(f"{name!r} is no name for a device", "", "letters, digits and ._:- between them")
     if any(device.name == name for device in specification.devices):
         if skip:
             return specification
-        raise GpuprovError(f"there is a device {name!r} already")
+        raise GpuprovError(f"there is a device {name!r} already", "", "take another name")
     edits = Edits()
     for device in specification.devices:
         edits = appended(edits, device.edits)

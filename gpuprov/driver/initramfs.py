@@ -109,7 +109,8 @@ def list_content(system: System, image: Image) -> str:
     """Return the names of all files in an image. Raises GpuprovError if nothing here can read it."""
     lister = next((name for name in _LISTERS if system.which(name)), None)
     if lister is None:
-        raise GpuprovError(f"{image.path} can't be looked into", f"there is none of {', '.join(_LISTERS)}")
+        raise GpuprovError(f"{image.path} can't be looked into", f"there is none of {', '.join(_LISTERS)}",
+                           "install initramfs-tools or dracut, whichever makes the images here")  # fmt: skip
     return system.require((lister, image.path), f"{image.path} can't be read", timeout=_LIST_SECONDS).stdout
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shlex
+import tempfile
 from collections.abc import Iterator, Sequence
+
+EXTRA_VARS_HINT = '-e gpuprov_driver_version=550.163.01, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 
 
 @contextlib.contextmanager
@@ -19,6 +24,20 @@ def ansible_said() -> Iterator[list[str]]:
         yield said
     finally:
         del display.display
+
+
+@contextlib.contextmanager
+def ansible_temporary_folder() -> Iterator[None]:
+    """Give Ansible a folder for what it makes at its first import: its own is below HOME, needs that, and stays."""
+    if "ANSIBLE_LOCAL_TEMP" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="gpuprov-ansible-") as folder:
+        os.environ["ANSIBLE_LOCAL_TEMP"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["ANSIBLE_LOCAL_TEMP"]
 
 
 def ansible_error() -> type[Exception]:
@@ -52,3 +71,8 @@ def explained(error: BaseException) -> str:
 
 def vault_hint(text: str) -> str:
     return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
+
+
+def ask_ansible(source: str) -> str:
+    """Return the command that shows what Ansible itself makes of an inventory."""
+    return f"ansible-inventory -i {shlex.quote(source)} --graph  # what Ansible makes of it"

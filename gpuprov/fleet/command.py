@@ -119,9 +119,10 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
             raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
         return "", ""
     from gpuprov.bundle.check import checked
+    from gpuprov.fleet.output import percentage
 
     path = str(Path(options.bundle).absolute())
-    return path, checked(path, options.bundle_key).digest
+    return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
 def _inventory(options: Options) -> Inventory:

@@ -23,5 +23,7 @@ def write_log(error: BaseException) -> Problem:
         with os.fdopen(handle, "a", encoding="utf-8") as file:
             file.write(f"gpuprov {__version__}\n" + "".join(traceback.format_exception(error)) + "\n")
     except OSError as refusal:
-        return Problem(what, f"{error}\nthe log {path} cannot be written: {refusal}")
+        return Problem(
+            what, f"{error}\nthe log {path} cannot be written: {refusal}", "make room or set HOME, then again"
+        )
     return Problem(what, str(error), f"the log {path} has the whole story; please report it with that file")

@@ -100,7 +100,9 @@ def load(identifier: str = "") -> Run:
     found = [name for name in known if name.startswith(identifier)]
     if not known:
         raise _usage(
-            "no run is kept here", f"{folder()} holds none", "gpuprov install, verify, facts and rollback keep one"
+            "no run is kept here",
+            f"{folder()} holds none",
+            "each run of install, verify, doctor, facts, rollback and uninstall is",
         )
     if not found or (identifier and identifier not in found and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"

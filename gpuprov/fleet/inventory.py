@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.fleet.ansible_messages import ansible_error, ansible_said, clean, explained, vault_hint, worth_telling
+from gpuprov.fleet.ansible_messages import (
+    EXTRA_VARS_HINT,
+    ansible_error,
+    ansible_said,
+    ansible_temporary_folder,
+    ask_ansible,
+    clean,
+    explained,
+    vault_hint,
+    worth_telling,
+)
 from gpuprov.fleet.ansible_routing import keep_routing
 from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
@@ -41,15 +51,25 @@ def read_inventory(
     at once.
     """
     for source in sources:
-        if "," not in source and not Path(source).exists():
-            raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory")
-    with ansible_said() as said:
+        _require_there(source)
+    with ansible_temporary_folder(), ansible_said() as said:
         try:
             hosts = _load(sources, limit, extra_vars, vault_password_file, said)
         except ansible_error() as error:
-            raise _usage("Ansible cannot read the inventory", explained(error), vault_hint(str(error))) from None
+            raise _usage(
+                "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
+            ) from None
     targets, warnings = _targets(hosts, sources)
     return Inventory(targets, tuple(dict.fromkeys((*worth_telling(said), *warnings))))
+
+
+def _require_there(source: str) -> None:
+    """Raise GpuprovError for no file; an empty name would be the working directory, with all files in it."""
+    hint = "name a file, a directory or hosts with a comma: --hosts a, or --hosts a,b"
+    if not source.strip():
+        raise _usage("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
+    if "," not in source and not Path(source).exists():
+        raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint)
 
 
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
@@ -59,13 +79,13 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
         from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
 
-        with ansible_said():
+        with ansible_temporary_folder(), ansible_said():
             try:
                 loader = DataLoader()
                 values = _load_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
-                raise _usage("Ansible cannot read the extra variables", explained(error)) from None
+                raise _usage("Ansible cannot read the extra variables", explained(error), EXTRA_VARS_HINT) from None
     return replace(target_from_variables("localhost", values), connection="local")
 
 
@@ -86,15 +106,22 @@ def _load(
     for source, place in zip(sources, places):
         before = len(said)
         if not manager.parse_source(place):
-            raise _usage(f"Ansible cannot read the inventory {source}", clean("\n".join(said[before:])))
+            raise _usage(
+                f"Ansible cannot read the inventory {source}", clean("\n".join(said[before:])), ask_ansible(source)
+            )
     manager.reconcile_inventory()
     variables = _variable_manager(loader, manager, extra_vars)
     if not manager.get_hosts():
-        raise _usage(f"the inventory {', '.join(sources)} names no host")
+        raise _usage(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
+    if limit and not manager._subset:  # Ansible makes no pattern of "[" or "," and would take all hosts
+        raise _usage("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:
-        raise _usage(f"--limit {limit} leaves no host of the inventory {', '.join(sources)}")
+        raise _usage(
+            f"--limit {limit} leaves no host of the inventory {', '.join(sources)}", "",
+            ask_ansible(sources[0]),
+        )  # fmt: skip
     found: list[tuple[str, Mapping[str, Any]]] = []
     for host in hosts:
         values = variables.get_vars(host=host)
@@ -127,6 +154,8 @@ def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
     context.CLIARGS = ImmutableDict(extra_vars=tuple(map(_trusted(), extra_vars)))
     load_extra_vars.extra_vars = None  # Ansible keeps the first answer for the life of the process
     loaded: dict[str, Any] = load_extra_vars(loader=loader)
+    if "_raw_params" in loaded:  # Ansible takes what has no "=" as well, and forgets it
+        raise _usage("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
     return loaded
 
 
@@ -146,7 +175,11 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                 resolved[str(name)] = template(value)
             except ansible_error() as error:
                 if name.startswith(PREFIX) or name in _HEEDED:
-                    raise _usage(f"{host}: the template in {name} does not resolve", explained(error)) from None
+                    raise _usage(
+                        f"{host}: the template in {name} does not resolve",
+                        explained(error),
+                        f"mend {name} in the inventory",
+                    ) from None
     return resolved
 
 
@@ -185,7 +218,11 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     become_user = _first(values, "ansible_become_user") or "root"
     method = _first(values, "ansible_become_method") or "sudo"
     if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
-        raise _usage(f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method")
+        raise _usage(
+            f"gpuprov becomes root by sudo, not {become_user} by {method}",
+            "ansible_become_user, _method",
+            "take both out of the inventory, or set them to root and sudo",
+        )
     return HostTarget(
         name=name,
         spec=spec_from_variables(values),
@@ -220,7 +257,9 @@ def _ssh_arguments(name: str, values: Mapping[str, Any]) -> SshArguments:
     try:
         return parse_ssh_arguments(text)
     except ValueError as error:
-        raise _usage("ansible_ssh_common_args is no list of arguments", f"{error}: {text}") from None
+        raise _usage(
+            "ansible_ssh_common_args is no list of arguments", f"{error}: {text}", "close what is quoted, as in a shell"
+        ) from None
 
 
 def _first(values: Mapping[str, Any], *names: str) -> str:
@@ -240,14 +279,14 @@ def _address(text: str) -> str:
 
 def _port(text: str) -> int | None:
     if text and not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise _usage("ansible_port is not a port number", repr(text))
+        raise _usage("ansible_port is not a port number", repr(text), "a number from 1 to 65535; default: 22")
     return int(text) if text else None
 
 
 def _connection(text: str) -> str:
     known = _CONNECTIONS.get(text.rsplit(".", 1)[-1])
     if known is None:
-        raise _usage("ansible_connection must be ssh or local", repr(text))
+        raise _usage("ansible_connection must be ssh or local", repr(text), "leave it out: ssh is the default")
     return known
 
 
@@ -255,7 +294,10 @@ def _python(text: str) -> str:
     if text.startswith("auto") or not text:
         return ""
     if not _PYTHON.fullmatch(text):
-        raise _usage("ansible_python_interpreter is not the path of a program", repr(text))
+        raise _usage(
+            "ansible_python_interpreter is not the path of a program", repr(text),
+            "a path such as /usr/bin/python3, or leave it out",
+        )  # fmt: skip
     return text
 
 

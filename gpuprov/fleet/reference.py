@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass, fields
 
 from gpuprov.spec import PREFIX, HostSpec, spec_to_json
@@ -45,13 +46,15 @@ def as_markdown() -> str:
     return "\n".join(rows)
 
 
-def as_text() -> str:
-    """Return the reference for a terminal."""
+def as_text(columns: int = 0) -> str:
+    """Return the reference for people; with `columns`, wrapped to a terminal that is so wide."""
     blocks = []
     for v in variables():
         choices = f"  ({' | '.join(v.choices)})" if v.choices else ""
         default = _shown(v)
-        blocks.append(f"{v.name}{': ' + default if default else ''}{choices}\n    {v.help.replace('`', '')}")
+        meaning = v.help.replace("`", "")
+        lines = textwrap.wrap(meaning, max(columns - 4, 20), break_on_hyphens=False) if columns else [meaning]
+        blocks.append("\n    ".join((f"{v.name}{': ' + default if default else ''}{choices}", *lines)))
     return "\n\n".join(blocks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -44,7 +44,7 @@ def print_report(
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _versions_table(spreads(results))
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
     console.print(problems_text(results), soft_wrap=True, end="")
     worst = overall_exit_code(tuple(results))
@@ -196,7 +196,8 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
         yield table
     if verbose or len(gathered) == 1:
         for host, facts in gathered:
-            yield Group(Text(plain(host), "bold"), Text(plain(json.dumps(facts, indent=2, ensure_ascii=False))))
+            whole = plain(json.dumps(facts, indent=2, ensure_ascii=False))
+            yield Text.assemble((plain(host), "bold"), "\n", whole)
 
 
 _FACTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from gpuprov.fleet import history
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.text import counted, one_line, plain
+from gpuprov.fleet.text import counted, plain
 
 
 def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:
@@ -34,7 +35,7 @@ def show_list(console: Console, *, as_json: bool) -> None:
         try:
             runs.append(history.load(identifier))
         except GpuprovError as error:
-            console.print(Text(one_line(error.problems[0].what), "yellow"), soft_wrap=True)
+            print(plain(error), file=sys.stderr)  # noqa: T201
     if as_json:
         summaries = [{"run": run.identifier, "began": run.began, **_counts(run)} for run in runs]
         console.file.write(json.dumps(summaries, separators=(",", ":")) + "\n")

@@ -69,13 +69,14 @@ class Fleet:
         self._connections: set[Any] = set()
         self._lock = threading.Lock()
         self._alone = True
+        self._here = False
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
         self.interruptions += 1
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         if self.interruptions == 1:
-            self.settings.tell("no further host begins; those that run are let finish (Ctrl-C again to leave them)")
+            self.settings.tell(_HERE_ONCE if self._here else _ONCE)
             return
         with self._lock:
             connections = list(self._connections)
@@ -135,6 +136,7 @@ class Fleet:
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1
+        self._here = self._alone and targets[0].connection == "local"
         forks = max(1, min(self.settings.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
@@ -220,8 +222,9 @@ class Recorder:
     def result(self, seconds: float) -> HostResult:
         """Return what came of the host, which took that long as seen from here."""
         last = self._finished or Finished(
-            int(ExitCode.FAILED), problems=(Problem("the run ended without a result"),)
-        )  # fmt: skip
+            int(ExitCode.FAILED),
+            problems=(Problem("the run ended without a result", "", "run the same command again"),),
+        )
         return HostResult(
             host=self._host,
             exit_code=_exit_code(last.exit_code),
@@ -290,4 +293,6 @@ def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
     )
 
 
+_ONCE = "no further host begins; those that run are let finish (Ctrl-C again to leave them)"
+_HERE_ONCE = "the run is let finish (Ctrl-C again: it stops after the change that it is at)"
 _STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")

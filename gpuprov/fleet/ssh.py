@@ -180,9 +180,10 @@ def _explained(target: HostTarget, connection: Connection, settings: SshSettings
             problem = _authentication_problem(target, connection, error)
         else:
             problem = _handshake_problem(place, connection, settings, error)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter: no name of DNS, such as a..b
+        seen = error.strerror if isinstance(error, socket.gaierror) else str(error)
         problem = Problem(
-            f"the name {connection.host} is not known", f"{error.strerror}", "set ansible_host to the host's address"
+            f"the name {connection.host} is not known", f"{seen}", "set ansible_host to the host's address"
         )
     except TimeoutError:
         problem = _silence(place, "no answer", settings)

@@ -36,7 +36,10 @@ def config_for(target: HostTarget) -> SSHConfig:
         return SSHConfig.from_text("\n".join((f"Host {target.address}", options, "Host *", *texts)))
     except (ConfigParseError, OSError) as error:
         raise GpuprovError(
-            f"the SSH configuration {' or '.join(files)} cannot be read", str(error), exit_code=ExitCode.USAGE
+            f"the SSH configuration {' or '.join(files)} cannot be read",
+            str(error),
+            f"mend it: ssh -G {target.address} says where",
+            exit_code=ExitCode.USAGE,
         ) from None
 
 

@@ -64,6 +64,14 @@ def test_an_older_controllers_request_is_for_all_steps() -> None:
     assert request_from_line('{"command": "install"}') == Request("install")
 
 
+@pytest.mark.parametrize("line", ["", "[]", '{"command": "boom"}', '{"command": "facts", "spec": [1]}', '{"x": 1}'])
+def test_what_is_no_request_is_told_with_one_that_is(line: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        request_from_line(line)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert """'{"command": "facts"}'""" in caught.value.problems[0].next_step
+
+
 @pytest.mark.parametrize("check", [True, False])
 def test_a_plan_is_never_more_than_a_check(check: bool) -> None:
     request = task_request("plan", VARIABLES, check=check)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -16,6 +18,7 @@ from gpuprov.cli import cli
 from gpuprov.errors import ExitCode, Problem
 from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
+from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
 from gpuprov.spec import option_names
 
@@ -55,6 +58,30 @@ def test_help_has_examples(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, (*words, "--help"))
     assert result.exit_code == 0
     assert "Example" in result.output
+
+
+def groups(command: click.Command, *words: str) -> list[tuple[str, ...]]:
+    """Return the words of every group of commands."""
+    if not isinstance(command, click.Group):
+        return []
+    return [words, *(one for name, inner in command.commands.items() for one in groups(inner, *words, name))]
+
+
+@pytest.mark.parametrize("words", groups(cli), ids=" ".join)
+def test_lists_of_commands_are_told_in_whole_sentences(words: tuple[str, ...]) -> None:
+    listed = CliRunner().invoke(cli, (*words, "--help"), terminal_width=80).output.partition("\nCommands:\n")[2]
+    assert listed.strip()
+    assert all(len(line) <= 80 and not line.endswith("...") and line.endswith(".") for line in listed.splitlines())
+
+
+def every_option(command: click.Command) -> list[click.Option]:
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    own = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    return [*own, *(option for one in inner for option in every_option(one))]
+
+
+def test_every_option_says_what_it_does() -> None:
+    assert [option.opts for option in every_option(cli) if not (option.help or option.hidden)] == []
 
 
 @pytest.mark.parametrize(
@@ -112,6 +139,13 @@ USAGE = [
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
     ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
+    ("empty inventory name", ("install", "--hosts", ""), "--hosts names no inventory"),
+    ("empty limit", ("install", "--hosts", "a,", "--limit", ""), "it is empty: is a variable of the shell not set?"),
+    ("empty bundle", ("install", "--bundle", ""), "it is empty"),
+    ("empty key", ("bundle", "verify", __file__, "--bundle-key", " "), "it is empty"),
+    ("limit that is no pattern", ("facts", "--hosts", "a,b", "--limit", "["), "--limit names no host"),
+    ("limit of commas", ("facts", "--hosts", "a,b", "--limit", ","), "--limit names no host"),
+    ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
 
@@ -125,6 +159,11 @@ def test_wrong_call_ends_with_exit_code_2_and_a_sentence(words: tuple[str, ...],
     assert "Traceback" not in done.stderr
 
 
+def test_a_name_that_dns_cannot_have_is_not_known() -> None:
+    done = gpuprov("facts", "--hosts", "a..b,")
+    assert (done.returncode, "the name a..b is not known" in done.stdout) == (ExitCode.UNREACHABLE, True)
+
+
 def test_this_machine_needs_root() -> None:
     code = "import os; os.geteuid = lambda: 1000; from gpuprov.cli import main; main()"
     done = subprocess.run((sys.executable, "-c", code, "install"), capture_output=True, text=True, timeout=60)
@@ -132,10 +171,42 @@ def test_this_machine_needs_root() -> None:
     assert "run it with sudo: sudo gpuprov install" in done.stderr
 
 
+def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "pwd.py").write_text("def getpwuid(_): raise KeyError\n")  # as in a container with a user id of its own
+    code = (
+        "import os, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "from gpuprov.cli import main; main()"
+    )
+    done = subprocess.run(
+        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("home", ["/proc/self", "writable"])
+def test_the_inventory_needs_no_home_and_leaves_nothing_there(tmp_path: Path, home: str) -> None:
+    (tmp_path / "hosts").write_text("here ansible_connection=local gpuprov_nope=1\n")
+    (tmp_path / "writable").mkdir()
+    done = gpuprov("facts", "--hosts", str(tmp_path / "hosts"), env={"HOME": str(tmp_path / home)})
+    assert (done.returncode, "there is no variable gpuprov_nope" in done.stderr) == (2, True)
+    assert not (tmp_path / home / ".ansible").exists()
+
+
+@pytest.mark.parametrize(("piped", "said"), [("", "SSH password"), ("secret\n", "sudo password")])
+def test_passwords_that_nobody_can_type_are_told(piped: str, said: str) -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "gpuprov", "install", "--hosts", "a,", "-k", "-K"),
+        input=piped, capture_output=True, text=True, timeout=60, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"there is nobody to ask for the {said}\n")
+
+
 def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> None:
     code = (
         "import gpuprov.fleet.reference as r\nfrom gpuprov.cli import main\n"
-        "def broken(): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
+        "def broken(columns): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
     )
     done = subprocess.run(
         (sys.executable, "-c", code, "options"), capture_output=True, text=True, timeout=60,
@@ -156,6 +227,13 @@ def test_options_list_every_variable_in_every_form() -> None:
     assert len(markdown.splitlines()) == len(names) + 2
 
 
+def test_options_fit_on_a_terminal_and_lose_no_word() -> None:
+    wide, narrow = as_text(), as_text(60)
+    meanings = [line for line in narrow.splitlines() if line.startswith("    ")]
+    assert all(len(line) <= 60 or " " not in line.strip() for line in meanings)
+    assert narrow.split() == wide.split()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_script_names_the_program(shell: str) -> None:
     done = gpuprov("completion", shell)
@@ -168,17 +246,83 @@ def test_completion_completes() -> None:
     assert done.stdout == "plain,verify\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("install --hosts ", "file"),
+        ("install --bundle ", "file"),
+        ("report --html ", "file"),
+        ("bundle verify ", "file"),
+        ("cdi validate ", "file"),
+        ("cdi generate --driver-root ", "dir"),
+        ("runtime configure --config ", "file"),
+        ("hook explain --bundle ", "dir"),
+    ],
+)
+def test_paths_are_completed(words: str, kind: str) -> None:
+    count = str(len(words.split()) + 1)
+    env = {"_GPUPROV_COMPLETE": "bash_complete", "COMP_WORDS": f"gpuprov {words}", "COMP_CWORD": count}
+    assert gpuprov(env=env).stdout == f"{kind},\n"
+
+
 def test_agent_build_writes_the_file(tmp_path: Path) -> None:
     done = gpuprov("agent", "build", "-o", str(tmp_path / "agent.pyz"))
     assert (done.returncode, done.stderr) == (0, "")
     assert str((tmp_path / "agent.pyz").stat().st_size) in done.stdout
+    nowhere = gpuprov("agent", "build", "-o", str(tmp_path / "nowhere/agent.pyz"))
+    assert (nowhere.returncode, "agent.pyz can't be written" in nowhere.stderr) == (1, True)
 
 
-def test_reader_that_closes_the_pipe_gets_no_traceback() -> None:
-    done = subprocess.run(
-        ("sh", "-c", '"$0" -m gpuprov options --json | head -n 1', sys.executable), capture_output=True, text=True
+RUN = (sys.executable, "-m", "gpuprov", "facts", "--json")
+
+
+def in_shell(script: str, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ("bash", "-c", f"set -o pipefail; {script}", "bash", *words), capture_output=True, text=True, timeout=60,
+        env={**os.environ, **(env or {})},
     )  # fmt: skip
-    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [("| true", 0, ""), ("| head -n 1", 0, ""), (">&-", 0, ""), (">/dev/full", 1, "No space left on device")],
+)
+@pytest.mark.skipif(os.geteuid() != 0 and Path("/var/cache/gpuprov").exists(), reason="facts need root here")
+def test_a_run_goes_on_when_its_output_is_no_longer_taken(
+    tmp_path: Path, redirected: str, code: int, said: str
+) -> None:
+    """`tee` dies of the same Ctrl-C that lets the hosts finish."""
+    page = tmp_path / "page.html"
+    done = in_shell(f'"$@" {redirected}', *RUN, "--report", str(page), env={"XDG_STATE_HOME": str(tmp_path)})
+    assert (done.returncode, said in done.stderr, "defect" in done.stderr) == (code, True, False), done.stderr
+    assert "localhost" in page.read_text()
+    assert len(list((tmp_path / "gpuprov/runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("words", ["options --json", "--help", "cdi list --json", "completion bash"])
+def test_short_answers_end_quietly_with_their_reader(words: str) -> None:
+    done = in_shell(f'"$0" -m gpuprov {words} | head -n 1'.replace("$0", "$1"), sys.executable)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_old_locale_shows_question_marks() -> None:
+    done = gpuprov("facts", env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert "?" in done.stdout  # a dash: no driver, or no docker
+
+
+def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
+    """The kernel delivers it within a module that is loaded early."""
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Early:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'gpuprov.errors': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Early())\nrunpy.run_module('gpuprov', run_name='__main__')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_next_command_repeats_the_choice_of_hosts() -> None:

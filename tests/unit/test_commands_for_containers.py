@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def test_a_generated_specification_is_valid_and_names_every_device(driver: Path)
         (("--no-all-device", "--device-name-strategy", "index"), ["0", "1"]),
         (("--no-all-device", "--device-name-strategy", "uuid"), [simgpu.gpu(0).uuid, simgpu.gpu(1).uuid]),
         (("--device-name-strategy", "type-index"), ["gpu0", "gpu1", "all"]),
-        (("--device-id", "1"), ["1"]),
+        (("--device-name-strategy", "index,uuid", "--device-id", "1"), ["1", simgpu.gpu(1).uuid, "all"]),
+        (("--device-id", "1,0", "--device-name-strategy", "index"), ["0", "1", "all"]),
+        (("--device", simgpu.gpu(1).uuid, "--device-name-strategy", "index", "--no-all-device"), ["1"]),
+        (("--device-ids", "all", "--device-name-strategy", "index"), ["0", "1", "all"]),
     ],
 )
 def test_devices_are_named_and_chosen_as_asked(driver: Path, words: tuple[str, ...], names: list[str]) -> None:
@@ -116,18 +120,39 @@ def test_libraries_and_configuration_are_looked_for_where_one_is_told_first(tmp_
     assert not [path for path in mounts if "libcuda" in path]
 
 
-def test_nvidias_other_flags_are_taken(driver: Path) -> None:
-    words = (
-        "--ldconfig-path",
-        "/sbin/ldconfig",
-        "--feature-flag",
-        "x",
-        "--disable-hook",
-        "all",
-        "--enable-hook",
-        "all",
-    )
-    assert "hooks" in yaml.safe_load(run("cdi", "generate", "--driver-root", driver, *words).output)["containerEdits"]
+def test_nvidias_other_flags_are_taken_and_what_changes_nothing_is_said(driver: Path) -> None:
+    words = ("--ldconfig-path", "/sbin/ldconfig", "--feature-flags", "x,y", "--disable-hooks", "all,enable-cuda-compat")
+    done = run("cdi", "generate", "--driver-root", driver, *words, "--enable-hook", "all", "--discovery-mode", "NVML")
+    assert "hooks" in yaml.safe_load(done.stdout)["containerEdits"]
+    assert [line.split(" changes nothing: ")[0] for line in done.stderr.splitlines()] == [
+        "note: --ldconfig-path /sbin/ldconfig", "note: --feature-flag x", "note: --feature-flag y",
+        "note: --disable-hook enable-cuda-compat",
+    ]  # fmt: skip
+
+
+def test_nvidias_variables_are_read(driver: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {
+        "NVIDIA_CTK_DRIVER_ROOT": str(driver), "NVIDIA_CTK_DEV_ROOT": "/host", "NVIDIA_CTK_CDI_HOOK_PATH": "/opt/hook",
+        "NVIDIA_CTK_CDI_GENERATE_DEVICE_NAME_STRATEGIES": "index,uuid", "NVIDIA_CTK_CDI_GENERATE_DEVICE_IDS": "0",
+        "NVIDIA_CTK_CDI_GENERATE_NO_ALL_DEVICE": "true", "NVIDIA_CTK_CDI_OUTPUT_FILE_PATH": str(tmp_path / "x.json"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert (run("cdi", "generate").exit_code, run("cdi", "generate").output) == (0, "")
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert [device["name"] for device in found["devices"]] == ["0", simgpu.gpu(0).uuid]
+    assert found["devices"][0]["containerEdits"]["deviceNodes"][0]["hostPath"] == "/host/dev/nvidia0"
+    assert found["containerEdits"]["hooks"][0]["path"] == "/opt/hook"
+    assert json.loads(run("cdi", "generate", "--output", "", "--format", "JSON").output) == found
+
+
+@pytest.mark.parametrize("flag", ["--csv.file", "--csv.ignore-pattern", "--csv.compat-container-root"])
+def test_flags_for_tegra_are_refused_with_the_reason(flag: str) -> None:
+    assert "is for Tegra, which gpuprov does not serve" in str(error_of(run("cdi", "generate", flag, "x")))
+
+
+def test_an_unknown_name_strategy_is_refused() -> None:
+    done = run("cdi", "generate", "--device-name-strategy", "index,serial")
+    assert (done.exit_code, "'serial' is not one of index, uuid, type-index" in done.output) == (2, True)
 
 
 def test_an_unknown_device_id_is_an_error(driver: Path) -> None:
@@ -170,7 +195,7 @@ def test_injection_prints_the_configuration_with_the_device(host: Path) -> None:
     assert "there is no CDI device nvidia.com/gpu=9" in str(error_of(missing))
     for text in ("", "[]", "{"):
         broken = run("cdi", "inject", "--device", "x", stdin=text)
-        assert "holds no config.json" in str(error_of(broken))
+        assert "holds no OCI configuration" in str(error_of(broken))
 
 
 def test_a_specification_is_moved_to_another_root_and_another_form(host: Path) -> None:
@@ -245,6 +270,13 @@ def test_explain_of_broken_settings_is_the_refusal(host: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "5"])
 def test_explain_of_what_is_no_configuration_is_a_usage_error(text: str) -> None:
     assert error_of(run("hook", "explain", stdin=text)).exit_code == 2
+
+
+@pytest.mark.parametrize("words", ["hook explain", "cdi transform root", "cdi validate -"])
+def test_closed_input_holds_nothing(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises((GpuprovError, SystemExit)):
+        cli.main(words.split(), standalone_mode=False)
 
 
 @pytest.mark.parametrize(

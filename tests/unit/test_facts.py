@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.errors import ExitCode
+from gpuprov.events import Finished
 from gpuprov.facts import facts_to_json, gather
 from gpuprov.machine import gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.request import Request
+from gpuprov.run import run_request
 from gpuprov.system import System
 from tests.unit.fake_host import FakeHost
 
@@ -124,3 +128,15 @@ def test_gathering_changes_nothing(tmp_path: Path) -> None:
     before = host.state()
     gather(host)
     assert host.state() == before
+
+
+def test_what_only_root_may_look_at_ends_in_a_command_to_type() -> None:
+    class Closed(System):
+        def list_directory(self, path: str) -> tuple[str, ...]:
+            raise PermissionError(13, "Permission denied", path)
+
+    events: list[object] = []
+    assert run_request(Request("facts"), events.append, Closed()) == ExitCode.USAGE
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert last.problems[0].next_step == "sudo gpuprov facts"

@@ -62,6 +62,28 @@ def test_flags_of_nvidias_tool_are_known() -> None:
         assert flag in help_text
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--config", "daemon.json"), "--config must be an absolute path"),
+        (("--config", "/etc"), "--config must name a file"),
+        (("--runtime", "containerd", "--drop-in-config", "/dev/full"), "--drop-in-config must name a file"),
+        (("--nvidia-runtime-name", ""), "is no name of a runtime"),
+        (("--nvidia-runtime-name", "a b"), "is no name of a runtime"),
+    ],
+)
+def test_wrong_values_are_refused_with_what_to_type(words: tuple[str, ...], what: str) -> None:
+    error = error_of(run(*words, "--dry-run"))
+    assert what in str(error)
+    assert (error.exit_code, bool(error.problems[0].next_step)) == (ExitCode.USAGE, True)
+
+
+def test_docker_that_tells_no_configuration_is_said(tmp_path: Path) -> None:
+    done = run("--config", tmp_path / "daemon.json", "--config-source", "command", "--dry-run")
+    assert done.exit_code == 0
+    assert "note: docker has no command that prints its configuration: its file is read" in done.stderr
+
+
 def test_runtime_is_written_and_what_follows_is_said(main: Path, words: list[object]) -> None:
     done = run(*words, "--nvidia-runtime-path", "/opt/x")
     assert done.exit_code == 0

@@ -53,6 +53,11 @@ def test_verify_says_that_it_is_whole_and_what_was_not_looked_at(bundle: Path) -
     assert json.loads(output("bundle", "verify", bundle, "--json"))["ok"] is True
 
 
+def test_verify_takes_a_path_from_where_it_is_called(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bundle.parent)
+    assert output("bundle", "verify", bundle.name).startswith(f"{bundle.name}: whole")
+
+
 def test_verify_fails_for_a_damaged_one_in_words_and_in_json(bundle: Path) -> None:
     content = bytearray(bundle.read_bytes())
     content[-2000] ^= 1

@@ -107,7 +107,8 @@ def test_names_for_people_who_want_the_kind_in_them(host: Host) -> None:
     named = chosen_devices(found, strategies=("type-index",), ids=(), no_all_device=True)
     assert [device.name for device in named] == ["mig0:0", "mig0:1", "gpu1"]
     both = chosen_devices(found, strategies=("index", "uuid"), ids=("0:1", gpu(1).uuid), no_all_device=False)
-    assert [device.name for device in both] == ["0:1", gpu(1).uuid]
+    assert [device.name for device in both] == ["0:1", mig_uuid(0, 2), "1", gpu(1).uuid, "all"]
+    assert set(both[-1].edits.device_nodes) == {node for device in both[:-1] for node in device.edits.device_nodes}
 
 
 def test_minors_of_other_forms_are_none() -> None:

@@ -140,6 +140,14 @@ def test_report_shows_the_last_run() -> None:
     assert "gpu1: full" in called("--run", "20261121T081501")
 
 
+def test_a_broken_run_is_told_beside_the_list(state: Path) -> None:
+    state.mkdir(parents=True)
+    (state / "20261121T081500-7.json").write_text("{")
+    done = CliRunner().invoke(cli, ["report", "--list", "--json"])
+    assert (done.exit_code, done.stdout) == (0, "[]\n")
+    assert "the run 20261121T081500-7 cannot be read" in done.stderr
+
+
 def test_report_lists_runs_the_latest_first() -> None:
     save(run(1))
     save(run(2, HostResult("gpu9", ExitCode.DONE)))

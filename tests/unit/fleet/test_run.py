@@ -84,7 +84,7 @@ def test_failures_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert str(log) in results[1].problems[0].next_step
     assert "Traceback" in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600
-    assert results[2].problems == (Problem("the run ended without a result"),)
+    assert results[2].problems == (Problem("the run ended without a result", "", "run the same command again"),)
 
 
 def test_result_keeps_what_the_report_needs() -> None:
@@ -135,6 +135,19 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
     assert [result.exit_code for result in run(fleet)] == [0, 1, 1, 1, 1, 1]
     assert "no further host begins" in told[0]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_of_a_run_on_this_machine_speaks_of_no_other_hosts() -> None:
+    told: list[str] = []
+
+    def script(target: HostTarget, sink: Sink) -> None:
+        fleet.interrupt()
+        sink(Finished(0))
+
+    fleet = Scripted(script)
+    fleet.settings = RunSettings(fleet.settings.build, told.append)
+    fleet.run(HOSTS[:1], Request("install"), lambda host, event: None)
+    assert told == ["the run is let finish (Ctrl-C again: it stops after the change that it is at)"]
 
 
 PRECEDENCE = [

@@ -1,0 +1,64 @@
+"""Standard output and error that outlive their reader: `| head`, a full disk or an old locale ends no run."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpuprov.errors import from_os_error
+
+
+class _Lasting(io.FileIO):
+    """A descriptor for writing; what nobody takes any more is dropped, and why is kept."""
+
+    refusal: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            self.refusal = self.refusal or error
+            return len(data)
+
+
+@contextmanager
+def lasting_outputs() -> Iterator[None]:
+    """Let standard output and error last. Raises GpuprovError, after the work, if what it said could not be written.
+
+    A reader that has seen enough is no failure. Characters that the locale lacks become question marks.
+    """
+    kept = [_made_lasting(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        for refusal in filter(None, (one.refusal for one in kept)):
+            if not isinstance(refusal, BrokenPipeError):
+                raise from_os_error("the output could not be written to its end", refusal)
+
+
+def _made_lasting(name: str) -> _Lasting:
+    stream = getattr(sys, name)
+    raw = _Lasting(stream.fileno(), "wb", closefd=False)
+    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=stream.line_buffering)
+    setattr(sys, name, text)
+    return raw
+
+
+def percentage(label: str) -> Callable[[int, int], None]:
+    """Return what shows, given (done, total), how far a long work is: on standard error, if that is a terminal."""
+    shown = ""
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        line = f"{label} {100 * done // total} %" if done < total else " " * len(shown)
+        if line != shown and sys.stderr.isatty():
+            sys.stderr.write(f"\r{line}" if done < total else f"\r{line}\r")
+            sys.stderr.flush()
+        shown = line
+
+    return show
