@@ -117,8 +117,9 @@ def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
 def _attached(cgroup: int) -> tuple[list[int], int]:
     """Return the numbers of the programs on a cgroup itself, and how they are attached."""
     numbers = (ctypes.c_uint32 * _MOST_PROGRAMS)()
+    # Linux 6.17 writes the revision, bytes 56 to 64, whatever size it is told.
     attributes = bytearray(
-        pack("=IIIIQI", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, ctypes.addressof(numbers), _MOST_PROGRAMS)
+        pack("=IIIIQI36x", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, ctypes.addressof(numbers), _MOST_PROGRAMS)
     )
     attributes = _bpf_in_place(_PROG_QUERY, attributes)
     _, _, _, flags, _, count = unpack_from("=IIIIQI", attributes)

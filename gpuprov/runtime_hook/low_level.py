@@ -32,7 +32,7 @@ def keep(cache: str = CACHE) -> None:
         _write(cache, path)
     except OSError:
         pass  # a full disk, or a rootless engine: then the next start looks for it again
-    print(path)
+    sys.stdout.write(f"{path}\n")
 
 
 def _write(cache: str, path: str) -> None:
