@@ -36,7 +36,7 @@ _SIZE = 8
 
 def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
     """Let the cgroup of a process open these nodes (type, major, minor, access). Raises Refused."""
-    version, folder = cgroup_of(_read(f"/proc/{pid}/cgroup"), _read("/proc/self/mountinfo"))
+    version, folder = cgroup_of(read_proc(f"/proc/{pid}/cgroup"), read_proc("/proc/self/mountinfo"))
     try:
         if version == 1:
             for node in nodes:
@@ -178,7 +178,8 @@ def _number() -> int:
     return _BPF[machine]
 
 
-def _read(path: str) -> str:
+def read_proc(path: str) -> str:
+    """Return what the kernel says of a process. Raises Refused if that has ended."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

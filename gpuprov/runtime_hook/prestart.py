@@ -9,7 +9,7 @@ from __future__ import annotations
 import posix
 import sys
 
-from .device_cgroup import allow
+from .device_cgroup import allow, read_proc
 from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
@@ -23,20 +23,27 @@ if TYPE_CHECKING:
     from .equipment import Equipment
 
 _TYPE = 0o170000
-_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK = 0o100000, 0o040000, 0o020000, 0o060000
+_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
 _HOST = (0, 0)
-_NODE_TYPES = {"c": _CHARACTER, "b": _BLOCK}
+# As in config.json: `u` is a character device too.
+_NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
+# What stands in config.json alone, which runc has read by now.
+_TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers: a copy of the driver's parameters that keeps nvidia-smi from making device nodes.
 _PARAMS_COPY = "/run/gpuprov/params"
 
 
-def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment, *, cuda_compat: bool = True) -> None:
+def equip(pid: int, root_path: str, equipment: Equipment, *, cuda_compat: bool = True) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
     """
+    _refuse_what_comes_too_late(equipment.edits)
+    owner, in_user_namespace = _root_user(pid), _is_another_namespace(pid, "user")
+    if not _is_another_namespace(pid, "mnt"):
+        raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
     nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
     params = _write_params()
     allow(pid, [node for node in nodes if node["access"]])
@@ -49,7 +56,6 @@ def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment
     except OSError as error:
         raise Refused(f"the container's root folder {root_path} can't be opened: {error.strerror}") from None
     posix.umask(0)
-    in_user_namespace = owner != (0, 0)
     for node in nodes:
         _attempt(node["path"], _add_node, root, node, in_user_namespace)
     for mount in equipment.edits.get("mounts") or ():
@@ -63,6 +69,38 @@ def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment
     root.close()
 
 
+def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
+    # That one says that the work is done already, which is as true of a hook's.
+    wanted = {**edits, "env": [entry for entry in edits.get("env") or () if entry != "NVIDIA_VISIBLE_DEVICES=void"]}
+    named = [name for name in _TOO_LATE if wanted.get(name)]
+    if named:
+        raise Refused(
+            f"the CDI specification has {', '.join(named)} for what was asked for, which no prestart hook can give: "
+            "use --runtime=nvidia, not --gpus"
+        )
+
+
+def _root_user(pid: int) -> tuple[int, int]:
+    """Return the host's numbers for root's user and group in a process's user namespace.
+
+    Not those of config.json: a namespace that is joined by its path need not have its mappings there.
+    """
+    return _outside(read_proc(f"/proc/{pid}/uid_map")), _outside(read_proc(f"/proc/{pid}/gid_map"))
+
+
+def _outside(mappings: str) -> int:
+    rows = [line.split() for line in mappings.splitlines()]
+    return next((int(outside) for inside, outside, _ in rows if inside == "0"), 0)
+
+
+def _is_another_namespace(pid: int, kind: str) -> bool:
+    try:
+        ours, theirs = posix.stat(f"/proc/self/ns/{kind}"), posix.stat(f"/proc/{pid}/ns/{kind}")
+    except OSError as error:
+        raise Refused(f"the container's process {pid} is gone: {error.strerror}") from None
+    return (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino)
+
+
 def _attempt(path: str, action: Any, *arguments: Any) -> None:
     try:
         action(*arguments)
@@ -72,8 +110,9 @@ def _attempt(path: str, action: Any, *arguments: Any) -> None:
 
 def _node(node: dict[str, Any]) -> dict[str, Any]:
     permissions = node.get("permissions") or "rwm"
-    access = "" if permissions == "none" else permissions
-    return {**node, **node_identity(node), "access": access, "host": node.get("hostPath") or node["path"]}
+    identity = node_identity(node)
+    access = permissions if permissions != "none" and identity["type"] in ("b", "c") else ""
+    return {**node, **identity, "access": access, "host": node.get("hostPath") or node["path"]}
 
 
 def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None:
