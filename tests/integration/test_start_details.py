@@ -172,6 +172,21 @@ def test_a_volume_over_the_libraries_folder_has_the_links_too(bench: Bench, tmp_
     assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
 
 
+def test_a_volume_over_that_folder_has_the_links_alone_that_this_image_and_request_need(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """An image like RHEL's, which has no folder as the host's; and a request for nvidia-smi, not for CUDA."""
+    shutil.rmtree(bench.root / "usr/lib")
+    volume = tmp_path / "volume"
+    for folder in (bench.root / "usr/lib64", volume):
+        folder.mkdir()
+    mount = {"destination": "/usr/lib64", "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
+    report = bench.report(ALL, "NVIDIA_DRIVER_CAPABILITIES=utility", mounts=[*bench.pristine["mounts"], mount])
+    assert "file /usr/lib64/libnvidia-ml.so.1 ml" in report
+    assert [path.name for path in volume.iterdir() if path.is_symlink()] == ["libnvidia-ml.so.1"]
+    assert not (bench.root / "usr/lib").exists()
+
+
 _PYTHON = (
     "json", "posix", "sitecustomize", "usercustomize", "encodings/__init__", "runtime_hook/__init__", "ctypes",
     "_struct", "runtime_hook/hook_main",
