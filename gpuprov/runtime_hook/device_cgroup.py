@@ -25,6 +25,7 @@ _TYPE_CGROUP_DEVICE = 15
 _ATTACH_CGROUP_DEVICE = 6
 _ALLOW_MULTI, _REPLACE = 2, 4
 _MOST_PROGRAMS = 64
+_EPERM = 1
 # struct bpf_cgroup_dev_ctx: access << 16 | type, major, minor.
 _KINDS = {"b": 1, "c": 2}
 _ACCESS = {"m": 1, "r": 2, "w": 4}
@@ -44,7 +45,8 @@ def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
         elif nodes:
             _replace_programs(folder, nodes)
     except OSError as error:
-        raise Refused(f"the device cgroup {folder} can't be changed: {error.strerror}") from None
+        hint = ": use --runtime=nvidia, or no-cgroups = true if docker is rootless" if error.errno == _EPERM else ""
+        raise Refused(f"the device cgroup {folder} can't be changed: {error.strerror}{hint}") from None
 
 
 def cgroup_of(cgroups: str, mounts: str) -> tuple[int, str]:

@@ -95,8 +95,7 @@ def _equip(state: dict[str, Any]) -> int:
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
-    compat = decision.settings.cuda_compat
-    equip(pid, decision.root_path, decision.equipment, cuda_compat=compat)
+    equip(pid, decision.root_path, decision.equipment, decision.settings)
     return 0
 
 

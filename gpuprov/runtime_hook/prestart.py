@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .equipment import Equipment
+    from .settings import Settings
 
 _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
@@ -35,18 +36,21 @@ _PARAMS = "/proc/driver/nvidia/params"
 _PARAMS_COPY = "/run/gpuprov/params"
 
 
-def equip(pid: int, root_path: str, equipment: Equipment, *, cuda_compat: bool = True) -> None:
+def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
     """
     _refuse_what_comes_too_late(equipment.edits)
-    owner, in_user_namespace = _root_user(pid), _is_another_namespace(pid, "user")
+    in_user_namespace = _is_another_namespace(pid, "user")
+    owner = _root_user(pid) if in_user_namespace else _HOST
     if not _is_another_namespace(pid, "mnt"):
         raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
     nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
     params = _write_params()
-    allow(pid, [node for node in nodes if node["access"]])
+    bound = in_user_namespace or _is_rootless()
+    if not settings.no_cgroups:
+        allow(pid, [node for node in nodes if node["access"]])
     # From here on Python must find nothing in the container's files that it would load.
     sys.path.clear()
     sys.meta_path.clear()
@@ -57,14 +61,14 @@ def equip(pid: int, root_path: str, equipment: Equipment, *, cuda_compat: bool =
         raise Refused(f"the container's root folder {root_path} can't be opened: {error.strerror}") from None
     posix.umask(0)
     for node in nodes:
-        _attempt(node["path"], _add_node, root, node, in_user_namespace)
+        _attempt(node["path"], _add_node, root, node, bound)
     for mount in equipment.edits.get("mounts") or ():
         _attempt(mount["containerPath"], _add_mount, root, mount)
     if params and root.exists(_PARAMS):
         _attempt(_PARAMS, _add_mount, root, {"hostPath": params, "containerPath": _PARAMS, "options": ["ro", "nosuid"]})
     posix.umask(0o022)
     act_as(owner)
-    prepare_root(root, equipment, cuda_compat=cuda_compat)
+    prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     act_as(_HOST)
     root.close()
 
@@ -86,6 +90,11 @@ def _root_user(pid: int) -> tuple[int, int]:
     Not those of config.json: a namespace that is joined by its path need not have its mappings there.
     """
     return _outside(read_proc(f"/proc/{pid}/uid_map")), _outside(read_proc(f"/proc/{pid}/gid_map"))
+
+
+def _is_rootless() -> bool:
+    """Say whether the engine itself runs in a user namespace."""
+    return read_proc("/proc/self/uid_map").split() != ["0", "0", "4294967295"]
 
 
 def _outside(mappings: str) -> int:
@@ -115,10 +124,10 @@ def _node(node: dict[str, Any]) -> dict[str, Any]:
     return {**node, **identity, "access": access, "host": node.get("hostPath") or node["path"]}
 
 
-def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None:
-    """Make a device node; in a user namespace, where such nodes can't be opened, bind the host's."""
+def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
+    """Make a device node; or bind the host's: in a user namespace nodes can't be made, or not be opened."""
     folder, _, name = node["path"].rpartition("/")
-    if in_user_namespace:
+    if bound:
         act_as(root.owner)
         directory = root.open_directory(folder, make=True)
         _make_file(root, directory, name)

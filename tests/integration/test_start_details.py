@@ -98,6 +98,29 @@ def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
     assert (bench.root / "etc/ld.so.cache").stat().st_uid == 100000
 
 
+_ROOTLESS = """#!/bin/sh
+exec unshare -U --map-root-user -m sh -c 'mount -t tmpfs none /run; exec {runc} --root {folder}/state "$@"' sh "$@"
+"""
+
+
+def test_a_rootless_engine_gives_gpus_by_hook_where_no_cgroups_is_set(bench: Bench, host_nodes: None) -> None:
+    wrapper = bench.folder / "rootless"
+    wrapper.write_text(_ROOTLESS.format(runc=bench.low_level, folder=bench.folder))
+    wrapper.chmod(0o755)
+    bench.low_level = bench.caller = str(wrapper)
+    linux = {name: value for name, value in bench.pristine["linux"].items() if name != "resources"}
+    linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "network"]
+    mounts = [one for one in bench.pristine["mounts"] if one["type"] not in ("sysfs", "cgroup", "mqueue", "devpts")]
+    given: dict[str, Any] = {"linux": linux, "mounts": mounts}
+    bench.configure(ALL, hooks={"prestart": [bench.hook_entry("prestart")]}, **given)
+    assert "use --runtime=nvidia, or no-cgroups = true" in bench.create(runtime=bench.low_level).stderr
+    bench.deployed.nvidia_settings.write_text("[nvidia-container-cli]\nno-cgroups = true\n")
+    report = bench.report(ALL, by_hook="prestart", **given)
+    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
+    assert all(line.endswith("No such device or address") for line in nodes(report))
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
 # -- settings and logs -----------------------------------------------------------------------------------------------
 
 
