@@ -66,8 +66,9 @@ PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.js
 [ $? = 1 ] && exec "$low_level" "$@"
 exec {python} -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
 """
-# What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words.
-_WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io/|nvidia-container-devices"
+# What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words. No slash
+# stands in them: JSON may have it as \\/.
+_WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
 # A key may stand in quotes, or behind its table's name and a dot.
 _KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.

@@ -71,11 +71,11 @@ def _chosen(
     edits = merge_edits([_wanted(part, capabilities, folders) for part in parts])
     if not settings.additional_gids:
         edits.pop("additionalGids", None)
-    hooks = edits.pop("hooks", [])
+    # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
+    hooks = [{**hook, "env": hook.get("env") or []} for hook in edits.pop("hooks", [])]
     own = next((hook for hook in hooks if _is_own(hook)), None)
     links = _links(own, capabilities, folders) if own else []
-    # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
-    others = [{**hook, "env": hook.get("env") or []} for hook in hooks if not _is_own(hook)]
+    others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
     equipment = Equipment(edits, links, own and _with_links(own, links), _host_driver(specifications, links))

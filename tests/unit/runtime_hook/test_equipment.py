@@ -102,6 +102,13 @@ def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
     assert "libcuda.so.550" in names(files)
 
 
+def test_our_own_hook_has_an_environment_of_its_own_too_where_it_runs(tmp_path: Path, common: dict[str, Any]) -> None:
+    del common["hooks"][0]["env"]
+    hook = chosen(tmp_path, common).hook
+    assert hook is not None
+    assert hook["env"] == []
+
+
 def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
     tmp_path: Path, common: dict[str, Any]
 ) -> None:

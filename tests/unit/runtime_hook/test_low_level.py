@@ -98,6 +98,13 @@ def test_nobody_but_root_may_write_what_a_shell_of_roots_reads(deployed: Deploye
     assert (tmp_path / "run/low-level").stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.parametrize("slash", ["/", "\\/"])
+def test_an_annotation_is_heard_however_its_slash_is_written(deployed: Deployed, tmp_path: Path, slash: str) -> None:
+    text = '{"annotations": {"cdi.k8s.io/x": "vendor.com/class=0"}}'
+    (tmp_path / "config.json").write_text(text.replace("/", slash))
+    assert call(deployed, "create", "--bundle", str(tmp_path), "id").returncode == 1
+
+
 @pytest.mark.parametrize(
     "setting",
     [
