@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook import prestart
+from gpuprov.runtime_hook import deploy, prestart
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime, nodes
 
 pytestmark = pytest.mark.root
@@ -52,6 +52,30 @@ def test_a_container_gets_all_gpus_by_hook(versions: Bench, stage: str) -> None:
         f"node /dev/nvidia1 c3:1 666 {ENXIO}",
         f"node /dev/nvidiactl c3:ff 666 {ENXIO}",
     ]
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    mounts = [line for line in report if line.startswith("mount ")]
+    assert len(mounts) == 3
+    assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
+    assert "wrote nvidia-smi" not in report
+
+
+@pytest.fixture(params=["5.10", "4.18"])
+def older(request: pytest.FixtureRequest, bench: Bench) -> Bench:
+    """The bench with a hook to which this kernel is an older one: without mount_setattr, without open_tree too."""
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    numbers = "428, 429, 442"
+    source = (library / "mounts.py").read_text()
+    assert numbers in source
+    (library / "mounts.py").write_text(
+        source.replace(numbers, "428, 429, 9442" if request.param == "5.10" else "9428, 9429, 9442")
+    )
+    deploy.compile_bytecode(str(library))
+    return bench
+
+
+def test_an_older_kernels_mounts_are_as_restricted(older: Bench) -> None:
+    report = older.report("NVIDIA_VISIBLE_DEVICES=all", by_hook="prestart")
+    assert len(nodes(report)) == 3
     assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
     mounts = [line for line in report if line.startswith("mount ")]
     assert len(mounts) == 3
