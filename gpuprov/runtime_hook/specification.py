@@ -81,7 +81,7 @@ class Specifications:
         there is, for any other.
         """
         if not names:
-            return [{**self.own.common, "deviceNodes": []}]
+            return [{**self.own.common, "deviceNodes": [], "additionalGids": []}]
         found = []
         begun = set()
         for name in dict.fromkeys(names):

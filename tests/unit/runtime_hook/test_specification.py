@@ -60,7 +60,7 @@ def test_a_device_by_each_of_its_names(gpus: Specifications, name: str, edits: d
 
 def test_devices_come_in_the_order_in_which_they_are_named(gpus: Specifications) -> None:
     assert gpus.edits_of(["1", UUID]) == [COMMON, SECOND, FIRST]
-    assert gpus.edits_of([]) == [{**COMMON, "deviceNodes": []}]
+    assert gpus.edits_of([]) == [{**COMMON, "deviceNodes": [], "additionalGids": []}]
 
 
 @pytest.mark.parametrize(
