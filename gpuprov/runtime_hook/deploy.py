@@ -162,7 +162,10 @@ def compile_bytecode(directory: str) -> None:
     }
     for entry, order in orders.items():
         codes = [(_dotted(name), compiled[name]) for name in order]
-        _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
+        # At once: containers start meanwhile, and half a file would refuse them.
+        temporary = _bundle(folder, f"{entry}.new")
+        temporary.write_bytes(_digest(folder) + marshal.dumps(codes))
+        temporary.replace(_bundle(folder, entry))
 
 
 def bytecode_is_current(directory: str) -> bool:
