@@ -14,17 +14,23 @@ FOLDER = "/usr/local/cuda/compat"
 # So that the image's own ldconfig keeps finding them; a name of its own, which sorts first and never piles up.
 CONFIGURATION = "/etc/ld.so.conf.d/00-gpuprov-compat.conf"
 _LIBCUDA = "libcuda.so."
+# NVIDIA's have some twenty files; each would be an entry of the loader's cache.
+_MOST_FILES = 500
 
 
 def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
     """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
     host = _major(host_driver)
-    versions = [name[len(_LIBCUDA) :] for name in root.names(FOLDER) if _is_versioned(name)]
+    there = [name for name in root.names(FOLDER, _MOST_FILES) if name.isascii()]
+    versions = [name[len(_LIBCUDA) :] for name in there if _is_versioned(name)]
     # Several are as good as none: nobody can say which is meant.
     if not host or len(versions) != 1 or _major(versions[0]) <= host:
         return "", []
-    names = [name for name in root.names(FOLDER) if name.startswith("lib") and ".so" in name]
-    return root.real_path(FOLDER), names
+    folder = root.real_path(FOLDER)
+    # It will be a line of a configuration file.
+    if not (folder.isascii() and folder.isprintable()):
+        return "", []
+    return folder, [name for name in there if name.startswith("lib") and ".so" in name]
 
 
 def _is_versioned(name: str) -> bool:

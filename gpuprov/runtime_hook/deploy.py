@@ -33,12 +33,13 @@ own={settings} nvidia={nvidia_settings} cache={cache}
 [ -e "$nvidia" ] || nvidia=
 low_level=
 if [ -n "$own$nvidia" ]; then
-    # The settings may name another low-level runtime; the answer is kept until something changes beside them.
-    if [ "${{own:-/}}" -nt "$cache" ] || [ "${{nvidia:-/}}" -nt "$cache" ] || [ ! -e "$cache" ] ||
-        [ "${{own:+{settings_folder}}}" -nt "$cache" ] || [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
-        {python} -I -S -E -B -c '{keep}' </dev/null || exit
+    # The settings may name another low-level runtime; the answer is kept until something changes beside them, or until
+    # that runtime is gone: another package has brought it to another folder.
+    if [ -r "$cache" ] && ! [ "${{own:-/}}" -nt "$cache" ] && ! [ "${{nvidia:-/}}" -nt "$cache" ] &&
+        ! [ "${{own:+{settings_folder}}}" -nt "$cache" ] && ! [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
+        . "$cache"
     fi
-    . "$cache"
+    [ -x "$low_level" ] || low_level=$({python} -I -S -E -B -c '{keep}' </dev/null) || exit
 else
     for low_level in {candidates}; do
         [ -x "$low_level" ] && break
@@ -65,9 +66,11 @@ PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.js
 [ $? = 1 ] && exec "$low_level" "$@"
 exec {python} -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
 """
-# What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words.
-_WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io/|nvidia-container-devices"
-_KEYS = r"^[[:space:]]*(swarm-resource|annotation-prefixes)"
+# What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words. No slash
+# stands in them: JSON may have it as \\/.
+_WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
+# A key may stand in quotes, or behind its table's name and a dot.
+_KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 # All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
 # Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
@@ -159,7 +162,10 @@ def compile_bytecode(directory: str) -> None:
     }
     for entry, order in orders.items():
         codes = [(_dotted(name), compiled[name]) for name in order]
-        _bundle(folder, entry).write_bytes(_digest(folder) + marshal.dumps(codes))
+        # At once: containers start meanwhile, and half a file would refuse them.
+        temporary = _bundle(folder, f"{entry}.new")
+        temporary.write_bytes(_digest(folder) + marshal.dumps(codes))
+        temporary.replace(_bundle(folder, entry))
 
 
 def bytecode_is_current(directory: str) -> bool:

@@ -25,6 +25,7 @@ _TYPE_CGROUP_DEVICE = 15
 _ATTACH_CGROUP_DEVICE = 6
 _ALLOW_MULTI, _REPLACE = 2, 4
 _MOST_PROGRAMS = 64
+_EPERM = 1
 # struct bpf_cgroup_dev_ctx: access << 16 | type, major, minor.
 _KINDS = {"b": 1, "c": 2}
 _ACCESS = {"m": 1, "r": 2, "w": 4}
@@ -36,7 +37,7 @@ _SIZE = 8
 
 def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
     """Let the cgroup of a process open these nodes (type, major, minor, access). Raises Refused."""
-    version, folder = cgroup_of(_read(f"/proc/{pid}/cgroup"), _read("/proc/self/mountinfo"))
+    version, folder = cgroup_of(read_proc(f"/proc/{pid}/cgroup"), read_proc("/proc/self/mountinfo"))
     try:
         if version == 1:
             for node in nodes:
@@ -44,7 +45,8 @@ def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
         elif nodes:
             _replace_programs(folder, nodes)
     except OSError as error:
-        raise Refused(f"the device cgroup {folder} can't be changed: {error.strerror}") from None
+        hint = ": use --runtime=nvidia, or no-cgroups = true if docker is rootless" if error.errno == _EPERM else ""
+        raise Refused(f"the device cgroup {folder} can't be changed: {error.strerror}{hint}") from None
 
 
 def cgroup_of(cgroups: str, mounts: str) -> tuple[int, str]:
@@ -117,8 +119,9 @@ def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
 def _attached(cgroup: int) -> tuple[list[int], int]:
     """Return the numbers of the programs on a cgroup itself, and how they are attached."""
     numbers = (ctypes.c_uint32 * _MOST_PROGRAMS)()
+    # Linux 6.17 writes the revision, bytes 56 to 64, whatever size it is told.
     attributes = bytearray(
-        pack("=IIIIQI", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, ctypes.addressof(numbers), _MOST_PROGRAMS)
+        pack("=IIIIQI36x", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, ctypes.addressof(numbers), _MOST_PROGRAMS)
     )
     attributes = _bpf_in_place(_PROG_QUERY, attributes)
     _, _, _, flags, _, count = unpack_from("=IIIIQI", attributes)
@@ -177,7 +180,8 @@ def _number() -> int:
     return _BPF[machine]
 
 
-def _read(path: str) -> str:
+def read_proc(path: str) -> str:
+    """Return what the kernel says of a process. Raises Refused if that has ended."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

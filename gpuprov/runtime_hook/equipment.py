@@ -32,8 +32,8 @@ _RHEL_32_BIT = "/usr/lib"
 class Equipment:
     """What a container gets.
 
-    `edits`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `hook`: the hook in which
-    these stood, for roots in which nothing can be made beforehand; `libraries`: their paths in the container;
+    `edits`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `hook`: the one that makes
+    these, for roots in which nothing can be made beforehand; `libraries`: their paths in the container;
     `host_driver`: the driver's version, "" if unknown; `decisions`: sentences that say which rule decided.
     """
 
@@ -71,14 +71,14 @@ def _chosen(
     edits = merge_edits([_wanted(part, capabilities, folders) for part in parts])
     if not settings.additional_gids:
         edits.pop("additionalGids", None)
-    hooks = edits.pop("hooks", [])
+    # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
+    hooks = [{**hook, "env": hook.get("env") or []} for hook in edits.pop("hooks", [])]
     own = next((hook for hook in hooks if _is_own(hook)), None)
     links = _links(own, capabilities, folders) if own else []
-    # A hook without `env` would be given the image's environment by runc 1.1, LD_PRELOAD included (CVE-2025-23266).
-    others = [{**hook, "env": hook.get("env") or []} for hook in hooks if not _is_own(hook)]
+    others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
-    equipment = Equipment(edits, links, own, _host_driver(specifications, links))
+    equipment = Equipment(edits, links, own and _with_links(own, links), _host_driver(specifications, links))
     mounts = len(edits.get("mounts") or ())
     equipment.decisions = [
         f"{mounts} files, {len(links)} links for the driver capabilities {', '.join(sorted(capabilities)) or 'none'}",
@@ -138,6 +138,13 @@ def _links(hook: dict[str, Any], capabilities: frozenset[str], folders: _Folders
     arguments = hook.get("args") or []
     pairs = [value.split("::", 1) for flag, value in zip(arguments, arguments[1:]) if flag == "--link"]
     return [(target, folders.in_container(path)) for target, path in pairs if _is_wanted(path, capabilities)]
+
+
+def _with_links(hook: dict[str, Any], links: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return the hook for these links instead of all that the specification has, at their places on the host."""
+    words = hook.get("args") or []
+    kept = [word for word, before in zip(words, ["", *words]) if "--link" not in (word, before)]
+    return {**hook, "args": [*kept, *(word for target, path in links for word in ("--link", f"{target}::{path}"))]}
 
 
 class _Folders:

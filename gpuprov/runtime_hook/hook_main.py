@@ -25,31 +25,34 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _LARGEST_STATE = 1 << 20
-_USAGE = "usage: gpuprov-container-runtime-hook prestart|createRuntime|createContainer|poststart|poststop"
+_STAGES = ("prestart", "createRuntime", "createContainer", "poststart", "poststop")
+_USAGE = f"usage: gpuprov-container-runtime-hook {'|'.join(_STAGES)}"
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Serve one call; never returns. The exit code is 0 for done, 1 for refused: then the container does not start."""
     # Engines hand over their own environment, or the container's: nothing here, and nothing started here, needs it.
     posix.environ.clear()
+    # What is made is for everybody in the container, whatever the caller's umask is.
+    posix.umask(0o022)
     try:
         code = serve(arguments)
     except Refused as refused:
         code = _refuse(f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must neither start a half-equipped container nor print a traceback
         code = _refuse(f"gpuprov: internal error {type(error).__name__}: {error}: please report this")
-    sys.stdout.flush()
     posix._exit(code)
 
 
 def serve(arguments: list[str]) -> int:
-    """Do what the first word that is no flag says, and return the exit code. Raises Refused."""
-    stage = next((word for word in arguments if not word.startswith("-")), "")
+    """Do what the first word that is a stage says, and return the exit code. Raises Refused."""
+    # Before it, engines' old configurations have flags of NVIDIA's own hook: -debug, -config FILE.
+    stage = next((word for word in arguments if word in _STAGES), "")
     if stage in ("prestart", "createRuntime"):
         return _equip(_state())
     if stage == "createContainer":
         return _finish(_state(), arguments)
-    if stage in ("poststart", "poststop"):
+    if stage:
         return 0
     raise Refused(_USAGE)
 
@@ -92,8 +95,7 @@ def _equip(state: dict[str, Any]) -> int:
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
-    compat = decision.settings.cuda_compat
-    equip(pid, decision.root_path, decision.root.owner, decision.equipment, cuda_compat=compat)
+    equip(pid, decision.root_path, decision.equipment, decision.settings)
     return 0
 
 

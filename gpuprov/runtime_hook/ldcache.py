@@ -25,6 +25,10 @@ _HWCAPS_TAG = 1
 _LITTLE_ENDIAN = 2
 _MACHINE = 0xFF00
 _MOST_SECTIONS = 16
+# glibc knows some ten folders of optimised variants; 4 bytes each.
+_LARGEST_SECTION = 4096
+# As the kernel's own limit on paths: entries may share one text, and each that is compared is taken apart.
+_LONGEST_TEXT = 4096
 # ELF for glibc 2 and later, and the machine: x86-64, AArch64, 32-bit x86.
 FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}
 FLAGS_32_BIT = 0x0003
@@ -78,7 +82,7 @@ class _Cache:
         return self._text(unpack_from("=I", self.content, _HEADER_SIZE + number * _ENTRY_SIZE + 4)[0])
 
     def _text(self, place: int) -> bytes:
-        return self.content[place : self.content.index(b"\0", place)]
+        return self.content[place : self.content.index(b"\0", place, place + _LONGEST_TEXT)]
 
 
 def _merged(
@@ -184,6 +188,8 @@ def _shift_extensions(cache: _Cache, tail: bytearray, shift: int) -> bool:
         tag, flags, offset, size = unpack_from("=IIII", tail, section)
         pack_into("=IIII", tail, section, tag, flags, offset + shift, size)
         if tag == _HWCAPS_TAG:
+            if size > _LARGEST_SECTION:
+                return False
             for name in range(offset - cache.tail, offset - cache.tail + size, 4):
                 pack_into("=I", tail, name, unpack_from("=I", tail, name)[0] + shift)
     return True

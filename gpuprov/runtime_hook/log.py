@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 _JOURNAL = "/run/systemd/journal/socket"
+_LONGEST_LINE = 4000
 _ORDER = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 # As syslog(3) counts.
 _PRIORITIES = (7, 6, 4, 3)
@@ -22,6 +23,8 @@ def write(settings: Settings, level: str, text: str) -> None:
     """Add one line, if the settings want a log, and lines of this level in it."""
     if not settings.debug or _ORDER[level] < _ORDER[settings.log_level]:
         return
+    # What containers ask for stands in it, and they may start again and again.
+    text = text[:_LONGEST_LINE]
     line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
     try:
         if settings.debug == "journal":

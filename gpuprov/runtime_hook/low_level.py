@@ -10,6 +10,7 @@ from .settings import read_settings
 CACHE = "/run/gpuprov/low-level"
 # Where root's programs are; a caller's PATH decides nothing.
 FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
 def find(names: tuple[str, ...]) -> str:
@@ -22,18 +23,31 @@ def find(names: tuple[str, ...]) -> str:
 
 
 def keep(cache: str = CACHE) -> None:
-    """Write, for a shell, which low-level runtime it is. Ends the program with a sentence if there is none."""
+    """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none."""
     settings, _ = read_settings()
     path = find(settings.runtimes)
     if not path:
         sys.exit(f"gpuprov: none of the low-level runtimes {', '.join(settings.runtimes)} is installed")
-    folder = cache.rpartition("/")[0]
     try:
-        posix.mkdir(folder, 0o755)
+        _write(cache, path)
+    except OSError:
+        pass  # a full disk, or a rootless engine: then the next start looks for it again
+    sys.stdout.write(f"{path}\n")
+
+
+def _write(cache: str, path: str) -> None:
+    try:
+        posix.mkdir(cache.rpartition("/")[0], 0o755)
     except FileExistsError:
         pass
     temporary = f"{cache}.{posix.getpid()}"
     quoted = path.replace("'", "'\\''")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(f"low_level='{quoted}'\n")
-    posix.rename(temporary, cache)
+    # A shell of root's reads it: nobody else may write it, whatever the caller's umask is.
+    handle = posix.open(temporary, _CREATE, 0o644)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(f"low_level='{quoted}'\n")
+        posix.rename(temporary, cache)
+    except OSError:
+        posix.unlink(temporary)
+        raise

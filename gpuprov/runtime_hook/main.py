@@ -122,14 +122,18 @@ def write(path: str, text: str) -> None:
     temporary = f"{path}.gpuprov"
     handle = posix.open(temporary, _CREATE, 0o600)
     try:
-        posix.fchown(handle, status.st_uid, status.st_gid)
-        posix.fchmod(handle, status.st_mode & 0o7777)
-        content = text.encode()
-        while content:
-            content = content[posix.write(handle, content) :]
-    finally:
-        posix.close(handle)
-    posix.rename(temporary, path)
+        try:
+            posix.fchown(handle, status.st_uid, status.st_gid)
+            posix.fchmod(handle, status.st_mode & 0o7777)
+            content = text.encode()
+            while content:
+                content = content[posix.write(handle, content) :]
+        finally:
+            posix.close(handle)
+        posix.rename(temporary, path)
+    except OSError:
+        posix.unlink(temporary)
+        raise
 
 
 def refuse(arguments: list[str], message: str) -> NoReturn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posix
 import sys
 
-from .device_cgroup import allow
+from .device_cgroup import allow, read_proc
 from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
@@ -21,25 +21,36 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .equipment import Equipment
+    from .settings import Settings
 
 _TYPE = 0o170000
-_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK = 0o100000, 0o040000, 0o020000, 0o060000
+_REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
 _HOST = (0, 0)
-_NODE_TYPES = {"c": _CHARACTER, "b": _BLOCK}
+# As in config.json: `u` is a character device too.
+_NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
+# What stands in config.json alone, which runc has read by now.
+_TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _PARAMS = "/proc/driver/nvidia/params"
 # The same for all containers: a copy of the driver's parameters that keeps nvidia-smi from making device nodes.
 _PARAMS_COPY = "/run/gpuprov/params"
 
 
-def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment, *, cuda_compat: bool = True) -> None:
+def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
     """
+    _refuse_what_comes_too_late(equipment.edits)
+    in_user_namespace = _is_another_namespace(pid, "user")
+    owner = _root_user(pid) if in_user_namespace else _HOST
+    if not _is_another_namespace(pid, "mnt"):
+        raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
     nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
     params = _write_params()
-    allow(pid, [node for node in nodes if node["access"]])
+    bound = in_user_namespace or _is_rootless()
+    if not settings.no_cgroups:
+        allow(pid, [node for node in nodes if node["access"]])
     # From here on Python must find nothing in the container's files that it would load.
     sys.path.clear()
     sys.meta_path.clear()
@@ -49,18 +60,54 @@ def equip(pid: int, root_path: str, owner: tuple[int, int], equipment: Equipment
     except OSError as error:
         raise Refused(f"the container's root folder {root_path} can't be opened: {error.strerror}") from None
     posix.umask(0)
-    in_user_namespace = owner != (0, 0)
     for node in nodes:
-        _attempt(node["path"], _add_node, root, node, in_user_namespace)
+        _attempt(node["path"], _add_node, root, node, bound)
     for mount in equipment.edits.get("mounts") or ():
         _attempt(mount["containerPath"], _add_mount, root, mount)
     if params and root.exists(_PARAMS):
         _attempt(_PARAMS, _add_mount, root, {"hostPath": params, "containerPath": _PARAMS, "options": ["ro", "nosuid"]})
     posix.umask(0o022)
     act_as(owner)
-    prepare_root(root, equipment, cuda_compat=cuda_compat)
+    prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     act_as(_HOST)
     root.close()
+
+
+def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
+    # That one says that the work is done already, which is as true of a hook's.
+    wanted = {**edits, "env": [entry for entry in edits.get("env") or () if entry != "NVIDIA_VISIBLE_DEVICES=void"]}
+    named = [name for name in _TOO_LATE if wanted.get(name)]
+    if named:
+        raise Refused(
+            f"the CDI specification has {', '.join(named)} for what was asked for, which no prestart hook can give: "
+            "use --runtime=nvidia, not --gpus"
+        )
+
+
+def _root_user(pid: int) -> tuple[int, int]:
+    """Return the host's numbers for root's user and group in a process's user namespace.
+
+    Not those of config.json: a namespace that is joined by its path need not have its mappings there.
+    """
+    return _outside(read_proc(f"/proc/{pid}/uid_map")), _outside(read_proc(f"/proc/{pid}/gid_map"))
+
+
+def _is_rootless() -> bool:
+    """Say whether the engine itself runs in a user namespace."""
+    return read_proc("/proc/self/uid_map").split() != ["0", "0", "4294967295"]
+
+
+def _outside(mappings: str) -> int:
+    rows = [line.split() for line in mappings.splitlines()]
+    return next((int(outside) for inside, outside, _ in rows if inside == "0"), 0)
+
+
+def _is_another_namespace(pid: int, kind: str) -> bool:
+    try:
+        ours, theirs = posix.stat(f"/proc/self/ns/{kind}"), posix.stat(f"/proc/{pid}/ns/{kind}")
+    except OSError as error:
+        raise Refused(f"the container's process {pid} is gone: {error.strerror}") from None
+    return (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino)
 
 
 def _attempt(path: str, action: Any, *arguments: Any) -> None:
@@ -72,14 +119,15 @@ def _attempt(path: str, action: Any, *arguments: Any) -> None:
 
 def _node(node: dict[str, Any]) -> dict[str, Any]:
     permissions = node.get("permissions") or "rwm"
-    access = "" if permissions == "none" else permissions
-    return {**node, **node_identity(node), "access": access, "host": node.get("hostPath") or node["path"]}
+    identity = node_identity(node)
+    access = permissions if permissions != "none" and identity["type"] in ("b", "c") else ""
+    return {**node, **identity, "access": access, "host": node.get("hostPath") or node["path"]}
 
 
-def _add_node(root: Root, node: dict[str, Any], in_user_namespace: bool) -> None:
-    """Make a device node; in a user namespace, where such nodes can't be opened, bind the host's."""
+def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
+    """Make a device node; or bind the host's: in a user namespace nodes can't be made, or not be opened."""
     folder, _, name = node["path"].rpartition("/")
-    if in_user_namespace:
+    if bound:
         act_as(root.owner)
         directory = root.open_directory(folder, make=True)
         _make_file(root, directory, name)

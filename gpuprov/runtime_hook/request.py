@@ -160,15 +160,15 @@ def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
 
 def _mounts_below_root(config: dict[str, Any]) -> list[str]:
     """Return what is named by mounts of /dev/null below the agreed folder: a pod can't make these by itself."""
-    found: list[str] = []
+    found: dict[str, None] = {}
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else ():
         if not isinstance(mount, dict) or normal_path(str(mount.get("source", ""))) != "/dev/null":
             continue
         destination = normal_path(str(mount.get("destination", "")))
-        if destination.startswith(_MOUNT_ROOT) and destination[len(_MOUNT_ROOT) :] not in found:
-            found.append(destination[len(_MOUNT_ROOT) :])
-    return found
+        if destination.startswith(_MOUNT_ROOT):
+            found[destination[len(_MOUNT_ROOT) :]] = None
+    return list(found)
 
 
 def _mounted_devices(names: list[str], request: Request) -> list[str]:

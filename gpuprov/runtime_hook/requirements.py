@@ -20,13 +20,15 @@ _FIRST_DRIVERS = (
 _VERSIONS = ("cuda", "driver", "arch")
 # An image of NVIDIA's names some thirty alternatives: nobody reads them in an error line.
 _MOST_NAMED = 3
+_MOST_DIGITS = 4000
 _OPERATORS = ("!=", "<=", ">=", "=", "<", ">")
 
 
 def version_key(text: str) -> tuple[int, ...]:
     """Return a version that compares; missing components count as 0. Raises ValueError for anything but numbers."""
     parts = text.split(".")
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    # Of more digits, some versions of Python make no number, and others take minutes.
+    if not all(part.isascii() and part.isdigit() and len(part) < _MOST_DIGITS for part in parts):
         raise ValueError(f"{text!r} is no version")
     key = [int(part) for part in parts]
     while key and key[-1] == 0:

@@ -68,16 +68,18 @@ class Root:
             return False
         return True
 
-    def names(self, path: str) -> list[str]:
-        """Return what is in a folder, sorted; nothing if there is none."""
+    def names(self, path: str, most: int) -> list[str]:
+        """Return what is in a folder, sorted; nothing if there is none, or if it holds more than `most`."""
         try:
             handle = posix.open(f"/proc/self/fd/{self.open_directory(path)}", posix.O_RDONLY | posix.O_DIRECTORY)
         except (OSError, ValueError):
             return []
         try:
-            return sorted(posix.listdir(handle))
+            with posix.scandir(handle) as entries:
+                found = [entry.name for entry, _ in zip(entries, range(most + 1))]
         finally:
             posix.close(handle)
+        return sorted(found) if len(found) <= most else []
 
     def read_file(self, path: str, most: int) -> bytes | None:
         """Return a regular file's content, None if there is none, or if it is larger than `most` bytes."""

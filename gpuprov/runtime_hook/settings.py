@@ -29,6 +29,7 @@ _KEYS: dict[str, tuple[type, Any]] = {
     "accept-nvidia-visible-devices-envvar-when-unprivileged": (bool, True),
     "accept-nvidia-visible-devices-as-volume-mounts": (bool, False),
     "supported-driver-capabilities": (str, "all"),
+    "nvidia-container-cli.no-cgroups": (bool, False),
     f"{_RUNTIME}.debug": (str, ""),
     f"{_RUNTIME}.log-level": (str, "info"),
     f"{_RUNTIME}.runtimes": (list, ["runc", "crun"]),
@@ -51,8 +52,8 @@ class Settings:
 
     __slots__ = (
         "accept_envvar_when_unprivileged", "accept_volume_mounts", "additional_gids", "annotation_prefixes",
-        "cuda_compat", "debug", "default_kind", "disable_require", "ignore_imex", "log_level", "mode", "runtimes",
-        "spec_dirs", "supported_capabilities", "swarm_resources",
+        "cuda_compat", "debug", "default_kind", "disable_require", "ignore_imex", "log_level", "mode", "no_cgroups",
+        "runtimes", "spec_dirs", "supported_capabilities", "swarm_resources",
     )  # fmt: skip
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ class Settings:
         self.disable_require: bool = value("disable-require")
         self.supported_capabilities = _capabilities(value("supported-driver-capabilities"))
         self.swarm_resources = _items(value("swarm-resource"))
+        self.no_cgroups: bool = value("nvidia-container-cli.no-cgroups")
         debug = value(f"{_RUNTIME}.debug")
         self.debug: str = "" if debug == "/dev/null" else debug
         self.log_level: str = _LOG_LEVELS.get(value(f"{_RUNTIME}.log-level").lower(), "info")

@@ -31,9 +31,13 @@ class OnlyYaml(Refused):
 
 
 class Specification:
-    """One kind's devices by name, what all of them share, what the host is (driver, cuda, …), and where it stands."""
+    """One kind's devices by name, what all of them share, what the host is (driver, cuda, …), and where it stands.
 
-    __slots__ = ("common", "devices", "host", "path")
+    Of a kind that stands in several files: `sources`, where each device is from, and `conflicts`, the two files of a
+    device that stands in both, of one folder.
+    """
+
+    __slots__ = ("common", "conflicts", "devices", "host", "path", "sources")
 
     def __init__(
         self, path: str, devices: dict[str, dict[str, Any]], common: dict[str, Any], host: dict[str, str]
@@ -42,6 +46,8 @@ class Specification:
         self.devices = devices
         self.common = common
         self.host = host
+        self.sources: dict[str, Specification] = {}
+        self.conflicts: dict[str, str] = {}
 
 
 class Specifications:
@@ -75,10 +81,10 @@ class Specifications:
         there is, for any other.
         """
         if not names:
-            return [{**self.own.common, "deviceNodes": []}]
+            return [{**self.own.common, "deviceNodes": [], "additionalGids": []}]
         found = []
         begun = set()
-        for name in names:
+        for name in dict.fromkeys(names):
             kind, device = self._split(name)
             try:
                 specification = self.of(kind)
@@ -86,10 +92,12 @@ class Specifications:
                 if by_annotation:
                     continue
                 raise
-            if kind not in begun:
-                begun.add(kind)
-                found.append(specification.common)
-            found.append(_device(specification, kind, device))
+            known = _known_name(specification, kind, device)
+            source = specification.sources.get(known, specification)
+            if source.path not in begun:
+                begun.add(source.path)
+                found.append(source.common)
+            found.append(specification.devices[known])
         return found
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -102,12 +110,13 @@ class Specifications:
         return self._default_kind, name
 
 
-def _device(specification: Specification, kind: str, name: str) -> dict[str, Any]:
-    edits = specification.devices.get(name)
-    if edits is None:
-        edits = specification.devices.get(_sysfs_bus_id(name))
-    if edits is not None:
-        return edits
+def _known_name(specification: Specification, kind: str, name: str) -> str:
+    """Return by which name a device stands in the specification. Raises Refused for one that does not."""
+    if name in specification.conflicts:
+        raise Refused(f"{specification.conflicts[name]} have a device {kind}={name}: take it out of one of them")
+    for known in (name, _sysfs_bus_id(name)):
+        if known in specification.devices:
+            return known
     if kind != KIND:
         there = ", ".join(sorted(specification.devices)) or "none"
         raise Refused(f"there is no device {kind}={name} on this host; there are {there}")
@@ -117,7 +126,9 @@ def _device(specification: Specification, kind: str, name: str) -> dict[str, Any
 def _sysfs_bus_id(name: str) -> str:
     """Return a PCI bus id as the specification has it: 00000000:1B:00.0, as nvidia-smi writes it, is 0000:1b:00.0."""
     domain, colon, rest = name.partition(":")
-    return f"{domain[-4:].lower()}:{rest.lower()}" if colon and len(domain) in (4, 8) else name
+    if len(domain) == 8 and domain.startswith("0000"):
+        domain = domain[4:]
+    return f"{domain}:{rest}".lower() if colon else name
 
 
 def _numbers(specification: Specification) -> str:
@@ -143,10 +154,7 @@ def _own(folders: tuple[str, ...]) -> Specification | None:
 
 def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
     """Return all devices of a kind in all folders' specifications, as one. Raises Refused if there is none."""
-    found: dict[str, dict[str, Any]] = {}
-    common: dict[str, Any] = {}
-    host: dict[str, str] = {}
-    where = ""
+    found = Specification("", {}, {}, {})
     for path in _files(folders):
         if not path.endswith(".json"):
             continue
@@ -155,12 +163,9 @@ def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # as CDI has it: an invalid file is none
         if other == kind:
-            # Of two specifications of one kind, each brings its own common edits to its own devices.
-            own = specification.common
-            found.update({name: _both(own, edits) for name, edits in specification.devices.items()})
-            host, where = specification.host, path
-    if where:
-        return Specification(where, found, common, host)
+            _add(found, specification)
+    if found.path:
+        return found
     if kind != KIND:
         for path in _files(folders):
             if not path.endswith(".json") and _names_kind(path, kind):
@@ -170,10 +175,17 @@ def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
     raise Refused(f"there is no CDI specification {folders[0]}/{_OWN_NAME} on this host: run gpuprov install there")
 
 
-def _both(common: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: [*(common.get(key) or []), *(edits.get(key) or [])] for key in {**common, **edits} if key != "intelRdt"
-    }
+def _add(found: Specification, new: Specification) -> None:
+    """Add a specification to what was found of its kind: a later folder's device wins, of one folder neither counts."""
+    for name in new.devices:
+        other = found.sources.get(name)
+        if other and other.path.rpartition("/")[0] == new.path.rpartition("/")[0]:
+            found.conflicts[name] = f"{other.path} and {new.path}"
+        else:
+            found.conflicts.pop(name, None)
+        found.sources[name] = new
+    found.devices.update(new.devices)
+    found.path, found.common, found.host = new.path, new.common, new.host
 
 
 def _names_kind(path: str, kind: str) -> bool:

@@ -9,9 +9,11 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpuprov.runtime_hook import deploy, prestart
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime, nodes
 
 pytestmark = pytest.mark.root
@@ -57,6 +59,30 @@ def test_a_container_gets_all_gpus_by_hook(versions: Bench, stage: str) -> None:
     assert "wrote nvidia-smi" not in report
 
 
+@pytest.fixture(params=["5.10", "4.18"])
+def older(request: pytest.FixtureRequest, bench: Bench) -> Bench:
+    """The bench with a hook to which this kernel is an older one: without mount_setattr, without open_tree too."""
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    numbers = "428, 429, 442"
+    source = (library / "mounts.py").read_text()
+    assert numbers in source
+    (library / "mounts.py").write_text(
+        source.replace(numbers, "428, 429, 9442" if request.param == "5.10" else "9428, 9429, 9442")
+    )
+    deploy.compile_bytecode(str(library))
+    return bench
+
+
+def test_an_older_kernels_mounts_are_as_restricted(older: Bench) -> None:
+    report = older.report("NVIDIA_VISIBLE_DEVICES=all", by_hook="prestart")
+    assert len(nodes(report)) == 3
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    mounts = [line for line in report if line.startswith("mount ")]
+    assert len(mounts) == 3
+    assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
+    assert "wrote nvidia-smi" not in report
+
+
 def test_a_gpu_that_was_not_asked_for_stays_closed(versions: Bench) -> None:
     for number in (0, 1):
         os.mknod(versions.root / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(195, number))
@@ -92,6 +118,76 @@ def test_a_refusal_stops_the_start_with_one_line(bench: Bench) -> None:
     )
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def add_kind(bench: Bench, **edits: Any) -> None:
+    """Add vendor.com/thing=x to the specifications."""
+    device = {"name": "x", "containerEdits": edits}
+    (bench.deployed.specifications / "vendor.json").write_text(
+        json.dumps({"cdiVersion": "0.6.0", "kind": "vendor.com/thing", "devices": [device]})
+    )
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"hooks": [{"hookName": "createContainer", "path": "/bin/true"}]},
+        {"netDevices": [{"hostInterfaceName": "eth9", "name": "eth0"}]},
+        {"intelRdt": {"closID": "x"}},
+        {"env": ["THING=1"]},
+    ],
+    ids=lambda edits: next(iter(edits)),
+)
+def test_what_stands_in_config_json_alone_is_refused_and_not_left_out(bench: Bench, edits: dict[str, Any]) -> None:
+    add_kind(bench, **edits)
+    hooks = {"prestart": [bench.hook_entry("prestart")]}
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0,vendor.com/thing=x", hooks=hooks)
+    done = bench.create(runtime=bench.low_level)
+    assert done.returncode != 0
+    if "crun" not in bench.low_level:
+        assert f"the CDI specification has {next(iter(edits))} for what was asked for" in done.stderr
+
+
+def test_nodes_of_every_kind_are_made(bench: Bench, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = {"path": "/dev/thing-pipe", "hostPath": str(tmp_path / "pipe")}
+    unbuffered = {"path": "/dev/thing", "type": "u", "major": 195, "minor": 7}
+    add_kind(bench, deviceNodes=[pipe, unbuffered])
+    script = ["sh", "-c", "stat -c '%n %F %t:%T' /dev/thing*"]
+    report = bench.report("NVIDIA_VISIBLE_DEVICES=vendor.com/thing=x", by_hook="prestart", arguments=script)
+    assert report == ["/dev/thing character special file c3:7", "/dev/thing-pipe fifo 0:0"]
+
+
+def test_a_container_without_a_mount_namespace_of_its_own_is_refused(bench: Bench, tmp_path: Path) -> None:
+    """What it is given would be mounted on the host, and stay there; here, in a namespace around the runtime."""
+    if "crun" in bench.low_level:
+        pytest.skip("crun itself starts no such container")
+    wrapper = tmp_path / "inside"
+    wrapper.write_text(f'#!/bin/sh\nexec unshare -m {bench.low_level} "$@"\n')
+    wrapper.chmod(0o755)
+    linux = {name: value for name, value in bench.pristine["linux"].items() if not name.endswith("Paths")}
+    linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "mount"]
+    hooks = {"prestart": [bench.hook_entry("prestart")]}
+    bench.configure("NVIDIA_VISIBLE_DEVICES=0", hooks=hooks, linux=linux, mounts=[])
+    done = bench.create(runtime=str(wrapper))
+    assert done.returncode != 0
+    assert "no mount namespace of its own" in done.stderr
+
+
+def test_whose_a_joined_user_namespaces_files_are_is_the_kernels_word() -> None:
+    """Its mappings need not stand in config.json."""
+    sleeper = subprocess.Popen(("unshare", "-U", "sh", "-c", "echo; exec sleep 60"), stdout=subprocess.PIPE)
+    try:
+        assert sleeper.stdout and sleeper.stdout.readline()
+        Path(f"/proc/{sleeper.pid}/uid_map").write_text("5 5 1\n0 100000 5\n")
+        Path(f"/proc/{sleeper.pid}/gid_map").write_text("0 200000 65536\n")
+        assert prestart._root_user(sleeper.pid) == (100000, 200000)
+        assert prestart._is_another_namespace(sleeper.pid, "user")
+        assert not prestart._is_another_namespace(sleeper.pid, "mnt")
+        assert prestart._root_user(os.getpid()) == (0, 0)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 @pytest.mark.parametrize("place", ["usr", "usr/lib", LIBRARIES[1:], "usr/bin", "dev", "etc"])
@@ -142,3 +238,11 @@ def test_a_state_that_is_none_is_refused_in_one_line(bench: Bench, state: str) -
         return
     assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
     assert done.stderr.startswith("gpuprov: ")
+
+
+def test_a_hook_without_standard_output_leaves_a_container_that_asks_for_nothing_alone(bench: Bench) -> None:
+    bench.configure("A=1")
+    shell = ("sh", "-c", 'exec "$1" prestart >&-', "sh", bench.deployed.hook)
+    state = json.dumps({"bundle": str(bench.config.parent), "pid": os.getpid()})
+    done = subprocess.run(shell, input=state, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

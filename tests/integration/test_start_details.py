@@ -98,6 +98,36 @@ def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
     assert (bench.root / "etc/ld.so.cache").stat().st_uid == 100000
 
 
+_ROOTLESS = """#!/bin/sh
+exec unshare -U --map-root-user -m sh -c 'mount -t tmpfs none /run; exec {program} --root {folder}/state "$@"' sh "$@"
+"""
+
+
+def test_a_rootless_engine_gives_gpus_by_the_runtime_and_by_hook_where_no_cgroups_is_set(
+    bench: Bench, host_nodes: None
+) -> None:
+    wrappers = {}
+    for name, program in (("runtime", bench.runtime), ("runc", bench.low_level)):
+        wrappers[name] = bench.folder / f"rootless-{name}"
+        wrappers[name].write_text(_ROOTLESS.format(program=program, folder=bench.folder))
+        wrappers[name].chmod(0o755)
+    bench.low_level = bench.caller = str(wrappers["runc"])
+    bench.runtime = wrappers["runtime"]
+    linux = {name: value for name, value in bench.pristine["linux"].items() if name != "resources"}
+    linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "network"]
+    mounts = [one for one in bench.pristine["mounts"] if one["type"] not in ("sysfs", "cgroup", "mqueue", "devpts")]
+    given: dict[str, Any] = {"linux": linux, "mounts": mounts}
+    reports = [bench.report(ALL, **given)]
+    bench.configure(ALL, hooks={"prestart": [bench.hook_entry("prestart")]}, **given)
+    assert "use --runtime=nvidia, or no-cgroups = true" in bench.create(runtime=bench.low_level).stderr
+    bench.deployed.nvidia_settings.write_text("[nvidia-container-cli]\nno-cgroups = true\n")
+    reports.append(bench.report(ALL, by_hook="prestart", **given))
+    for report in reports:
+        assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
+        assert all(line.endswith("No such device or address") for line in nodes(report))
+        assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
 # -- settings and logs -----------------------------------------------------------------------------------------------
 
 
@@ -170,6 +200,21 @@ def test_a_volume_over_the_libraries_folder_has_the_links_too(bench: Bench, tmp_
     mount = {"destination": LIBRARIES, "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
     report = bench.report(ALL, by_hook=by_hook, mounts=[*bench.pristine["mounts"], mount])
     assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+def test_a_volume_over_that_folder_has_the_links_alone_that_this_image_and_request_need(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """An image like RHEL's, which has no folder as the host's; and a request for nvidia-smi, not for CUDA."""
+    shutil.rmtree(bench.root / "usr/lib")
+    volume = tmp_path / "volume"
+    for folder in (bench.root / "usr/lib64", volume):
+        folder.mkdir()
+    mount = {"destination": "/usr/lib64", "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
+    report = bench.report(ALL, "NVIDIA_DRIVER_CAPABILITIES=utility", mounts=[*bench.pristine["mounts"], mount])
+    assert "file /usr/lib64/libnvidia-ml.so.1 ml" in report
+    assert [path.name for path in volume.iterdir() if path.is_symlink()] == ["libnvidia-ml.so.1"]
+    assert not (bench.root / "usr/lib").exists()
 
 
 _PYTHON = (

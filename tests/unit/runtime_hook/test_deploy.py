@@ -167,6 +167,20 @@ def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> No
     assert (again.returncode, again.stdout.startswith("<function main")) == (0, True)
 
 
+@pytest.mark.parametrize("name", ["main", "hook_main"])
+def test_a_start_that_reads_while_all_is_compiled_anew_has_a_whole_file(modules: Path, name: str) -> None:
+    compile_bytecode(str(modules))
+    (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
+    before = bundle.read_bytes()
+    with (modules / "errors.py").open("a") as source, bundle.open("rb") as reading:
+        source.write("ANOTHER = 1\n")
+        source.flush()
+        compile_bytecode(str(modules))
+        assert bundle.read_bytes() != before
+        assert reading.read() == before
+    assert len(list((modules / "__pycache__").glob(f"{name}.*"))) == 2
+
+
 def test_a_bundle_of_an_older_version_is_not_current(modules: Path) -> None:
     compile_bytecode(str(modules))
     (bundle,) = [path for path in (modules / "__pycache__").glob("main.*") if path.suffix != ".pyc"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.runtime_hook import device_cgroup
 from gpuprov.runtime_hook.device_cgroup import cgroup_of, program
 from gpuprov.runtime_hook.errors import Refused
 
@@ -114,3 +115,15 @@ def test_what_is_allowed_is_allowed_and_all_else_is_asked_of_the_old_program(
     assert verdict(program(NODES, LOADS + DENY + EXIT), kind, access, major, minor) == int(allowed)
     assert verdict(program(NODES, LOADS + ALLOW + EXIT), kind, access, major, minor) == 1
     assert verdict(program([], LOADS + DENY + EXIT), kind, access, major, minor) == 0
+
+
+def test_there_is_room_for_all_that_a_kernel_tells_of_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 6.17 writes a revision behind what older ones know (union bpf_attr, `query`), whatever size it is told."""
+
+    def query(command: int, attributes: bytearray) -> bytearray:
+        assert command == 16
+        struct.pack_into("=I8xI28xQ", attributes, 12, 2, 1, 7)
+        return attributes
+
+    monkeypatch.setattr(device_cgroup, "_bpf_in_place", query)
+    assert device_cgroup._attached(3) == ([0], 2)

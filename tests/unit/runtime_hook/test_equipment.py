@@ -102,6 +102,19 @@ def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
     assert "libcuda.so.550" in names(files)
 
 
+def test_files_alone_come_without_the_groups_that_may_open_nodes(tmp_path: Path, common: dict[str, Any]) -> None:
+    common["deviceNodes"][0]["gid"] = 44
+    assert chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0").edits["additionalGids"] == [44]
+    assert not chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none").edits.get("additionalGids")
+
+
+def test_our_own_hook_has_an_environment_of_its_own_too_where_it_runs(tmp_path: Path, common: dict[str, Any]) -> None:
+    del common["hooks"][0]["env"]
+    hook = chosen(tmp_path, common).hook
+    assert hook is not None
+    assert hook["env"] == []
+
+
 def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
     tmp_path: Path, common: dict[str, Any]
 ) -> None:

@@ -31,9 +31,9 @@ def test_an_unknown_stage_is_refused_with_the_usage(words: list[str]) -> None:
         serve(words, b"{}")
 
 
-@pytest.mark.parametrize("stage", ["poststart", "poststop"])
-def test_after_the_start_there_is_nothing_to_do(stage: str) -> None:
-    assert serve([stage], b"garbage") == 0
+@pytest.mark.parametrize("words", ["poststart", "poststop", "-debug -config /etc/config.toml poststop"])
+def test_after_the_start_there_is_nothing_to_do(words: str) -> None:
+    assert serve(words.split(), b"garbage") == 0
 
 
 _JSON = st.recursive(

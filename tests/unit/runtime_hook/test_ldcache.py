@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -139,6 +140,34 @@ def test_a_cache_that_cannot_be_read_counts_as_none(spoil: str, tmp_path: Path) 
     }.get(spoil, spoil.encode())
     found = printed(merge(bad, DRIVER[:1]), tmp_path)
     assert found == [("libcuda.so.1", f"{FOLDER}/libcuda.so.1")]
+
+
+def with_entries(count: int, text: bytes, extensions: bytes = b"") -> bytes:
+    """A cache all of whose entries share one text."""
+    place = 48 + 24 * count
+    header = struct.pack("=20sIIB3xI12x", ldcache.MAGIC, count, len(text), 2, place + len(text) if extensions else 0)
+    return header + struct.pack("=iIIIQ", X86_64, place, place, 0, 0) * count + text + extensions
+
+
+def test_texts_that_no_path_can_be_make_no_start_take_the_hosts_memory() -> None:
+    """Of 3 MB, in 8000 entries: comparing them would take minutes and gigabytes."""
+    hostile = with_entries(8000, b"a1" * 1_500_000 + b"\0")
+    assert len(hostile) < ldcache.LARGEST
+    assert merge(hostile, DRIVER) == merge(b"", DRIVER)
+    longest = with_entries(1, b"a" * 4095 + b"\0")
+    assert merge(longest, DRIVER) != merge(b"", DRIVER)
+
+
+def test_extensions_larger_than_the_loaders_own_are_left_out() -> None:
+    """Each section of a hostile cache might have all of it moved once more."""
+    text = b"libz.so.1\0"
+    place = 48 + 24 + len(text)
+    sizes = {}
+    for size in (8, 3_000_000):
+        section = struct.pack("=IIIIII", 0xEAA42174, 1, 1, 0, place + 24, size)
+        merged = merge(with_entries(1, text, section + struct.pack("=I", place) * 750_000), DRIVER)
+        sizes[size] = struct.unpack_from("=I", merged, 32)[0]
+    assert sizes[8] and not sizes[3_000_000]
 
 
 @settings(max_examples=300, deadline=None)

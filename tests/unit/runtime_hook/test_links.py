@@ -127,6 +127,34 @@ def test_compatibility_can_be_turned_off_and_goes_again_after_a_driver_update(tm
     assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
 
 
+def test_names_of_the_image_that_no_library_has_are_left_out(tmp_path: Path) -> None:
+    compatibility(tmp_path, "580.65.06")
+    (tmp_path / COMPAT / "lib\udcff.so").touch()
+    prepare(tmp_path, equipment())
+    assert cached(tmp_path)["libcuda.so.1"] == f"/{COMPAT}/libcuda.so.1"
+    assert len(cached(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("folder", ["usr/local/\udcff", "usr/local/a\n/evil"])
+def test_a_folder_that_no_line_of_a_file_can_name_does_not_count(tmp_path: Path, folder: str) -> None:
+    compatibility(tmp_path, "580.65.06")
+    (tmp_path / folder).parent.mkdir(exist_ok=True)
+    (tmp_path / "usr/local/cuda-13.0").rename(tmp_path / folder)
+    (tmp_path / "etc/alternatives/cuda").unlink()
+    (tmp_path / "etc/alternatives/cuda").symlink_to(f"/{folder}")
+    prepare(tmp_path, equipment())
+    assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
+    assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
+
+
+def test_a_folder_of_thousands_of_files_is_no_compatibility_folder(tmp_path: Path) -> None:
+    compatibility(tmp_path, "580.65.06")
+    for number in range(1000):
+        (tmp_path / COMPAT / f"lib{number}.so").touch()
+    prepare(tmp_path, equipment())
+    assert len(cached(tmp_path)) == 3
+
+
 @pytest.mark.parametrize("place", ["usr", "usr/lib", f"{MULTIARCH.lstrip('/')}/libcuda.so.1/x", "etc/ld.so.cache/x"])
 def test_a_root_that_cannot_take_them_is_refused_in_one_sentence(tmp_path: Path, place: str) -> None:
     path = tmp_path / place

@@ -44,6 +44,12 @@ def test_an_images_words_forge_no_line_and_command_no_terminal(tmp_path: Path) -
     assert (tmp_path / "log").read_text().partition(" info ")[2] == "a 2026 error forged [2J é\n"
 
 
+@pytest.mark.parametrize("text", ["x" * 1_000_000, "\n" * 1_000_000 + "x"])
+def test_a_request_of_megabytes_fills_no_disk(tmp_path: Path, text: str) -> None:
+    log.write(settings(str(tmp_path / "log")), "info", text)
+    assert (tmp_path / "log").stat().st_size < 5000
+
+
 def test_the_journal_gets_one_datagram_in_its_own_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "socket"
     monkeypatch.setattr(log, "_JOURNAL", str(path))

@@ -9,6 +9,7 @@ import pytest
 
 from gpuprov.runtime_hook import low_level
 from gpuprov.runtime_hook.settings import read_settings
+from tests.deployed import Deployed, deploy_below
 
 
 def program(path: Path) -> str:
@@ -51,3 +52,72 @@ def test_where_none_is_installed_it_is_said(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="none of the low-level runtimes /nonexistent/runc is installed"):
         low_level.keep(str(tmp_path / "run/low-level"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Deployed:
+    """A runtime over two low-level ones, which say which they are."""
+    made = deploy_below(tmp_path)
+    for name in ("first", "second"):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho {name}\n")
+        path.chmod(0o755)
+    made.settings.write_text(f'[nvidia-container-runtime]\nruntimes = ["{tmp_path}/first", "{tmp_path}/second"]\n')
+    return made
+
+
+def call(deployed: Deployed, *words: str, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
+    return subprocess.run((deployed.runtime, *words), capture_output=True, text=True, check=False, umask=umask)
+
+
+def test_one_that_is_gone_since_gives_way_to_the_next(deployed: Deployed, tmp_path: Path) -> None:
+    """Docker's own packages bring runc to another folder than the distribution's."""
+    assert [call(deployed, "state").stdout for _ in range(2)] == ["first\n", "first\n"]
+    (tmp_path / "first").unlink()
+    assert [call(deployed, "state").stdout for _ in range(2)] == ["second\n", "second\n"]
+    (tmp_path / "second").unlink()
+    done = call(deployed, "state")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "is installed" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["run", "run/low-level/x"])
+def test_where_the_answer_cannot_be_kept_containers_start_all_the_same(
+    deployed: Deployed, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("in the way")
+    before = sorted(tmp_path.glob("run*"))
+    done = call(deployed, "state")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "first\n", "")
+    assert sorted(tmp_path.glob("run*")) == before
+
+
+def test_nobody_but_root_may_write_what_a_shell_of_roots_reads(deployed: Deployed, tmp_path: Path) -> None:
+    assert call(deployed, "state", umask=0).stdout == "first\n"
+    assert (tmp_path / "run/low-level").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("slash", ["/", "\\/"])
+def test_an_annotation_is_heard_however_its_slash_is_written(deployed: Deployed, tmp_path: Path, slash: str) -> None:
+    text = '{"annotations": {"cdi.k8s.io/x": "vendor.com/class=0"}}'
+    (tmp_path / "config.json").write_text(text.replace("/", slash))
+    assert call(deployed, "create", "--bundle", str(tmp_path), "id").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "modes.cdi.annotation-prefixes = ['example.com/']",
+        "'modes'.cdi.\"annotation-prefixes\" = ['example.com/']",
+    ],
+)
+def test_a_prefix_of_ones_own_is_heard_however_its_key_is_written(
+    deployed: Deployed, tmp_path: Path, setting: str
+) -> None:
+    with deployed.settings.open("a") as file:
+        file.write(f"{setting}\n")
+    (tmp_path / "config.json").write_text('{"annotations": {"example.com/x": "vendor.com/class=0"}}')
+    done = call(deployed, "create", "--bundle", str(tmp_path), "id")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no CDI specification of vendor.com/class" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,20 @@ def test_a_configuration_that_cannot_be_replaced_is_refused(bundle: Bundle) -> N
         bundle.prepare(ASKS)
     assert bundle.is_untouched
     assert not (bundle.folder / "elsewhere").exists()
+
+
+def test_a_full_disk_leaves_nothing_half_written(bundle: Bundle) -> None:
+    """Python ignores SIGXFSZ: a file over the limit is an error like a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bundle.config.write_text(ASKS)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(Refused, match=r"config\.json can't be written: File too large"):
+            bundle.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert bundle.config.read_text() == ASKS
+    assert sorted(path.name for path in bundle.folder.iterdir()) == ["config.json", "rootfs"]
 
 
 _WORDS = st.sampled_from(

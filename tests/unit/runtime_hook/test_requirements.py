@@ -112,6 +112,7 @@ def test_what_the_host_cannot_tell_is_not_held_against_it(name: str) -> None:
         (">=12", "is no condition"),
         ("cuda>=", "is no condition"),
         ("cuda>=x", "'x' is no version"),
+        (f"cuda>={'9' * 5000}", "9' is no version"),
         ("cuda>=12.x", "no version"),
         ("cuda>=12.", "no version"),
         ("cuda>=-1", "no version"),
@@ -120,7 +121,6 @@ def test_what_the_host_cannot_tell_is_not_held_against_it(name: str) -> None:
         # Wrong behind what fails already: the answer is about the wrong part, not a crash.
         ("driver>=999,cuda>=x", "'x' is no version"),
         ("driver>=999,cuda", "is no condition"),
-        (f"cuda>={'9' * 5000}", ""),
     ],
 )
 def test_a_broken_expression_is_refused(expression: str, says: str) -> None:

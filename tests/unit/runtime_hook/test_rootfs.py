@@ -182,7 +182,7 @@ def test_no_descriptor_is_left_open(tree: Path) -> None:
     root.make_link("/lib/x", "y")
     root.write_file("/usr/../etc/file", b"", 0o644)
     root.read_file("/lib/none", 1)
-    root.names("/lib")
+    root.names("/lib", 10)
     root.is_directory("/none/none")
     root.remove("/etc/file")
     root.remove("/etc/file")

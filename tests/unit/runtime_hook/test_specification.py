@@ -60,10 +60,25 @@ def test_a_device_by_each_of_its_names(gpus: Specifications, name: str, edits: d
 
 def test_devices_come_in_the_order_in_which_they_are_named(gpus: Specifications) -> None:
     assert gpus.edits_of(["1", UUID]) == [COMMON, SECOND, FIRST]
-    assert gpus.edits_of([]) == [{**COMMON, "deviceNodes": []}]
+    assert gpus.edits_of([]) == [{**COMMON, "deviceNodes": [], "additionalGids": []}]
 
 
-@pytest.mark.parametrize("name", ["7", "00", "GPU-5d4c3b2a", UUID.lower(), "0001:1b:00.0", "1b:00.0", "ALL", "", "0:0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "7",
+        "00",
+        "GPU-5d4c3b2a",
+        UUID.lower(),
+        "0001:1b:00.0",
+        "1b:00.0",
+        "ALL",
+        "",
+        "0:0",
+        "00010000:1B:00.0",
+        "evil0000:1b:00.0",
+    ],
+)
 def test_an_unknown_device_is_refused_with_those_that_there_are(gpus: Specifications, name: str) -> None:
     with pytest.raises(Refused) as caught:
         gpus.edits_of(["0", name])
@@ -104,7 +119,32 @@ def test_other_kinds_are_found_in_all_folders_the_later_one_winning(tmp_path: Pa
     write(second / "b.json", {"x": {"env": ["X=run"]}}, "vendor.com/net")
     (second / "broken.json").write_text("{")
     found = specifications(first, second, tmp_path / "none").edits_of(["vendor.com/net=x", "0", "vendor.com/net=y"])
-    assert [one.get("env") for one in found] == [None, ["X=run"], ["COMMON=1"], ["N=0"], ["COMMON=1", "Y=etc"]]
+    assert [one.get("env") for one in found] == [None, ["X=run"], ["COMMON=1"], ["N=0"], ["COMMON=1"], ["Y=etc"]]
+
+
+def test_what_a_files_devices_share_comes_once_and_intels_rdt_is_kept(tmp_path: Path) -> None:
+    hook = {"hookName": "createContainer", "path": "/hook"}
+    device = {"intelRdt": {"closID": "x"}}
+    write(tmp_path / "a.json", {"x": device, "y": FIRST}, "vendor.com/net", containerEdits={"hooks": [hook]})
+    found = specifications(tmp_path).edits_of(["vendor.com/net=x", "vendor.com/net=y", "vendor.com/net=x"])
+    assert found == [{"hooks": [hook]}, device, FIRST]
+
+
+def test_a_device_in_two_files_of_one_folder_is_neither_unless_a_later_folder_has_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "etc", tmp_path / "run"
+    for name in ("a", "b"):
+        write(first / f"{name}.json", {"x": FIRST, name: SECOND}, "vendor.com/net")
+    for name, edits in (("a", SECOND), ("b", SECOND)):
+        assert specifications(first).edits_of([f"vendor.com/net={name}"])[-1] == edits
+    with pytest.raises(Refused) as caught:
+        specifications(first).edits_of(["vendor.com/net=x"])
+    assert str(caught.value).startswith(f"{first}/a.json and {first}/b.json have a device vendor.com/net=x: ")
+    write(second / "c.json", {"x": EVERY}, "vendor.com/net")
+    assert specifications(first, second).edits_of(["vendor.com/net=x"])[-1] == EVERY
+
+
+def test_a_name_a_hundred_thousand_times_over_is_one(gpus: Specifications) -> None:
+    assert gpus.edits_of(["0"] * 100_000) == [COMMON, FIRST]
 
 
 def test_a_default_kind_of_ones_own_is_where_plain_names_are_looked_for(tmp_path: Path) -> None:
