@@ -36,7 +36,7 @@ _UNMARK = "[Service]\nType=oneshot\nExecStart=/bin/rm -f /run/systemd/container\
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     lab = Lab(_NUMBER)
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -58,11 +58,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def main(site: Site) -> Host:
+def main(lab_site: Site) -> Host:
     """A host that is installed, and whose own boot makes no device nodes any more."""
-    done = gpuprov("install", "--hosts", site.inventory("boots"))
+    done = gpuprov("install", "--hosts", lab_site.inventory("boots"))
     assert done.returncode == 0, done.stdout
-    host = site.hosts["boots"]
+    host = lab_site.hosts["boots"]
     attach = host.root / "usr/lib/simgpu/attach"
     attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
     return host
@@ -72,11 +72,13 @@ def active(host: Host, *units: str) -> list[str]:
     return host.ssh(("systemctl", "is-active", *units), check=False).stdout.split()
 
 
-def test_a_second_run_has_nothing_to_do(site: Site, main: Host) -> None:
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("boots")).stdout
+def test_a_second_run_has_nothing_to_do(lab_site: Site, main: Host) -> None:
+    assert "0 changes" in gpuprov("install", "--hosts", lab_site.inventory("boots")).stdout
 
 
-def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_see_gpus(site: Site, main: Host) -> None:
+def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_see_gpus(
+    lab_site: Site, main: Host
+) -> None:
     main.ssh("rm -rf /dev/char")
     main.reboot()
     assert active(main, *_UNITS, "docker") == ["active", "inactive", "active", "active"]
@@ -88,9 +90,9 @@ def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_s
         "systemctl show gpuprov-nodes docker --property=ActiveEnterTimestampMonotonic --value"
     ).stdout.split()
     assert int(times[0]) <= int(times[1])
-    done = gpuprov("verify", "--hosts", site.inventory("boots"))
+    done = gpuprov("verify", "--hosts", lab_site.inventory("boots"))
     assert done.returncode == 0, done.stdout
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("boots")).stdout
+    assert "0 changes" in gpuprov("install", "--hosts", lab_site.inventory("boots")).stdout
 
 
 def test_another_set_of_libraries_changes_the_specification_without_anybody(main: Host) -> None:
@@ -103,8 +105,8 @@ def test_another_set_of_libraries_changes_the_specification_without_anybody(main
     wait_for("the refresh", lambda: (main.root / _CDI[1:]).read_text() == before, 30)
 
 
-def test_roll_back_takes_units_links_and_program_away(site: Site, main: Host) -> None:
-    done = gpuprov("rollback", "--hosts", site.inventory("boots"))
+def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host) -> None:
+    done = gpuprov("rollback", "--hosts", lab_site.inventory("boots"))
     assert done.returncode == 0, done.stdout
     found = main.ssh("find /etc /usr/lib/gpuprov -name '*gpuprov*' 2>&1", check=False).stdout
     assert "gpuprov-" not in found
@@ -114,11 +116,11 @@ def test_roll_back_takes_units_links_and_program_away(site: Site, main: Host) ->
 # -- reboots -------------------------------------------------------------------------------------------------------
 
 
-def _as_metal(site: Site) -> Host:
+def _as_metal(lab_site: Site) -> Host:
     """Return a host with the driver's libraries that takes itself for a bare machine, nouveau on its GPUs."""
-    host = site.hosts["metal"]
+    host = lab_site.hosts["metal"]
     host.reset()
-    run_file = site.variables["gpuprov_driver_url"]
+    run_file = lab_site.variables["gpuprov_driver_url"]
     host.ssh(f'cd /root && python3 -c \'import urllib.request as u; u.urlretrieve("{run_file}", "driver.run")\'')
     host.ssh("sh /root/driver.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
     simgpu.write_kernel_tree(host.root / "usr/lib/simgpu-nouveau", 2, driver="nouveau")
@@ -131,42 +133,42 @@ def _as_metal(site: Site) -> Host:
     return host
 
 
-def _inventory(site: Site, **variables: str) -> Path:
-    path = site.inventory("metal", gpuprov_driver="preinstalled", gpuprov_driver_url=None, **variables)
+def _inventory(lab_site: Site, **variables: str) -> Path:
+    path = lab_site.inventory("metal", gpuprov_driver="preinstalled", gpuprov_driver_url=None, **variables)
     assert yaml.safe_load(path.read_text())["all"]["vars"]["gpuprov_driver"] == "preinstalled"
     return path
 
 
-def test_without_leave_the_run_ends_with_3_and_goes_on_after_somebodys_reboot(site: Site) -> None:
-    host = _as_metal(site)
+def test_without_leave_the_run_ends_with_3_and_goes_on_after_somebodys_reboot(lab_site: Site) -> None:
+    host = _as_metal(lab_site)
     boot = host.boot_id()
-    done = gpuprov("install", "--hosts", _inventory(site))
+    done = gpuprov("install", "--hosts", _inventory(lab_site))
     assert done.returncode == 3, done.stdout
     assert "is bound to nouveau" in done.stdout
     assert "systemctl reboot" in done.stdout
     assert host.boot_id() == boot
     host.reboot()
-    again = gpuprov("install", "--hosts", _inventory(site))
+    again = gpuprov("install", "--hosts", _inventory(lab_site))
     assert again.returncode == 0, again.stdout
     # The .run brings the daemon's program without a unit.
     assert active(host, "nvidia-persistenced.service") == ["active"]
-    assert gpuprov("verify", "--hosts", _inventory(site)).returncode == 0
+    assert gpuprov("verify", "--hosts", _inventory(lab_site)).returncode == 0
 
 
-def test_over_ssh_the_run_waits_for_the_reboot_and_goes_on(site: Site) -> None:
-    host = _as_metal(site)
+def test_over_ssh_the_run_waits_for_the_reboot_and_goes_on(lab_site: Site) -> None:
+    host = _as_metal(lab_site)
     boot = host.boot_id()
-    done = gpuprov("install", "--hosts", _inventory(site, gpuprov_reboot="if-needed"), timeout=600)
+    done = gpuprov("install", "--hosts", _inventory(lab_site, gpuprov_reboot="if-needed"), timeout=600)
     assert done.returncode == 0, done.stdout
     assert "rebooting" in done.stdout
     assert host.boot_id() not in ("", boot)
-    assert "0 changes" in gpuprov("install", "--hosts", _inventory(site, gpuprov_reboot="if-needed")).stdout
+    assert "0 changes" in gpuprov("install", "--hosts", _inventory(lab_site, gpuprov_reboot="if-needed")).stdout
     # One run, before and behind the reboot: one roll-back.
     assert len(list((host.root / "var/lib/gpuprov/runs").iterdir())) == 1
 
 
-def test_on_the_machine_itself_a_unit_goes_on_and_is_gone(site: Site) -> None:
-    host = _as_metal(site)
+def test_on_the_machine_itself_a_unit_goes_on_and_is_gone(lab_site: Site) -> None:
+    host = _as_metal(lab_site)
     boot = host.boot_id()
     words = (GPUPROV, "install", "-e", "gpuprov_driver=preinstalled", "-e", "gpuprov_reboot=if-needed")
     done = host.ssh(shlex.join(map(str, words)), check=False, timeout=300)
@@ -178,4 +180,4 @@ def test_on_the_machine_itself_a_unit_goes_on_and_is_gone(site: Site) -> None:
     finished = [json.loads(line) for line in said.splitlines() if '"Finished"' in line]
     assert [event["exit_code"] for event in finished] == [0], said
     assert not (host.root / "etc/systemd/system/gpuprov-resume.service").exists()
-    assert gpuprov("verify", "--hosts", _inventory(site)).returncode == 0
+    assert gpuprov("verify", "--hosts", _inventory(lab_site)).returncode == 0

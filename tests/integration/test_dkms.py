@@ -16,7 +16,7 @@ from tests.lab import Host, HostRequest, Lab
 from tests.lab.fixtures import DRIVER, GPUPROV
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 6
+_NUMBER = 3
 _RELEASES = ("bullseye", "trixie")
 # A host of the lab has no kernel of its own, so it is told which one it runs, and that what is to be loaded is loaded.
 # apt's newest of the cloud kernels: their headers are the smallest.

@@ -14,7 +14,7 @@ from tests.lab.fixtures import GPUPROV
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 6
+_NUMBER = 4
 _BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
 # A host of the lab has no kernel of its own: the step is told that it has.
 _KEEP_OUT = """
@@ -97,7 +97,7 @@ def host(maker: Maker) -> Iterator[Host]:
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         try:
-            (made,) = lab.up([HostRequest("metal", gpus=0, bind=(str(REPOSITORY),))])
+            (made,) = lab.up([HostRequest("image", gpus=0, bind=(str(REPOSITORY),))])
             install = f"apt-get install -y --no-install-recommends {maker.package} linux-image-amd64"
             made.ssh(f"export DEBIAN_FRONTEND=noninteractive; apt-get update && {install}", timeout=600)
             made.ssh(maker.with_nouveau)

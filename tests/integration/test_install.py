@@ -221,6 +221,7 @@ def test_roll_back_gives_back_every_byte(site: Site) -> None:
 @pytest.mark.parametrize("release", ["bullseye", "trixie"])
 def test_other_releases(site: Site, release: str) -> None:
     """Debian 11 has Python 3.9 and docker 20.10; Debian 13 has docker 26 and apt with sqv."""
+    site.hosts[release].reset()
     inventory = site.inventory(release)
     done = gpuprov("install", "--hosts", inventory)
     assert done.returncode == 0, done.stdout
