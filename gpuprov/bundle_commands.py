@@ -134,7 +134,7 @@ def create(
         changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
     if cuda_file:
         # A path alone would be one on the hosts.
-        changed |= {"cuda_url": Path(cuda_file).resolve().as_uri(), "cuda_sha256": _sha256(cuda_file)}
+        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
     specs = _specs(hosts, limit, extra_vars, vault_password_file, {k: v for k, v in changed.items() if v})
     specs = tuple(resolved(System(), spec, arch) for spec in specs)
     recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources, fabric_manager), specs)
