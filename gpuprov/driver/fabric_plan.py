@@ -11,6 +11,10 @@ from gpuprov.packaging import packages_rpm
 from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
 
+# NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch, which a driver from a .run
+# does not enable: dnf would not see it (dnf.conf(5), module_hotfixes).
+_ALL_STREAMS = {"dnf": ("--setopt=gpuprov-cuda.module_hotfixes=1",)}
+
 
 def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
     """Return the version that the fabric manager must have, nothing where none is needed.
@@ -48,7 +52,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not names:
         return changes
     if facts.packages.manager in packages_rpm.MANAGERS:
-        words = use_rpm.options(facts.bundle)
+        words = use_rpm.options(facts.bundle) or _ALL_STREAMS.get(facts.packages.manager, ())
         installation = packages_rpm.plan(facts.packages, names, lock_timeout=spec.lock_timeout, options=words)
         keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
         return (*keys, *installation, *changes)

@@ -16,9 +16,10 @@ from gpuprov.bundle import use
 from gpuprov.bundle.create import collect
 from gpuprov.bundle.format import read_contents, verify_files, write_bundle
 from gpuprov.bundle.recipe import RunFile, Wishes, make_recipe
-from gpuprov.driver import fabric_plan
+from gpuprov.driver import cuda, fabric_plan
 from gpuprov.driver.fabric_manager import FabricFacts, RunFabricManager, parse_version
 from gpuprov.facts import HostFacts, gather
+from gpuprov.packaging import repos_rpm
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import chroot_host
@@ -122,6 +123,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
 @pytest.mark.skipif(not _HAS_DNF, reason="needs dnf, rpmbuild and createrepo_c")
 @pytest.mark.root
 def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path) -> None:
+    """From a bundle, and on a host that has the repository."""
     folder = tmp_path / "cuda/rhel9/x86_64"
     packages = tuple(RpmPackage("nvidia-fabric-manager", version) for version in (VERSION, NEWER))
     fingerprint = build_rpm_repository(folder, gnupg, packages)
@@ -132,13 +134,20 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     spec = specification(tmp_path / "cuda", fingerprint)
     build_rpm_repository(tmp_path / "base", gnupg, ())
     bundle = opened("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path)
-    shutil.rmtree(folder)
-    host = RpmHost(tmp_path / "root", "rocky-9.5", "dnf")
+    connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
+    shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
+
     changes = fabric_plan.plan(facts_of(host, bundle), spec)
     with use.unpacked(host, bundle, changes):
         for change in changes[:-1]:
             change.apply(host, tell)
-    found = facts_of(host, bundle)
-    assert found.packages.installed["nvidia-fabric-manager"].startswith(f"{VERSION}-1")
     # The maker's key stays, the bundle's was for this run.
-    assert found.packages.trusted_keys == {fingerprint}
+    assert gather(host).packages.trusted_keys == {fingerprint}
+
+    spec = specification(Path("/opt/cuda"), fingerprint)
+    facts = replace(facts_of(connected, bundle), bundle=None)
+    repositories = repos_rpm.plan_repositories(facts, cuda.with_repository(facts, spec))
+    for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
+        change.apply(connected, tell)
+    for one in (host, connected):
+        assert gather(one).packages.installed["nvidia-fabric-manager"].startswith(f"{VERSION}-1")
