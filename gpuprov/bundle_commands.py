@@ -53,6 +53,17 @@ def bundle() -> None:
     help="A .run file that is here already, and that you trust.",
 )
 @click.option(
+    "--cuda-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The CUDA toolkit's .run that is here already, and that you trust; -e gpuprov_cuda=… says which version.",
+)
+@click.option(
+    "--fabric-manager",
+    is_flag=True,
+    help="NVIDIA's fabric manager of the driver's version, from its CUDA repository: for hosts with NVSwitches.",
+)
+@click.option(
     "--kernel",
     "kernels",
     metavar="RELEASE",
@@ -95,6 +106,8 @@ def create(
     arch: str,
     driver: str,
     driver_file: str | None,
+    cuda_file: str | None,
+    fabric_manager: bool,
     kernels: tuple[str, ...],
     packages: tuple[str, ...],
     images: tuple[str, ...],
@@ -121,20 +134,22 @@ def create(
 
     changed = {"driver_version": driver}
     if driver_file:
-        changed |= _local_driver(driver_file)
+        changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
+    if cuda_file:
+        # A path alone would be one on the hosts.
+        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
     specs = _specs(hosts, limit, extra_vars, vault_password_file, {k: v for k, v in changed.items() if v})
     specs = tuple(resolved(System(), spec, arch) for spec in specs)
-    recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources), specs)
+    recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources, fabric_manager), specs)
     contents = _create(recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
     click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
 
 
-def _local_driver(file: str) -> dict[str, str]:
+def _sha256(file: str) -> str:
     from gpuprov.system import System
 
-    path = str(Path(file).resolve())
-    return {"driver_url": path, "driver_sha256": System().sha256(path)}
+    return System().sha256(str(Path(file).resolve()))
 
 
 def _specs(

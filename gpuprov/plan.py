@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
@@ -164,9 +164,19 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
-    changes = tuple(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+    changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
     return Plan(changes, notes=tuple(note for note in notes if note))
+
+
+def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
+    """Return the changes, a key that several steps need with the first of them alone."""
+    found: list[StepChange] = []
+    for one in changes:
+        is_key = isinstance(one.change, repos_rpm.InstallRpmKey)
+        if not is_key or all(one.change != other.change for other in found):
+            found.append(one)
+    return tuple(found)
 
 
 def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
@@ -204,8 +214,10 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     lacking = packages_rpm.missing if facts.packages.manager in packages_rpm.MANAGERS else missing
-    names = lacking(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec)))
-    return use.problems(facts, spec, names, installs_driver=driver_run.installs(facts, spec))
+    fabric = fabric_plan.wanted_packages(facts, spec)
+    names = lacking(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
+    return use.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 
 
 def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:

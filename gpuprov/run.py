@@ -188,8 +188,8 @@ def _apply(
     made, stale = 0, True
     for _ in range(_MOST_ROUNDS):
         try:
-            # Each round takes out of the bundle what its own steps need.
-            with use.unpacked(system, bundle, {item.step for item in plan.changes}):
+            # Each round takes out of the bundle what its own changes need.
+            with use.unpacked(system, bundle, [item.change for item in plan.changes]):
                 made += apply_changes([item.change for item in plan.changes], system, journal, sink, stop_requested)
             stale = False
         except PlanAfresh as afresh:

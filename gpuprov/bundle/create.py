@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from gpuprov import __version__
 from gpuprov.bundle.images import image_identity
-from gpuprov.bundle.manifest import BundleFile, BundleImage, BundlePackage, Manifest
-from gpuprov.bundle.recipe import Recipe
+from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
+from gpuprov.bundle.recipe import Recipe, RunFile
 from gpuprov.bundle.repository_apt import collect_apt
 from gpuprov.bundle.repository_key import new_key
 from gpuprov.bundle.repository_rpm import collect_rpm
 from gpuprov.changes import Tell
 from gpuprov.download import fetch, masked, published_sha256
-from gpuprov.driver import runfile
+from gpuprov.driver import cuda_run, runfile
 from gpuprov.errors import GpuprovError
 from gpuprov.system import System, sha256_of
 
@@ -44,6 +44,7 @@ def collect(system: System, recipe: Recipe, agent: bytes, work: str, cache: str,
     places = {AGENT: f"{work}/agent.pyz"}
     system.write(places[AGENT], agent)
     driver = _collect_driver(system, recipe, cache, tell, places)
+    cuda = _collect_cuda(system, recipe, cache, tell, places)
     packages, repository_key = _collect_packages(system, recipe, work, tell, places)
     images = _collect_images(system, recipe, work, tell, places)
     files = tuple(_described(system, path, places[path]) for path in sorted(places))
@@ -52,8 +53,10 @@ def collect(system: System, recipe: Recipe, agent: bytes, work: str, cache: str,
         version=recipe.version,
         architecture=recipe.architecture,
         gpuprov=__version__,
-        driver_version=recipe.driver_version,
+        driver_version=recipe.driver.version,
         driver_file=driver,
+        cuda_version=recipe.cuda.version,
+        cuda_file=cuda,
         repository_key=repository_key,
         packages=packages,
         images=images,
@@ -86,15 +89,42 @@ def _described(system: System, path: str, place: str) -> BundleFile:
     return BundleFile(path, status.size if status else 0, system.sha256(place))
 
 
-# -- the driver ------------------------------------------------------------------------------------------------------
+# -- .run files ------------------------------------------------------------------------------------------------------
 
 
 def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
-    if not recipe.driver_url:
+    driver = recipe.driver
+    if not driver.url:
         return ""
-    url = f"file://{recipe.driver_url}" if recipe.driver_url.startswith("/") else recipe.driver_url
-    tell(f"driver {recipe.driver_version}: {masked(url)}", 0, 0)
-    sha256 = recipe.driver_sha256 or published_sha256(system, url)
+    place = _fetched(system, driver, "driver", cache, tell)
+    found = runfile.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    if (found.version, found.architecture) != (driver.version, recipe.architecture):
+        raise GpuprovError(
+            f"the driver file is {found.version} for {found.architecture}, "
+            f"asked for is {driver.version} for {recipe.architecture}",
+            f"{masked(driver.url)}: {found.label}",
+            "correct --driver, --arch or gpuprov_driver_url",
+        )
+    path = f"driver/NVIDIA-Linux-{recipe.architecture}-{driver.version}.run"
+    places[path] = place
+    return path
+
+
+def _collect_cuda(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
+    if not recipe.cuda.url:
+        return ""
+    place = _fetched(system, recipe.cuda, "CUDA toolkit", cache, tell)
+    cuda_run.require_run_file(system, place, f"what lies at {masked(recipe.cuda.url)}")
+    path = f"{CUDA}/cuda-{recipe.cuda.version}-{recipe.architecture}.run"
+    places[path] = place
+    return path
+
+
+def _fetched(system: System, wanted: RunFile, what: str, cache: str, tell: Tell) -> str:
+    """Return where a file lies in the cache, its digest checked."""
+    url = f"file://{wanted.url}" if wanted.url.startswith("/") else wanted.url
+    tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
+    sha256 = wanted.sha256 or published_sha256(system, url)
     if not sha256:
         raise GpuprovError(
             "the driver's SHA-256 is not known, so a download could not be trusted",
@@ -104,17 +134,7 @@ def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, plac
     system.make_directory(cache, 0o700)
     place = f"{cache}/{sha256}.run"
     fetch(system, url, place, sha256=sha256, tell=tell)
-    found = runfile.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
-    if (found.version, found.architecture) != (recipe.driver_version, recipe.architecture):
-        raise GpuprovError(
-            f"the driver file is {found.version} for {found.architecture}, "
-            f"asked for is {recipe.driver_version} for {recipe.architecture}",
-            f"{masked(url)}: {found.label}",
-            "correct --driver, --arch or gpuprov_driver_url",
-        )
-    path = f"driver/NVIDIA-Linux-{recipe.architecture}-{recipe.driver_version}.run"
-    places[path] = place
-    return path
+    return place
 
 
 # -- images ----------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 from gpuprov.errors import GpuprovError
 from gpuprov.system import sha256_of
 
-# 2: the repository is signed.
-FORMAT = 2
+# 2: the repository is signed. 3: the CUDA toolkit may be in it.
+FORMAT = 3
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
 KEYS = "keys"
 SIGNING_KEY = f"{KEYS}/bundle.gpg"
 REPOSITORY = "repository"
+CUDA = "cuda"
 REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
 # Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
 # finds and takes away.
@@ -69,7 +70,8 @@ class BundleImage:
 class Manifest:
     """What a bundle is for and what it holds. `architecture` is `uname -m`'s word, `inputs` what it was made from.
 
-    `repository_key` is the full fingerprint of the key that signed the repository of its packages.
+    `driver_file` and `cuda_file` are .run files, or nothing. `repository_key` is the full fingerprint of the key that
+    signed the repository of its packages.
     """
 
     distribution: str
@@ -78,6 +80,8 @@ class Manifest:
     gpuprov: str
     driver_version: str = ""
     driver_file: str = ""
+    cuda_version: str = ""
+    cuda_file: str = ""
     repository_key: str = ""
     packages: tuple[BundlePackage, ...] = ()
     images: tuple[BundleImage, ...] = ()
@@ -181,8 +185,7 @@ def _require_sound(manifest: Manifest) -> None:
     if any(folder == path or folder.startswith(f"{path}/") for folder in folders for path in paths if folder):
         raise ValueError("a file is named like a folder")
     named = [one.file for one in manifest.packages] + [one.file for one in manifest.images]
-    if manifest.driver_file:
-        named.append(manifest.driver_file)
+    named += filter(None, (manifest.driver_file, manifest.cuda_file))
     if manifest.packages:
         named.append(REPOSITORY_KEY)
         if not _FINGERPRINT.fullmatch(manifest.repository_key):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gpuprov import boot
@@ -19,7 +19,7 @@ from gpuprov.distros import (
     supported_names,
 )
 from gpuprov.download import masked
-from gpuprov.driver import cuda
+from gpuprov.driver import cuda, fabric_manager
 from gpuprov.driver_run import default_url
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.packaging import repos_rpm, software
@@ -40,11 +40,21 @@ class Wishes:
     packages: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    fabric_manager: bool = False
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A .run file, from a URL or a path; without a `url` there is none. A `sha256` of nothing: as published."""
+
+    version: str = ""
+    url: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a bundle shall hold. `driver_url` is empty without a driver; a `driver_sha256` of nothing: as published.
+    """What a bundle shall hold.
 
     apt's `sources` and `repositories` are the `rpm_sources` of the others.
     """
@@ -57,9 +67,8 @@ class Recipe:
     repositories: tuple[AptRepository, ...]
     rpm_sources: tuple[RpmSource, ...] = ()
     kernels: tuple[str, ...] = ()
-    driver_version: str = ""
-    driver_url: str = ""
-    driver_sha256: str = ""
+    driver: RunFile = RunFile()
+    cuda: RunFile = RunFile()
     images: tuple[str, ...] = ()
 
     @property
@@ -81,7 +90,8 @@ class Recipe:
                 {"name": one.name, "uri": masked(one.uri), "keys": [fingerprint for _, fingerprint in one.keys]}
                 for one in self.rpm_sources
             ],
-            "driver_url": masked(self.driver_url),
+            "driver_url": masked(self.driver.url),
+            "cuda_url": masked(self.cuda.url),
         }
 
 
@@ -91,17 +101,16 @@ def make_recipe(wishes: Wishes, specs: Sequence[HostSpec]) -> Recipe:
     if wishes.architecture not in DEBIAN_ARCHITECTURES:
         known = ", ".join(DEBIAN_ARCHITECTURES)
         raise _usage(f"the architecture {wishes.architecture} is not supported", "", f"supported are: {known}")
-    driver, url, sha256 = _driver(wishes, specs)
+    driver, cuda_run = _driver(wishes, specs), _cuda(specs)
     version = wishes.distro[len(row.id) + 1 :] or row.version
     return Recipe(
         distribution=row.id,
         version=version,
         architecture=wishes.architecture,
-        packages=_packages(row, wishes, specs),
+        packages=tuple(sorted({*_packages(row, wishes, specs), *_fabric_manager(row, wishes, driver.version)})),
         kernels=tuple(sorted(set(wishes.kernels))),
-        driver_version=driver,
-        driver_url=url,
-        driver_sha256=sha256,
+        driver=driver,
+        cuda=cuda_run,
         images=tuple(sorted(set(wishes.images))),
         **_sources(row, version, wishes, specs),
     )
@@ -111,10 +120,10 @@ def _sources(row: Distribution, version: str, wishes: Wishes, specs: Sequence[Ho
     """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
     architecture = wishes.architecture
     if row.package_manager == "apt":
-        found = [one for spec in specs for one in _repositories(row, architecture, spec)]
+        found = [one for spec in specs for one in _repositories(row, wishes, spec)]
         sources = wishes.sources or default_sources(row.id, row.version, architecture)
         return {"sources": sources, "repositories": _distinct(found)}
-    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, architecture, spec)]
+    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wishes, spec)]
     own = rpm_sources(row.id, version, architecture, wishes.sources)
     return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
 
@@ -158,18 +167,24 @@ def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
 
 
-def _repositories(row: Distribution, architecture: str, spec: HostSpec) -> tuple[AptRepository, ...]:
+def _repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[AptRepository, ...]:
     """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
-    _require_runfile(spec)
-    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
-    return repositories(with_docker(cuda.with_repository_of(row, architecture, spec), docker), architecture)
+    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
+    return repositories(with_docker(_with_cuda(row, wishes, spec), docker), wishes.architecture)
 
 
-def _rpm_repositories(row: Distribution, architecture: str, spec: HostSpec) -> tuple[RpmRepository, ...]:
+def _rpm_repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[RpmRepository, ...]:
     """Return the same for dnf, which chooses zypper's and yum's packages too."""
+    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
+    return repos_rpm.repositories(_with_cuda(row, wishes, spec), "dnf", wishes.architecture, docker)
+
+
+def _with_cuda(row: Distribution, wishes: Wishes, spec: HostSpec) -> HostSpec:
+    """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
     _require_runfile(spec)
-    docker = docker_repository(row, architecture) if spec.docker == "docker-ce" else None
-    return repos_rpm.repositories(cuda.with_repository_of(row, architecture, spec), "dnf", architecture, docker)
+    if wishes.fabric_manager and (problems := cuda.repository_problems(row, wishes.architecture, spec)):
+        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
+    return cuda.with_repository_of(row, wishes.architecture, spec, more=wishes.fabric_manager)
 
 
 def _require_runfile(spec: HostSpec) -> None:
@@ -181,23 +196,57 @@ def _require_runfile(spec: HostSpec) -> None:
         )
 
 
-def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, str, str]:
-    """Return version, URL and digest of the one driver that all specifications ask for."""
-    wanted = {
-        (spec.driver_version, spec.driver_url or default_url(spec.driver_version, wishes.architecture))
-        for spec in specs
-        if spec.driver == "runfile" and spec.driver_version
-    }
+def _fabric_manager(row: Distribution, wishes: Wishes, driver: str) -> tuple[str, ...]:
+    """Return the package of the fabric manager of the driver's very version, if it is asked for."""
+    if not wishes.fabric_manager:
+        return ()
+    if not driver:
+        raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
+    return fabric_manager.packages(driver, row.package_manager, fabric_manager.FabricFacts())
+
+
+def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> RunFile:
+    """Return the one driver that all specifications ask for."""
+    return _only(
+        (
+            RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wishes.architecture),
+                    spec.driver_sha256)
+            for spec in specs
+            if spec.driver == "runfile" and spec.driver_version
+        ),
+        "drivers",
+    )  # fmt: skip
+
+
+def _cuda(specs: Sequence[HostSpec]) -> RunFile:
+    """Return the one .run of the CUDA toolkit that specifications ask for; a path is a file that hosts have already."""
+    asked = [spec for spec in specs if spec.cuda_url and not spec.cuda_url.startswith("/")]
+    if asked and not any(spec.cuda for spec in asked):
+        seen = masked(asked[0].cuda_url)
+        raise _usage("which version of the CUDA toolkit its .run holds is not known", seen, "add -e gpuprov_cuda=12.4")
+    found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
+    # NVIDIA publishes none.
+    if found.url and not found.sha256:
+        raise _usage(
+            "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted",
+            masked(found.url),
+            "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust), or give the file: --cuda-file",
+        )
+    return found
+
+
+def _only(asked: Iterable[RunFile], what: str) -> RunFile:
+    """Return the one .run file that is asked for, or none; whoever pins its digest pins it for all."""
+    files = tuple(asked)
+    wanted = {(one.version, one.url) for one in files}
     if len(wanted) > 1:
         seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in wanted))
-        raise _usage("the hosts ask for different drivers, and a bundle holds one", seen, "make one for each: --limit")
-    if not wanted:
-        return "", "", ""
-    ((version, url),) = wanted
-    digests = {spec.driver_sha256 for spec in specs if spec.driver_version == version} - {""}
+        raise _usage(f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit")
+    digests = {one.sha256 for one in files} - {""}
     if len(digests) > 1:
-        raise _usage("the hosts pin different digests of one driver", ", ".join(sorted(digests)), "correct one")
-    return version, url, next(iter(digests), "")
+        seen = ", ".join(sorted(digests))
+        raise _usage(f"the hosts pin different digests of one of the {what}", seen, "correct one")
+    return replace(files[0], sha256=next(iter(digests), "")) if files else RunFile()
 
 
 def _distinct(found: Sequence[_Repository]) -> tuple[_Repository, ...]:

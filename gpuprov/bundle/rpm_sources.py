@@ -14,7 +14,8 @@ from gpuprov.packaging.rpm_vendor_keys import vendor_key
 class RpmSource:
     """A repository to take packages from; `keys` are where each key lies, and its full fingerprint.
 
-    Something must be signed, as in repos_rpm.py: its metadata, or every package.
+    Something must be signed, as in repos_rpm.py: its metadata, or every package. `all_streams`: packages of module
+    streams that nobody has enabled count too.
     """
 
     name: str
@@ -22,6 +23,7 @@ class RpmSource:
     keys: tuple[tuple[str, str], ...]
     signed_metadata: bool = False
     signed_packages: bool = True
+    all_streams: bool = False
 
 
 _EL = ("BaseOS/{arch}/os/", "AppStream/{arch}/os/")
@@ -72,5 +74,12 @@ def _parsed(number: int, line: str) -> RpmSource:
 
 def as_source(repository: RpmRepository) -> RpmSource:
     """Return a repository that hosts have besides their distribution's."""
-    key = (repository.key_url, repository.key_fingerprint)
-    return RpmSource(repository.name, repository.uri, (key,), repository.signed_metadata, repository.signed_packages)
+    return RpmSource(
+        repository.name,
+        repository.uri,
+        ((repository.key_url, repository.key_fingerprint),),
+        repository.signed_metadata,
+        repository.signed_packages,
+        # NVIDIA's: the fabric manager is in the stream of its driver's branch.
+        all_streams=repository.name == "cuda",
+    )

@@ -17,6 +17,7 @@ def as_text(contents: Contents) -> str:
         ("digest", contents.digest),
         ("signed", "yes" if contents.signature else "no"),
         ("driver", manifest.driver_version or "none"),
+        ("cuda", f"{manifest.cuda_version}, .run" if manifest.cuda_file else "no .run"),
         ("kernels", ", ".join(manifest.inputs.get("kernels", ())) or "none"),
         ("images", ", ".join(one.reference for one in manifest.images) or "none"),
         ("files", f"{len(manifest.files)}, {size / 2**20:.1f} MiB"),

@@ -7,14 +7,16 @@ the command was typed: by a signature, or by having made it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.format import Contents, Progress, chunks, read_contents, unpack, verify_files
 from gpuprov.bundle.images import image_identity
 from gpuprov.bundle.manifest import (
+    CUDA,
     FOLDER,
     KEYS,
     REPOSITORY,
@@ -25,6 +27,8 @@ from gpuprov.bundle.manifest import (
     Manifest,
 )
 from gpuprov.bundle.place import CACHE
+from gpuprov.changes import Change
+from gpuprov.driver import cuda_run
 from gpuprov.errors import GpuprovError, Problem
 from gpuprov.packaging import packages_rpm
 from gpuprov.packaging.pgp import fingerprints
@@ -34,8 +38,13 @@ from gpuprov.system import System
 if TYPE_CHECKING:
     from gpuprov.facts import HostFacts
 
-# What each step takes from a bundle: folders in it.
-_STEP_FOLDERS = {"packages": (f"{REPOSITORY}/", f"{KEYS}/"), "driver": ("driver/",), "images": ("images/",)}
+# What each part of an installation takes from a bundle, and the kinds of change that do: folders in it.
+_PACKAGES, _DRIVER, _CUDA, _IMAGES = (f"{REPOSITORY}/", f"{KEYS}/"), ("driver/",), (f"{CUDA}/",), ("images/",)
+_FOLDERS_OF = {
+    "RefreshPackageIndex": _PACKAGES, "InstallPackages": _PACKAGES,
+    "InstallRpmKey": _PACKAGES, "RefreshRpmIndex": _PACKAGES, "InstallRpmPackages": _PACKAGES,
+    "InstallDriver": _DRIVER, "InstallCudaToolkit": _CUDA, "LoadImage": _IMAGES,
+}  # fmt: skip
 _SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 
 
@@ -101,10 +110,13 @@ def _require_repository_key(file: BinaryIO, contents: Contents) -> None:
 
 
 def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
-    """Return the spec with the driver taken from the bundle; what the user pinned stays, and is checked against it."""
-    if bundle is None or spec.driver != "runfile" or not bundle.manifest.driver_file:
+    """Return the spec with .run files taken from the bundle; what the user pinned stays, and is checked against it."""
+    if bundle is None:
         return spec
     manifest = bundle.manifest
+    spec = cuda_run.from_bundle(spec, manifest)
+    if spec.driver != "runfile" or not manifest.driver_file:
+        return spec
     return replace(
         spec,
         driver_version=spec.driver_version or manifest.driver_version,
@@ -119,7 +131,9 @@ def gather(system: System, manifest: Manifest) -> BundleFacts:
     return BundleFacts(manifest, frozenset(one.reference for one in found))
 
 
-def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], installs_driver: bool) -> tuple[Problem, ...]:
+def problems(
+    facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], *, installs_driver: bool, installs_cuda: bool = False
+) -> tuple[Problem, ...]:
     """Return why the bundle can't serve this host. `packages`: those that are to be installed."""
     if facts.bundle is None:
         return ()
@@ -137,16 +151,16 @@ def problems(facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], instal
     return (
         *(_driver_problems(manifest, spec) if installs_driver else ()),
         *_package_problems(manifest, packages, facts.kernel.release),
-        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver)),
+        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
     )
 
 
-def _folders(facts: HostFacts, packages: tuple[str, ...], installs_driver: bool) -> tuple[str, ...]:
+def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bool) -> tuple[str, ...]:
     """Return the folders of the bundle that will be unpacked here."""
     assert facts.bundle is not None
     images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
-    needed = {"packages": bool(packages), "driver": installs_driver, "images": images}
-    return tuple(folder for step, is_needed in needed.items() if is_needed for folder in _STEP_FOLDERS[step])
+    needed = ((_PACKAGES, bool(packages)), (_DRIVER, driver), (_CUDA, cuda), (_IMAGES, images))
+    return tuple(folder for folders, is_needed in needed if is_needed for folder in folders)
 
 
 def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
@@ -168,10 +182,11 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
     asked = {str(name) for name in manifest.inputs.get("packages", ())}
     held = {f"{one.name}={version}" for one in manifest.packages for version in _versions(manifest, one)}
     held |= asked | {one.name for one in manifest.packages}
-    lacking = [name for name in packages if name not in held]
+    # The fabric manager is asked for by a pattern (apt).
+    lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
     if not lacking:
         return ()
-    words = dict.fromkeys(f"--kernel {kernel}" if kernel in name else f"--package {name}" for name in lacking)
+    words = dict.fromkeys(_word(name, kernel) for name in lacking)
     return (
         Problem(
             "the bundle lacks packages that this host needs",
@@ -179,6 +194,13 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
             f"make it again with: gpuprov bundle create {' '.join(words)} …",
         ),
     )
+
+
+def _word(name: str, kernel: str) -> str:
+    """Return the option that brings a package into a bundle."""
+    if name.startswith(("nvidia-fabricmanager", "nvidia-fabric-manager")):
+        return "--fabric-manager"
+    return f"--kernel {kernel}" if kernel in name else f"--package {name}"
 
 
 def _versions(manifest: Manifest, one: BundlePackage) -> Collection[str]:
@@ -227,15 +249,15 @@ def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) -> Iterator[None]:
-    """Unpack what the steps of a run need, and take it away after the run, however that ends."""
+def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change]) -> Iterator[None]:
+    """Unpack what these changes need, and take it away after the run, however that ends."""
     # What a killed run left there.
     _remove(system)
     if bundle is None:
         yield
         return
     try:
-        folders = tuple(folder for step in steps for folder in _STEP_FOLDERS.get(step, ()))
+        folders = tuple({folder for change in changes for folder in _needed_by(change)})
         paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
@@ -245,6 +267,13 @@ def unpacked(system: System, bundle: OpenBundle | None, steps: Collection[str]) 
         yield
     finally:
         _remove(system)
+
+
+def _needed_by(change: Change) -> tuple[str, ...]:
+    """Return the folders of a bundle that a change takes something from."""
+    if isinstance(change, cuda_run.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/"):
+        return ()
+    return _FOLDERS_OF.get(type(change).__name__, ())
 
 
 def _remove(system: System) -> None:

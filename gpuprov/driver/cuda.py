@@ -77,17 +77,24 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     row = distribution_of(facts.os)
     if not _wants_repository(spec) or row is None:
         return ()
-    folder = nvidia_folder(row, facts.architecture)
+    found = repository_problems(row, facts.architecture, spec)
+    if not nvidia_folder(row, facts.architecture):
+        return found
+    return (*found, *(_driver_problems(facts, spec, row) if spec.driver == "packages" else ()))
+
+
+def repository_problems(row: Distribution, architecture: str, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return why nothing can come from NVIDIA's CUDA repository for a row of the table and an architecture."""
+    folder = nvidia_folder(row, architecture)
     if not folder:
         return (
             Problem(
-                f"NVIDIA has no CUDA repository for {row.name} {row.version} on {facts.architecture}",
+                f"NVIDIA has no CUDA repository for {row.name} {row.version} on {architecture}",
                 "developer.download.nvidia.com/compute/cuda/repos",
                 "set gpuprov_driver: runfile, and leave gpuprov_cuda out",
             ),
         )
-    unknown = () if spec.cuda_key_fingerprint or _key(row)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}"),)
-    return (*unknown, *(_driver_problems(facts, spec, row) if spec.driver == "packages" else ()))
+    return () if spec.cuda_key_fingerprint or _key(row)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}"),)
 
 
 def _unknown_key(row: Distribution, base: str) -> Problem:

@@ -7,11 +7,13 @@ Source: NVIDIA's CUDA Installation Guide for Linux, "Runfile Installation": --si
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuprov.boot import capture_path_itself
+from gpuprov.bundle.manifest import FOLDER, Manifest
 from gpuprov.changes import Change, Json, Tell, restore_path
 from gpuprov.commands import Completed
+from gpuprov.download import masked
 from gpuprov.driver.cuda_facts import version_in
 from gpuprov.driver.run_files import place_of, require_digest, require_room
 from gpuprov.driver_run import FetchRunfile
@@ -53,18 +55,56 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if not _wanted(spec) or _is_there(facts, spec):
         return ()
     url, path = _source(spec)
-    package = f"cuda-toolkit-{spec.cuda.replace('.', '-')}"
     found = []
     if url != path and not spec.cuda_sha256:
         what = "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted"
         found.append(_problem(what, "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust)"))
-    if package in facts.packages.installed:
+    if _package(spec) in facts.packages.installed:
         what = f"CUDA {spec.cuda} on this host comes from packages; a .run over them would break both"
         found.append(_problem(what, "leave gpuprov_cuda_url out, or purge the packages first"))
-    if facts.bundle is not None and url != path:
-        what = "a bundle holds no CUDA toolkit, and nothing else is to be fetched"
-        found.append(_problem(what, "copy the .run to the host and set gpuprov_cuda_url to its path"))
+    if facts.bundle is not None:
+        found += _bundle_problems(facts.bundle.manifest, spec)
     return tuple(found)
+
+
+def _bundle_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what keeps a bundle from bringing the file. With one, nothing else is fetched."""
+    if place_of(spec.cuda_url) != spec.cuda_url:
+        what = "the bundle does not hold the .run of the CUDA toolkit that is asked for"
+        seen = f"it holds {manifest.cuda_version or 'none'}, asked for is {spec.cuda} from {masked(spec.cuda_url)}"
+        words = f"gpuprov bundle create -e gpuprov_cuda={spec.cuda} --cuda-file FILE …"
+        return (Problem(what, seen, f"{words}; or copy it to the host and set gpuprov_cuda_url to its path"),)
+    if not takes_from_bundle(spec) or spec.cuda_sha256 == (held := manifest.file(manifest.cuda_file).sha256):
+        return ()
+    seen = f"{manifest.cuda_file} has SHA-256 {held}, gpuprov_cuda_sha256 is {spec.cuda_sha256}"
+    return (Problem("the bundle's CUDA toolkit is not the one that is pinned", seen, "correct one of the two"),)
+
+
+def _package(spec: HostSpec) -> str:
+    return f"cuda-toolkit-{spec.cuda.replace('.', '-')}"
+
+
+def takes_from_bundle(spec: HostSpec) -> bool:
+    """Say whether the file lies in an unpacked bundle."""
+    return spec.cuda_url.startswith(f"{FOLDER}/")
+
+
+def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
+    """Return the spec with the file taken from a bundle that holds it; a digest that the user pinned stays.
+
+    Where packages of that version are in it, too, they are for those who name no file. A path is the host's own file.
+    """
+    if not manifest.cuda_file or spec.cuda != manifest.cuda_version or spec.cuda_url.startswith("/"):
+        return spec
+    if not spec.cuda_url and _package(spec) in {one.name for one in manifest.packages}:
+        return spec
+    sha256 = spec.cuda_sha256 or manifest.file(manifest.cuda_file).sha256
+    return replace(spec, cuda_url=f"{FOLDER}/{manifest.cuda_file}", cuda_sha256=sha256)
+
+
+def unpacks(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the file has to be unpacked from a bundle."""
+    return _wanted(spec) and takes_from_bundle(spec) and not _is_there(facts, spec)
 
 
 def _problem(what: str, next_step: str) -> Problem:
@@ -87,6 +127,16 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not _is_there(facts, spec):
         return (InstallCudaToolkit(spec.cuda, _source(spec)[1], spec.cuda_sha256),)
     return () if facts.cuda.link == prefix else (LinkCudaToolkit(prefix),)
+
+
+def require_run_file(system: System, path: str, name: str) -> None:
+    """Raise GpuprovError if a file is none that a shell runs, calling it `name`."""
+    start = system.read_start(path, 512)
+    if start is None:
+        raise GpuprovError(f"there is no file {path} on this host", "", "check gpuprov_cuda_url")
+    if not start.startswith(b"#!"):
+        seen = start[:80].decode("utf-8", "replace").strip()
+        raise GpuprovError("this is no CUDA .run file", f"{name} begins with {seen!r}", "check gpuprov_cuda_url")
 
 
 @dataclass(frozen=True)
@@ -166,14 +216,7 @@ class InstallCudaToolkit(Change):
         return {}
 
     def _inspect(self, system: System) -> None:
-        start = system.read_start(self.path, 512)
-        if start is None:
-            raise GpuprovError(f"there is no file {self.path} on this host", "", "check gpuprov_cuda_url")
-        if not start.startswith(b"#!"):
-            seen = start[:80].decode("utf-8", "replace").strip()
-            raise GpuprovError(
-                "this is no CUDA .run file", f"{self.path} begins with {seen!r}", "check gpuprov_cuda_url"
-            )
+        require_run_file(system, self.path, self.path)
         require_digest(system, self.path, self.sha256, "the CUDA toolkit's file", "gpuprov_cuda_sha256")
 
     def _prove(self, system: System, done: Completed) -> None:

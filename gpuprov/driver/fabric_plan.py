@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpuprov.bundle import use, use_rpm
 from gpuprov.changes import Change
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.errors import Problem
@@ -9,6 +10,10 @@ from gpuprov.facts import HostFacts
 from gpuprov.packaging import packages_rpm
 from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.spec import HostSpec
+
+# NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch, which a driver from a .run
+# does not enable: dnf would not see it (dnf.conf(5), module_hotfixes).
+_ALL_STREAMS = {"dnf": ("--setopt=gpuprov-cuda.module_hotfixes=1",)}
 
 
 def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
@@ -43,16 +48,29 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     fabric = facts.fabric
     running = fabric.active and fabric.enabled and fabric.version == version
     changes: tuple[Change, ...] = () if running else (RunFabricManager(version),)
-    if not installs_package(facts, spec):
+    names = wanted_packages(facts, spec)
+    if not names:
         return changes
-    names = packages(version, facts.packages.manager, fabric)
     if facts.packages.manager in packages_rpm.MANAGERS:
-        return (*packages_rpm.plan(facts.packages, names, lock_timeout=spec.lock_timeout), *changes)
-    return (RefreshPackageIndex(spec.lock_timeout), InstallPackages(names, (), spec.lock_timeout), *changes)
+        words = use_rpm.options(facts.bundle) or _ALL_STREAMS.get(facts.packages.manager, ())
+        installation = packages_rpm.plan(facts.packages, names, lock_timeout=spec.lock_timeout, options=words)
+        keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
+        return (*keys, *installation, *changes)
+    words = use.apt_options(facts.bundle)
+    refresh, install = (
+        RefreshPackageIndex(spec.lock_timeout, words),
+        InstallPackages(names, (), spec.lock_timeout, words),
+    )
+    return (refresh, install, *changes)
+
+
+def wanted_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of the fabric manager that are to be installed."""
+    if not installs_package(facts, spec):
+        return ()
+    return packages(wanted_version(facts, spec), facts.packages.manager, facts.fabric)
 
 
 def plan_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what keeps CUDA from coming up on this host's switches."""
-    if facts.bundle is not None and installs_package(facts, spec):
-        return problems(facts.fabric, wanted_version(facts, spec), ours=False)
     return problems(facts.fabric, wanted_version(facts, spec), ours=spec.fabric_manager == "auto")

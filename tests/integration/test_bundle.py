@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
@@ -22,6 +23,7 @@ from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.sources import source_lines
+from tests.simgpu.cuda_run import build_cuda_run
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -198,16 +200,27 @@ def test_roll_back_of_an_installation_from_a_bundle(site: Site, made: Made, cut_
 
 @pytest.mark.parametrize(("release", "distro"), [("bullseye", "debian-11"), ("trixie", "debian-13")])
 def test_other_releases(site: Site, tmp_path: Path, release: str, distro: str) -> None:
-    """Debian 11 has apt 2.2 and Python 3.9; Debian 13 has apt 3.0, which checks signatures in another way."""
-    wanted = site.inventory(release, gpuprov_docker="preinstalled", gpuprov_packages=["site-gpu-tools", "jq"])
+    """Debian 11 has apt 2.2 and Python 3.9; Debian 13 has apt 3.0, which checks signatures in another way.
+
+    The CUDA toolkit comes from its .run, which the one inventory names by its URL, and the other leaves to the bundle.
+    """
+    cuda = build_cuda_run(site.lab.www if release == "trixie" else tmp_path)
+    digest = hashlib.sha256(cuda.read_bytes()).hexdigest()
+    by_url = {"gpuprov_cuda_url": f"{site.lab.url}/{cuda.name}", "gpuprov_cuda_sha256": digest}
+    more, file = (by_url, ()) if release == "trixie" else ({}, ("--cuda-file", cuda))
+    packages_wanted = ["site-gpu-tools", "jq"]
+    wanted = site.inventory(
+        release, gpuprov_docker="preinstalled", gpuprov_packages=packages_wanted, gpuprov_cuda="12.4", **more
+    )
     bundle = tmp_path / "bundle.tar"
-    words = ("--distro", distro, "--hosts", wanted, *source_words(release), "-o", bundle)
+    words = ("--distro", distro, "--hosts", wanted, *file, *source_words(release), "-o", bundle)
     done = gpuprov("bundle", "create", *words)
     assert done.returncode == 0, done.stdout
     with without_network(site.hosts[release]) as host:
         done = gpuprov("install", "--hosts", wanted, "--bundle", bundle)
         assert done.returncode == 0, done.stdout
         assert "jq\t" in packages(host)
+        assert host.ssh("sh -lc 'nvcc'").stdout.strip() == "Cuda compilation tools, release 12.4"
         assert "0 changes" in gpuprov("install", "--hosts", wanted, "--bundle", bundle).stdout
         verified = gpuprov("verify", "--hosts", wanted)
         assert verified.returncode == 0, verified.stdout

@@ -13,7 +13,7 @@ import pytest
 
 from gpuprov.bundle.create import Collected, collect
 from gpuprov.bundle.manifest import BundlePackage
-from gpuprov.bundle.recipe import Recipe
+from gpuprov.bundle.recipe import Recipe, RunFile
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.system import System
@@ -132,9 +132,7 @@ def test_a_key_that_is_not_on_this_machine_is_told(
 
 
 def driver_recipe(mirror: Path, file: Path, version: str = simgpu.DRIVER_VERSION, sha256: str = "") -> Recipe:
-    return dataclasses.replace(
-        recipe(mirror), packages=(), driver_version=version, driver_url=str(file), driver_sha256=sha256
-    )
+    return dataclasses.replace(recipe(mirror), packages=(), driver=RunFile(version, str(file), sha256))
 
 
 def test_the_driver_is_taken_by_its_published_digest_and_kept_for_the_next_bundle(mirror: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_all_that_is_asked_for_comes_along_and_can_be_installed(
     spec = HostSpec(packages=names, docker="preinstalled", driver="preinstalled")
     facts = facts_of(host, bundle)
     changes = software.plan(facts, spec)
-    with use.unpacked(host, bundle, {"packages"}):
+    with use.unpacked(host, bundle, changes):
         assert bundle.manifest.repository_key in gather_keys(host)
         for change in changes:
             change.apply(host, tell)
@@ -113,7 +113,7 @@ def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
     spec = HostSpec(packages=("site-gpu-tools",), docker="preinstalled", driver="preinstalled")
     changes = software.plan(facts_of(host, bundle), spec)
-    with pytest.raises(GpuprovError), use.unpacked(host, bundle, {"packages"}):
+    with pytest.raises(GpuprovError), use.unpacked(host, bundle, changes):
         damage(host.path("/var/cache/gpuprov/bundle"))
         for change in changes:
             change.apply(host, tell)

@@ -1,4 +1,4 @@
-"""A power cut at the journal's writes, on real file systems: what was not synced is gone, and the next run copes.
+"""A power cut at each of the journal's writes, on real file systems: what was not synced is gone, the next run copes.
 
 The host's programs are played here; test_faults_on_hosts.py cuts the power of a real one.
 """
@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import pytest
 
-from gpuprov.journal import read_runs
+from gpuprov.cdi import elf, files
+from gpuprov.journal import RUNS_DIRECTORY, read_runs
 from gpuprov.request import Request
 from gpuprov.run import run_request
+from gpuprov.runtime_hook import deploy
 from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.system import System, temporary_name
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
@@ -30,24 +36,38 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="ne
 
 
 class PoweredHost(FakeHost):
-    """A host that lets somebody look at each line that its journal has got, and before it waits for the disk."""
+    """A host whose journal is watched. `at(moment, line)` is called, with a line that is being written:
 
-    written: Callable[[str], None] | None = None
-    unsynced: Callable[[], None] | None = None
+    torn: half of it is on the disk; unsynced: a change is made, and nobody has waited for the disk (there is no line
+    yet); whole: it is on the disk.
+    """
+
+    at: Callable[[str, str], None] = staticmethod(lambda moment, line: None)
+
+    def write(self, path: str, content: bytes, **more: Any) -> None:
+        if path.startswith(RUNS_DIRECTORY):
+            # A journal's first line comes with its file, whole: a cut leaves half of it under another name.
+            System.append(self, str(temporary_name(Path(path))), content[: len(content) // 2])
+            self.at("torn", content.decode())
+        super().write(path, content, **more)
+        if path.startswith(RUNS_DIRECTORY):
+            self.at("whole", content.decode())
 
     def append(self, path: str, content: bytes) -> None:
+        size = self.path(path).stat().st_size
+        super().append(path, content[: len(content) // 2])
+        self.at("torn", content.decode())
+        os.truncate(self.path(path), size)
         super().append(path, content)
-        if self.written is not None:
-            self.written(content.decode())
+        self.at("whole", content.decode())
 
     def sync(self) -> None:
-        if self.unsynced is not None:
-            self.unsynced()
+        self.at("unsynced", "")
         System.sync(self)
 
     def after_a_cut(self) -> Callable[[Path], FakeHost]:
         """Return what makes this host, as it is now, anew over a file system that a cut has left."""
-        programs = copy.deepcopy({**vars(self), "written": None, "unsynced": None})
+        programs = copy.deepcopy({**vars(self), "at": None})
 
         def made(root: Path) -> FakeHost:
             found = FakeHost.__new__(FakeHost)
@@ -55,6 +75,50 @@ class PoweredHost(FakeHost):
             return found
 
         return made
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a power cut has left of a host, and what was there in memory."""
+
+    name: str
+    disk: Disk
+    after: Callable[[Path], FakeHost]
+    promised: Tree
+
+    @contextlib.contextmanager
+    def booted(self, *, whole: bool = False) -> Iterator[FakeHost]:
+        """Give the host as it boots from that disk: /run and /dev are anew, docker reads its file.
+
+        `whole`: the disk has all that was in memory.
+        """
+        with self.disk.mounted() as root:
+            host = self.after(root)
+            if whole:
+                assert differences(host.tree(), self.promised) == set(), self.name
+            for path in (*(root / "run").glob("gpuprov*"), *(root / "dev").glob("nvidia*")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            host.run(("systemctl", "restart", "docker.service"))
+            yield host
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what is read out of the same bytes on each of a hundred disks: most of what an installation costs here."""
+    compiled, soname = deploy._compiled, elf.soname
+    codes: dict[bytes, CodeType] = {}
+    names: dict[bytes, str] = {}
+
+    def known_code(source: Path) -> CodeType:
+        content = source.read_bytes()
+        return codes.get(content) or codes.setdefault(content, compiled(source))
+
+    def known_name(system: System, path: str) -> str:
+        content = system.read_bytes(path) or b""
+        return names.get(content) or names.setdefault(content, soname(system, path))
+
+    monkeypatch.setattr(deploy, "_compiled", known_code)
+    monkeypatch.setattr(files, "soname", known_name)
 
 
 @pytest.fixture
@@ -84,14 +148,13 @@ def lasting(host: FakeHost) -> Tree:
     return {path: tree[path] for path in tree if not path.startswith(("/run/", "/lost+found")) and ".pyc" not in path}
 
 
+def cut(host: PoweredHost, disk: Disk, name: str) -> Cut:
+    """Cut the power of a copy of the host: this one goes on."""
+    return Cut(name, disk.cut(name), host.after_a_cut(), host.tree())
+
+
 def differences(one: Tree, other: Tree) -> set[str]:
     return {path for path in {*one, *other} if one.get(path) != other.get(path)}
-
-
-def last_kind(host: FakeHost, state: str) -> str:
-    """Return the kind of the change that has come to this state last."""
-    found = [entry.kind for entry in read_runs(host)[-1].entries if entry.state == state]
-    return found[0 if state == "undone" else -1]
 
 
 def _write_in_a_new_folder(system: System) -> None:
@@ -144,46 +207,81 @@ def test_what_is_written_is_on_the_disk_when_the_call_returns(disk: Disk) -> Non
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)
 def test_what_the_journal_calls_done_or_undone_is_on_the_disk(disk: Disk, spec: HostSpec) -> None:
     """Looked at once for each kind of change."""
-    cuts: dict[tuple[str, str], tuple[Disk, Callable[[Path], FakeHost], Tree]] = {}
+    cuts: dict[tuple[str, str], Cut] = {}
     with running(disk) as host:
 
-        def note(line: str) -> None:
-            state = line.split('"')[1]
-            if state in ("done", "undone") and (change := (state, last_kind(host, state))) not in cuts:
-                cuts[change] = (disk.cut("-".join(change)), host.after_a_cut(), host.tree())
+        def note(moment: str, line: str) -> None:
+            state, number = (*json.loads(line or "{}").items(), ("", 0))[0]
+            if moment == "whole" and state in ("done", "undone"):
+                kind = next(entry.kind for entry in read_runs(host)[0].entries if entry.number == number)
+                if (state, kind) not in cuts:
+                    cuts[state, kind] = cut(host, disk, f"{state}-{kind}")
 
-        host.written = note
+        host.at = note
         assert finished(install(host, spec)).exit_code == 0
         run_request(Request("rollback"), ignore, host)
     assert {("undone", kind) for kind in ("InstallDriver", "InstallRuntime", "PrepareBoot")} <= cuts.keys()
-    for change, (cut, after_a_cut, promised) in cuts.items():
-        with cut.mounted() as place:
-            assert differences(after_a_cut(place).tree(), promised) == set(), change
+    for one in cuts.values():
+        with one.disk.mounted() as place:
+            assert differences(one.after(place).tree(), one.promised) == set(), one.name
 
 
-@pytest.mark.parametrize("kind", ["ext4", "btrfs"])
-def test_cut_in_any_change_the_next_run_ends_as_an_undisturbed_one(disk: Disk, spec: HostSpec) -> None:
+@pytest.mark.parametrize("moment", ["torn", "unsynced", "whole"])
+@pytest.mark.parametrize("kind", ["ext4"])
+def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one(
+    disk: Disk, spec: HostSpec, moment: str
+) -> None:
+    cuts: list[Cut] = []
+    with running(disk) as host:
+        before = lasting(host)
+
+        def note(now: str, line: str) -> None:
+            if now == moment:
+                cuts.append(cut(host, disk, f"{len(cuts)}-{line[2:12]}"))
+
+        host.at = note
+        assert finished(install(host, spec)).exit_code == 0
+        undisturbed = lasting(host)
+        written = (host.read_text(read_runs(host)[0].path) or "").splitlines()
+        changes = [line for line in written if line.startswith('{"begin"')]
+    # The driver's change waits for the disk twice: its files, and that they are whole.
+    assert len(cuts) == (len(changes) + 1 if moment == "unsynced" else len(written))
+    for one in cuts:
+        with one.booted(whole=moment != "unsynced") as after:
+            assert_whole(after, spec, undisturbed, before, one.name)
+
+
+@pytest.mark.parametrize("kind", ["btrfs"])
+def test_cut_in_any_kind_of_change_the_next_run_ends_as_an_undisturbed_one(disk: Disk, spec: HostSpec) -> None:
     """Cut where the most is at stake: all of a change is made, and of that only what was synced by itself is there."""
-    cuts: dict[tuple[str, int], tuple[Disk, Callable[[Path], FakeHost]]] = {}
+    cuts: dict[tuple[str, int], Cut] = {}
     syncs: Counter[str] = Counter()
     with running(disk) as host:
+        before = lasting(host)
 
-        def note() -> None:
-            kind = last_kind(host, "begun")
-            # The driver's change syncs twice: its files, and that they are whole.
-            key = read_runs(host)[-1].entries[-1].key
-            syncs[key] += 1
-            if (kind, syncs[key]) not in cuts:
-                cuts[kind, syncs[key]] = (disk.cut(f"{kind}{syncs[key]}"), host.after_a_cut())
+        def note(moment: str, line: str) -> None:
+            if moment == "unsynced":
+                change = read_runs(host)[-1].entries[-1]
+                syncs[change.key] += 1
+                if (at := (change.kind, syncs[change.key])) not in cuts:
+                    cuts[at] = cut(host, disk, f"{change.kind}{syncs[change.key]}")
 
-        host.unsynced = note
+        host.at = note
         assert finished(install(host, spec)).exit_code == 0
         undisturbed = lasting(host)
     assert {("InstallDriver", 2), ("InstallRuntime", 1), ("PrepareBoot", 1), ("ReconfigureDocker", 1)} <= cuts.keys()
-    for change, (cut, after_a_cut) in cuts.items():
-        with cut.mounted() as place:
-            after = after_a_cut(place)
-            done = finished(install(after, spec))
-            assert done.exit_code == 0, f"{change}: {done.problems}"
-            assert differences(lasting(after), undisturbed) == set(), change
-            assert finished(install(after, spec)).changed == 0, change
+    for one in cuts.values():
+        with one.booted() as after:
+            assert_whole(after, spec, undisturbed, before, one.name)
+
+
+def assert_whole(host: FakeHost, spec: HostSpec, undisturbed: Tree, before: Tree, told: str) -> None:
+    """The next run ends as an undisturbed one, the one after it has nothing to do, and nothing of before is lost."""
+    if not any(run.entries for run in read_runs(host)):
+        assert differences(lasting(host), before) == set(), told
+    done = finished(install(host, spec))
+    assert done.exit_code == 0, f"{told}: {done.problems}"
+    assert differences(lasting(host), undisturbed) == set(), told
+    assert finished(install(host, spec)).changed == 0, told
+    run_request(Request("uninstall"), ignore, host)
+    assert differences(lasting(host), before) <= {"/var/log/nvidia-installer.log"}, told

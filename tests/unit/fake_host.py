@@ -172,7 +172,9 @@ class FakeHost(System):
         before = set(self.root.rglob("*"))
         simgpu.install_tree(self.root)
         (self.root / "var/log/nvidia-installer.log").write_text("-> now complete.\n")
-        self._driver_files = sorted(set(self.root.rglob("*")) - before, reverse=True)
+        new = {path.relative_to(self.root) for path in set(self.root.rglob("*")) - before}
+        # What it is installed over, it has installed before.
+        self._driver_files = sorted({*self._driver_files, *new}, reverse=True)
         return 0, ""
 
     def _update_initramfs(self, words: tuple[str, ...]) -> tuple[int, str]:
@@ -192,7 +194,7 @@ class FakeHost(System):
         return 0, f"{simgpu.DRIVER_VERSION}\n"
 
     def _uninstall(self, words: tuple[str, ...]) -> tuple[int, str]:
-        for path in self._driver_files:
+        for path in map(self.root.joinpath, self._driver_files):
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
             elif not any(path.iterdir()):

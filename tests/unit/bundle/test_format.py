@@ -229,7 +229,7 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format": 1}, "its format is 1, this gpuprov reads 2 alone"),
+        ({"format": 1}, "its format is 1, this gpuprov reads 3 alone"),
         ({"version": 12}, "version is no text"),
         ({"surprise": "x"}, "surprise"),
         ({"files": {}}, "no list of BundleFile"),

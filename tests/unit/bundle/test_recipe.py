@@ -49,11 +49,11 @@ def test_packages(wishes: dict[str, Any], specs: tuple[HostSpec, ...], packages:
 
 def test_the_driver_is_the_one_that_the_hosts_ask_for() -> None:
     found = recipe(HostSpec(driver_version="550.163.01"), HostSpec(driver="preinstalled"))
-    assert found.driver_version == "550.163.01"
-    assert found.driver_url.endswith("/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run")
+    assert found.driver.version == "550.163.01"
+    assert found.driver.url.endswith("/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run")
     own = recipe(HostSpec(driver_version="550.163.01", driver_url="https://a/b.run", driver_sha256="0" * 64))
-    assert (own.driver_url, own.driver_sha256) == ("https://a/b.run", "0" * 64)
-    assert recipe(HostSpec()).driver_url == ""
+    assert (own.driver.url, own.driver.sha256) == ("https://a/b.run", "0" * 64)
+    assert recipe(HostSpec()).driver.url == ""
 
 
 def test_repositories_are_taken_once_and_the_toolkits_too() -> None:

@@ -1,0 +1,259 @@
+"""The CUDA toolkit's .run and the fabric manager in a bundle: what is taken along, and what a host makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundle.recipe import Recipe, RunFile, Wishes, make_recipe
+from gpuprov.driver import fabric_plan
+from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.events import Event, Finished
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.repos_rpm import InstallRpmKey
+from gpuprov.plan import StepChange, _once, preflight
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from tests import simgpu
+from tests.bundles import FILES, MANIFEST, listed, write_test_bundle
+from tests.simgpu.cuda_run import build_cuda_run
+from tests.unit.test_cuda_run import PREFIX, CudaHost
+from tests.unit.test_fabric_manager import SwitchHost
+
+pytestmark = pytest.mark.root
+VERSION = simgpu.DRIVER_VERSION
+URL, DIGEST = "https://mirror.example/cuda_12.4.1_linux.run", "c" * 64
+CUDA_FILE = "cuda/cuda-12.4-x86_64.run"
+FABRIC_MANAGER = f"nvidia-fabricmanager-550={VERSION}-*"
+
+
+def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
+    return make_recipe(dataclasses.replace(Wishes("debian-12", "x86_64"), **wishes), specs or (HostSpec(),))
+
+
+def refusal(*specs: HostSpec, **wishes: Any) -> str:
+    with pytest.raises(GpuprovError) as caught:
+        recipe(*specs, **wishes)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert all(one.next_step for one in caught.value.problems)
+    return str(caught.value)
+
+
+# -- making it -------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_that_hosts_ask_for_comes_along_instead_of_packages() -> None:
+    asked = HostSpec(cuda="12.4", cuda_url=URL, cuda_sha256=DIGEST)
+    found = recipe(asked, HostSpec(), dataclasses.replace(asked, cuda_sha256=""))
+    assert found.cuda == RunFile("12.4", URL, DIGEST)
+    assert not any("cuda" in name for name in found.packages)
+    assert found.inputs()["cuda_url"] == URL
+    # A path is a file that the hosts have.
+    assert recipe(HostSpec(cuda="12.4", cuda_url="/root/cuda.run")).cuda == RunFile()
+
+
+def test_a_file_that_is_here_is_for_those_hosts_that_ask_for_cuda() -> None:
+    local = HostSpec(cuda_url="file:///root/cuda.run", cuda_sha256=DIGEST)
+    found = recipe(dataclasses.replace(local, cuda="12.4"), local)
+    assert found.cuda == RunFile("12.4", local.cuda_url, DIGEST)
+    assert "which version" in refusal(local)
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        ((HostSpec(cuda="12.4", cuda_url=URL),), "the SHA-256 of the CUDA toolkit's .run is not known"),
+        ((HostSpec(cuda="12.4", cuda_url=URL), HostSpec(cuda="12.6", cuda_url=URL)), "different CUDA toolkits"),
+        (
+            (HostSpec(cuda="12.4", cuda_url=URL, cuda_sha256=DIGEST),
+             HostSpec(cuda="12.4", cuda_url=URL, cuda_sha256="d" * 64)),
+            "different digests of one of the CUDA toolkits",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_that_could_not_be_trusted_is_refused(specs: tuple[HostSpec, ...], says: str) -> None:
+    assert says in refusal(*specs)
+
+
+def test_the_fabric_manager_is_the_drivers_from_nvidias_repository() -> None:
+    spec = HostSpec(driver_version=VERSION, docker="preinstalled")
+    found = recipe(spec, fabric_manager=True)
+    assert found.packages == (FABRIC_MANAGER,)
+    assert [(one.name, one.key_fingerprint) for one in found.repositories] == [
+        ("cuda", "EB693B3035CD5710E231E123A4B469963BF863CC")
+    ]
+    rpm = recipe(spec, distro="rocky-9", fabric_manager=True)
+    assert rpm.packages == (f"nvidia-fabric-manager={VERSION}",)
+    # It lies in a module stream that nobody has enabled.
+    assert [(one.name, one.all_streams) for one in rpm.rpm_sources][-1] == ("cuda", True)
+    assert not any(one.all_streams for one in rpm.rpm_sources[:-1])
+    assert recipe(spec).repositories == ()
+
+
+def test_a_fabric_manager_that_can_not_be_had_is_told() -> None:
+    assert "there is no driver" in refusal(fabric_manager=True)
+    spec = HostSpec(driver_version=VERSION)
+    assert "does not know the fingerprint" in refusal(spec, distro="rocky-10", fabric_manager=True)
+    assert "NVIDIA has no CUDA repository for" in refusal(spec, distro="opensuse-tumbleweed", fabric_manager=True,
+                                                           sources=(f"https://a /key {'A' * 40}",))  # fmt: skip
+
+
+# -- the CUDA toolkit on a host --------------------------------------------------------------------------------------
+
+
+class UnpackedHost(CudaHost):
+    """Sees what is unpacked when packages are looked for, or an installer runs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.unpacked: set[str] = set()
+
+    def run(self, argv: Any, **more: Any) -> Any:
+        self.unpacked |= {*self.list_directory(FOLDER)} & {"cuda", "driver", "repository"}
+        return super().run(argv, **more)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> UnpackedHost:
+    return UnpackedHost(tmp_path / "root")
+
+
+def with_cuda(host: CudaHost, **fields: Any) -> Path:
+    """Write a bundle with the toolkit in it."""
+    manifest = dataclasses.replace(MANIFEST, cuda_version="12.4", cuda_file=CUDA_FILE, **fields)
+    return write_test_bundle(host.root / "root/bundle.tar", manifest, {**FILES, CUDA_FILE: host.file.read_bytes()})
+
+
+def install(host: CudaHost, **values: Any) -> Finished:
+    spec = parse_spec({"driver": "preinstalled", **values})
+    events: list[Event] = []
+    steps = ("download", "packages", "driver")
+    run_request(Request("install", spec_to_json(spec), steps=steps, bundle="/root/bundle.tar"), events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+@pytest.mark.parametrize("more", [{}, {"cuda_url": URL}])
+def test_the_bundles_run_is_installed_once_and_nothing_else_is_unpacked(
+    host: UnpackedHost, more: dict[str, str]
+) -> None:
+    with_cuda(host)
+    done = install(host, cuda="12.4", **more)
+    assert (done.exit_code, done.changed) == (ExitCode.DONE, 2), done.problems
+    assert gather(host).cuda.toolkits == {PREFIX: "12.4.1"}
+    assert host.unpacked == {"cuda"}
+    assert host.list_directory("/var/cache/gpuprov") == ()
+    assert install(host, cuda="12.4", **more).changed == 0
+
+
+def test_who_asks_for_no_cuda_gets_none(host: UnpackedHost) -> None:
+    with_cuda(host)
+    assert install(host, packages=["site-gpu-tools"]).exit_code == ExitCode.DONE
+    assert (gather(host).cuda.toolkits, host.unpacked) == ({}, {"repository"})
+
+
+def test_packages_of_that_version_are_for_those_who_name_no_file(host: UnpackedHost) -> None:
+    package = dataclasses.replace(MANIFEST.packages[0], name="cuda-toolkit-12-4")
+    with_cuda(host, packages=(*MANIFEST.packages, package))
+    host.available["cuda-toolkit-12-4"] = "1.0"
+    assert install(host, cuda="12.4").exit_code == ExitCode.DONE
+    assert "cuda-toolkit-12-4" in host.installed
+
+
+def test_a_path_is_the_hosts_own_file(host: UnpackedHost) -> None:
+    with_cuda(host)
+    newer = build_cuda_run(host.root, "12.4.9")
+    assert install(host, cuda="12.4", cuda_url=f"/{newer.name}").exit_code == ExitCode.DONE
+    assert gather(host).cuda.toolkits == {PREFIX: "12.4.9"}
+    assert host.unpacked == set()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"cuda": "12.6", "cuda_url": URL, "cuda_sha256": DIGEST}, "it holds 12.4, asked for is 12.6 from https://"),
+        ({"cuda": "12.4", "cuda_sha256": DIGEST}, "the bundle's CUDA toolkit is not the one that is pinned"),
+        ({"cuda": "12.6"}, "--package cuda-toolkit-12-6"),
+    ],
+)
+def test_a_toolkit_that_it_does_not_hold_is_refused(host: UnpackedHost, values: dict[str, str], says: str) -> None:
+    with_cuda(host)
+    before = host.state()
+    done = install(host, **values)
+    assert done.exit_code == ExitCode.FAILED
+    assert says in "\n".join(str(one) for one in done.problems)
+    assert host.state() == before
+
+
+def test_a_manifest_that_names_a_file_which_is_not_in_it_is_refused() -> None:
+    manifest = listed(dataclasses.replace(MANIFEST, cuda_version="12.4", cuda_file=CUDA_FILE), FILES)
+    with pytest.raises(GpuprovError, match="which it does not list"):
+        manifest_from_bytes(manifest_to_bytes(manifest))
+
+
+def test_one_byte_more_in_the_run_is_seen(host: UnpackedHost) -> None:
+    path = with_cuda(host)
+    content = path.read_bytes()
+    place = content.index(b"CUDA Installer")
+    path.write_bytes(content[:place] + b"c" + content[place + 1 :])
+    done = install(host, cuda="12.4")
+    assert "a file in the bundle was tampered with or damaged" in str(done.problems[0])
+    assert hashlib.sha256(host.file.read_bytes()).hexdigest() in str(done.problems[0])
+
+
+# -- the fabric manager on a host ------------------------------------------------------------------------------------
+
+
+def switches(tmp_path: Path, **fields: Any) -> HostFacts:
+    """Return a machine with NVSwitches, and a bundle that holds what its kernel needs."""
+    facts = gather(SwitchHost(tmp_path / "root"))
+    file = MANIFEST.packages[0].file
+    names = (f"linux-headers-{facts.kernel.release}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3")
+    build = tuple(BundlePackage(name, "1.0", "amd64", file) for name in names)
+    manifest = dataclasses.replace(listed(MANIFEST, FILES), packages=(*MANIFEST.packages, *build), **fields)
+    return dataclasses.replace(facts, bundle=BundleFacts(manifest))
+
+
+def asked(facts: HostFacts) -> HostSpec:
+    assert facts.bundle is not None
+    manifest = facts.bundle.manifest
+    return HostSpec(driver_version=VERSION, driver_url=f"{FOLDER}/{manifest.driver_file}",
+                    driver_sha256=manifest.file(manifest.driver_file).sha256)  # fmt: skip
+
+
+def test_the_bundle_is_the_only_source_of_the_fabric_manager(tmp_path: Path) -> None:
+    facts = switches(tmp_path, inputs={"packages": [FABRIC_MANAGER]})
+    assert [one.what for one in preflight(facts, asked(facts))] == []
+    refresh, installation, _ = fabric_plan.plan(facts, asked(facts))
+    assert isinstance(refresh, RefreshPackageIndex) and isinstance(installation, InstallPackages)
+    assert installation.names == (FABRIC_MANAGER,)
+    assert f"Dir::Etc::sourcelist={FOLDER}/sources.list" in refresh.options
+    assert installation.options == refresh.options
+
+
+@pytest.mark.parametrize(("version", "held"), [(f"{VERSION}-1", True), (f"{VERSION}-1ubuntu1", True), ("1-1", False)])
+def test_a_bundle_without_the_very_version_is_refused(tmp_path: Path, version: str, *, held: bool) -> None:
+    """It may have come by --package, too."""
+    facts = switches(tmp_path)
+    assert facts.bundle is not None
+    manifest: Manifest = facts.bundle.manifest
+    package = BundlePackage("nvidia-fabricmanager-550", version, "amd64", manifest.packages[0].file)
+    more = dataclasses.replace(manifest, packages=(*manifest.packages, package))
+    facts = dataclasses.replace(facts, bundle=BundleFacts(more))
+    problems = [str(one) for one in preflight(facts, asked(facts))]
+    assert (problems == []) is held, problems
+    assert held or ("lacks packages" in problems[0] and "create --fabric-manager …" in problems[0])
+
+
+def test_a_key_that_two_steps_need_is_installed_once() -> None:
+    key = InstallRpmKey("/k", "file:///k", "A" * 40)
+    refresh = RefreshPackageIndex()
+    changes = [StepChange("packages", key), StepChange("packages", refresh), StepChange("driver", key)]
+    assert _once([*changes, StepChange("driver", refresh)]) == (*changes[:2], StepChange("driver", refresh))
