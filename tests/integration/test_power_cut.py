@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 
 from gpuprov.cdi import elf, files
+from gpuprov.disk import temporary_name
 from gpuprov.journal import RUNS_DIRECTORY, read_runs
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.runtime_hook import deploy
 from gpuprov.spec import HostSpec
-from gpuprov.system import System, temporary_name
+from gpuprov.system import System
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
