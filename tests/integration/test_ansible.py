@@ -31,8 +31,9 @@ def play(name: str, inventory: Path, *words: str, **environment: str) -> subproc
 def run_ansible(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ansible-playbook in the clone."""
     argv = (str(_ANSIBLE_PLAYBOOK), *(str(word) for word in words))
+    environment = {**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": "60", **environment}
     return subprocess.run(
-        argv, cwd=REPOSITORY, env={**os.environ, "ANSIBLE_NOCOLOR": "1", **environment}, timeout=300, check=False,
+        argv, cwd=REPOSITORY, env=environment, timeout=300, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 

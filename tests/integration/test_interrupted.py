@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, patience
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KILLS = 10
@@ -25,7 +25,8 @@ _AGENT = "agent-[0-9a-f]*[.]pyz"
 
 def start(site: Site, host: str) -> subprocess.Popen[str]:
     """Start an installation and return at once."""
-    argv = [str(GPUPROV), "install", "--hosts", str(site.inventory(host))]
+    words = ("install", "--hosts", str(site.inventory(host)))
+    argv = [str(GPUPROV), *words, *patience(words)]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -107,7 +107,7 @@ def uninstall_killed_and_again(site: Site, name: str, seconds: float) -> None:
     host.reset()
     before = (etc(host), packages(host))
     assert gpuprov("install", "--hosts", inventory).returncode == 0
-    argv = [str(GPUPROV), "uninstall", "--hosts", str(inventory)]
+    argv = [str(GPUPROV), "uninstall", "--hosts", str(inventory), "--connect-timeout", "60"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         deadline = time.monotonic() + 60
         while host.ssh("grep -q undone /var/lib/gpuprov/runs/*.jsonl", check=False).returncode:

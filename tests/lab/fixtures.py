@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,14 @@ class Site:
         return path
 
 
+def patience(words: Sequence[object]) -> tuple[str, ...]:
+    """Return what a call over SSH needs more on a busy machine, whose hosts may say nothing for ten seconds."""
+    return ("--connect-timeout", "60") if "--hosts" in words and "--connect-timeout" not in words else ()
+
+
 def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line; stdout and stderr come together, as a user sees them."""
-    argv = [str(GPUPROV), *(str(word) for word in words)]
+    argv = [str(GPUPROV), *(str(word) for word in words), *patience(words)]
     return subprocess.run(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
     )

@@ -178,7 +178,7 @@ class Host:
     def ssh_argv(self, user: str = "root") -> tuple[str, ...]:
         """Return the ssh command up to the host's name."""
         options = (
-            f"UserKnownHostsFile={self._keys}/known_hosts", "BatchMode=yes", "ConnectTimeout=5", "LogLevel=ERROR",
+            f"UserKnownHostsFile={self._keys}/known_hosts", "BatchMode=yes", "ConnectTimeout=30", "LogLevel=ERROR",
             "StrictHostKeyChecking=yes", "IdentitiesOnly=yes",
         )  # fmt: skip
         words = [word for option in options for word in ("-o", option)]

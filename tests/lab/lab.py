@@ -133,29 +133,31 @@ class Lab:
         """Start the file server with the signed repository, if it does not run."""
         if not (self.www / "apt/InRelease").exists():
             build_repository(self.www / "apt", self.directory / "gnupg")
-        if self._server() is not None:
+        if self._servers():
             return
         command = (sys.executable, "-m", "tests.lab.www", str(self.www), self.network.gateway, str(_PORT))
         with (self.directory / "www.log").open("w") as log:
-            process = subprocess.Popen(
+            subprocess.Popen(
                 command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        (self.directory / "www.pid").write_text(str(process.pid))
         listening = ("sh", "-c", f"ss -Hltn src {self.network.gateway}:{_PORT} | grep -q . && echo yes; :")
         wait_for("the start of the file server", lambda: "yes" in run(listening), 10)
 
-    def _server(self) -> int | None:
-        """Return the file server's process id if it runs."""
-        with contextlib.suppress(OSError, ValueError):
-            pid = int((self.directory / "www.pid").read_text())
-            if f"{self.www}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        return None
+    def _servers(self) -> list[int]:
+        """Return the process ids of its file servers: one that a killed `up` has left is written down nowhere."""
+        words = f"\0tests.lab.www\0{self.www}\0".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if words in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
 
     def _stop_serving(self) -> None:
-        pid = self._server()
-        if pid is not None:
-            os.kill(pid, signal.SIGTERM)
+        for pid in self._servers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        wait_for("the end of the file server", lambda: not self._servers(), 10)
         gnupg = self.directory / "gnupg"
         if gnupg.exists():
             run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=False)
