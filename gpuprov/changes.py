@@ -24,6 +24,8 @@ class Change:
 
     # What an interrupted change needs before the next run plans afresh: True undoes what it had begun.
     undo_when_interrupted: ClassVar[bool] = True
+    # What it takes of a bundle where a run has one: packages, driver, cuda, images, or nothing.
+    bundle_part: ClassVar[str] = ""
 
     @property
     def key(self) -> str:

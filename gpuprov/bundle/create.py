@@ -127,7 +127,7 @@ def _fetched(system: System, wanted: RunFile, what: str, cache: str, tell: Tell)
     sha256 = wanted.sha256 or published_sha256(system, url)
     if not sha256:
         raise GpuprovError(
-            "the driver's SHA-256 is not known, so a download could not be trusted",
+            f"the {what}'s SHA-256 is not known, so a download could not be trusted",
             f"there is no {masked(url)}.sha256sum",
             "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
         )

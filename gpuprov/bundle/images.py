@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.bundle.manifest import FOLDER
 from gpuprov.changes import Change, Json, Tell
@@ -43,6 +43,8 @@ class LoadImage(Change):
     reference: str
     identity: str
     path: str
+
+    bundle_part: ClassVar[str] = "images"
 
     def summary(self) -> str:
         return f"load image {self.reference} from the bundle"

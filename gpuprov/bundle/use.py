@@ -38,13 +38,13 @@ from gpuprov.system import System
 if TYPE_CHECKING:
     from gpuprov.facts import HostFacts
 
-# What each part of an installation takes from a bundle, and the kinds of change that do: folders in it.
-_PACKAGES, _DRIVER, _CUDA, _IMAGES = (f"{REPOSITORY}/", f"{KEYS}/"), ("driver/",), (f"{CUDA}/",), ("images/",)
-_FOLDERS_OF = {
-    "RefreshPackageIndex": _PACKAGES, "InstallPackages": _PACKAGES,
-    "InstallRpmKey": _PACKAGES, "RefreshRpmIndex": _PACKAGES, "InstallRpmPackages": _PACKAGES,
-    "InstallDriver": _DRIVER, "InstallCudaToolkit": _CUDA, "LoadImage": _IMAGES,
-}  # fmt: skip
+# The folders of a bundle's parts, by the names that changes have for these.
+_FOLDERS = {
+    "packages": (f"{REPOSITORY}/", f"{KEYS}/"),
+    "driver": ("driver/",),
+    "cuda": (f"{CUDA}/",),
+    "images": ("images/",),
+}
 _SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
 
 
@@ -159,8 +159,8 @@ def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bo
     """Return the folders of the bundle that will be unpacked here."""
     assert facts.bundle is not None
     images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
-    needed = ((_PACKAGES, bool(packages)), (_DRIVER, driver), (_CUDA, cuda), (_IMAGES, images))
-    return tuple(folder for folders, is_needed in needed if is_needed for folder in folders)
+    needed = {"packages": bool(packages), "driver": driver, "cuda": cuda, "images": images}
+    return tuple(folder for part, is_needed in needed.items() if is_needed for folder in _FOLDERS[part])
 
 
 def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
@@ -257,7 +257,8 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
         yield
         return
     try:
-        folders = tuple({folder for change in changes for folder in _needed_by(change)})
+        parts = {change.bundle_part for change in changes if _takes_from_bundle(change)}
+        folders = tuple(folder for part in parts for folder in _FOLDERS[part])
         paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
@@ -269,11 +270,10 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
         _remove(system)
 
 
-def _needed_by(change: Change) -> tuple[str, ...]:
-    """Return the folders of a bundle that a change takes something from."""
-    if isinstance(change, cuda_run.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/"):
-        return ()
-    return _FOLDERS_OF.get(type(change).__name__, ())
+def _takes_from_bundle(change: Change) -> bool:
+    """Say whether a change takes something from it: CUDA's gigabytes stay packed beside a file of the host's own."""
+    own_file = isinstance(change, cuda_run.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
+    return bool(change.bundle_part) and not own_file
 
 
 def _remove(system: System) -> None:

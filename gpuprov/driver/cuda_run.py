@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from gpuprov.boot import capture_path_itself
 from gpuprov.bundle.manifest import FOLDER, Manifest
@@ -178,6 +179,8 @@ class InstallCudaToolkit(Change):
     version: str
     path: str
     sha256: str = ""
+
+    bundle_part: ClassVar[str] = "cuda"
 
     def summary(self) -> str:
         return f"install the CUDA toolkit {self.version} into {prefix_of(self.version)}, link {LINK} to it"

@@ -92,6 +92,7 @@ class InstallDriver(Change):
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
+    bundle_part: ClassVar[str] = "driver"
 
     def summary(self) -> str:
         parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"

@@ -111,6 +111,7 @@ class RefreshPackageIndex(Change):
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
+    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         return "refresh the package index (apt-get update)"
@@ -142,6 +143,7 @@ class InstallPackages(Change):
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
     # again only to install them anew would gain nothing and could fail.
     undo_when_interrupted: ClassVar[bool] = False
+    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""

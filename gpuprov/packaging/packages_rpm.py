@@ -156,6 +156,7 @@ class RefreshRpmIndex(Change):
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
+    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         return f"refresh the package index ({' '.join(MANAGERS[self.manager].refresh)})"
@@ -185,6 +186,7 @@ class InstallRpmPackages(Change):
 
     # The next run plans afresh, from what rpm says is there.
     undo_when_interrupted: ClassVar[bool] = False
+    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""

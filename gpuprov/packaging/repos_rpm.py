@@ -6,7 +6,7 @@ import configparser
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.driver.past_kernels import PastRelease
@@ -185,6 +185,8 @@ class InstallRpmKey(Change):
     path: str
     url: str
     fingerprint: str
+
+    bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}, trusted by rpm"

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from gpuprov.commands import Completed
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
+from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
@@ -63,11 +61,6 @@ def chroot_host(release: str, folder: Path, storage: Path | None = None) -> Iter
         shutil.rmtree(layers)
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
-        pass
-
-
 class SiteServer:
     """A signed repository on loopback, to which packages are added."""
 
@@ -91,14 +84,9 @@ class SiteServer:
 @contextmanager
 def site_server(folder: Path) -> Iterator[SiteServer]:
     """Serve a repository in `folder`/www."""
-    handler = functools.partial(QuietHandler, directory=str(folder / "www"))
     (folder / "www").mkdir(parents=True)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
+    with served(folder / "www") as url:
         try:
-            yield SiteServer(folder / "www", folder / "gnupg", f"http://127.0.0.1:{server.server_port}")
+            yield SiteServer(folder / "www", folder / "gnupg", url)
         finally:
-            server.shutdown()
-            thread.join()
             subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=False)

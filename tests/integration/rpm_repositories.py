@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,8 @@ from gpuprov.packaging.packages_rpm import (
 )
 from gpuprov.packaging.repos_rpm import plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
+from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
-from tests.integration.test_repos import QuietHandler
 from tests.lab.rpm_repository import (
     RpmPackage,
     build_package,
@@ -85,13 +82,8 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "www"
     shutil.copytree(template / "www", folder)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(folder) as url:
+        yield Repository(folder, template / "gnupg", url)
 
 
 @pytest.fixture(params=HOSTS)

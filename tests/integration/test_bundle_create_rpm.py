@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +11,6 @@ import pytest
 
 from gpuprov.bundle import use
 from gpuprov.bundle.create import Collected, collect
-from gpuprov.bundle.format import read_contents, verify_files, write_bundle
 from gpuprov.bundle.recipe import Recipe
 from gpuprov.bundle.rpm_sources import RpmSource
 from gpuprov.errors import GpuprovError
@@ -21,6 +19,7 @@ from gpuprov.packaging import software
 from gpuprov.packaging.packages_rpm import gather_keys
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
+from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
 from tests.lab.rpm_repository import RpmPackage
@@ -51,14 +50,6 @@ def collected(folder: Path, sources: tuple[RpmSource, ...], *packages: str) -> C
     work.mkdir()
     recipe = Recipe("rocky", "9", "x86_64", packages, (), (), rpm_sources=sources)
     return collect(System(), recipe, b"an agent", str(work), str(folder / "cache"), tell)
-
-
-def opened(made: Collected) -> use.OpenBundle:
-    file = io.BytesIO()
-    write_bundle(file, made.manifest, lambda path: System().open(made.places[path]), b"")
-    contents = read_contents(file)
-    verify_files(file, contents)
-    return use.OpenBundle(file, contents)
 
 
 def facts_of(host: RpmHost, bundle: use.OpenBundle) -> HostFacts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from gpuprov.bundle import use
 from gpuprov.bundle.create import collect
-from gpuprov.bundle.format import read_contents, verify_files, write_bundle
 from gpuprov.bundle.recipe import RunFile, Wishes, make_recipe
 from gpuprov.driver import cuda, fabric_plan
 from gpuprov.driver.fabric_manager import FabricFacts, RunFabricManager, parse_version
@@ -23,6 +21,7 @@ from gpuprov.packaging import repos_rpm
 from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import chroot_host
+from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import tell
 from tests.lab.repository import build_package, build_repository, sign
@@ -65,17 +64,13 @@ def gnupg(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("gpgconf", "--homedir", str(tmp_path / "gnupg"), "--kill", "all"), check=True)
 
 
-def opened(distro: str, source: str, spec: HostSpec, folder: Path) -> use.OpenBundle:
+def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> use.OpenBundle:
     """Return a bundle with the fabric manager, and without the driver."""
     recipe = make_recipe(Wishes(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
     work = folder / "work"
     work.mkdir()
     made = collect(System(), replace(recipe, driver=RunFile()), b"an agent", str(work), str(folder / "cache"), tell)
-    file = io.BytesIO()
-    write_bundle(file, made.manifest, lambda path: System().open(made.places[path]), b"")
-    contents = read_contents(file)
-    verify_files(file, contents)
-    return use.OpenBundle(file, contents)
+    return opened(made)
 
 
 def facts_of(host: System, bundle: use.OpenBundle) -> HostFacts:
@@ -103,7 +98,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
     sign(folder, gnupg)
     shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
-    bundle = opened("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path)
+    bundle = with_fabric_manager("debian-12", f"deb [signed-by={folder}/key.asc] file:{folder} ./", spec, tmp_path)
     assert [(one.name, one.version) for one in bundle.manifest.packages] == [
         ("nvidia-fabricmanager-550", f"{VERSION}-1")
     ]
@@ -133,7 +128,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
     build_rpm_repository(tmp_path / "base", gnupg, ())
-    bundle = opened("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path)
+    bundle = with_fabric_manager("rocky-9", f"file://{tmp_path}/base {folder}/key.asc {fingerprint}", spec, tmp_path)
     connected, host = (RpmHost(tmp_path / name, "rocky-9.5", "dnf") for name in ("connected", "host"))
     shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
 

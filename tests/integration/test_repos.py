@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Callable
 
@@ -25,6 +22,7 @@ from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
 from gpuprov.repos import AptRepository, InstallKey, plan_repositories
 from gpuprov.spec import HostSpec, SiteRepository
 from gpuprov.system import System
+from tests.integration.loopback import QuietHandler, served
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.shell import run
 
@@ -58,11 +56,6 @@ class AptHost(System):
         command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
         done = super().run(command, **more)
         return replace(done, argv=argv)
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base class's name for it)
-        pass
 
 
 class Repository:
@@ -112,15 +105,9 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "www"
     shutil.copytree(template / "www", folder)
-    handler = functools.partial(QuietHandler, directory=str(folder))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
     fingerprint = (folder / "fingerprint").read_text()
-    yield Repository(folder, template / "gnupg", f"http://127.0.0.1:{server.server_port}", fingerprint)
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(folder) as url:
+        yield Repository(folder, template / "gnupg", url, fingerprint)
 
 
 @pytest.fixture
@@ -320,12 +307,9 @@ def sources_from(host: AptHost, repository: Repository, uri: str) -> None:
 
 
 def test_a_slow_repository_is_waited_for(host: AptHost, repository: Repository) -> None:
-    handler = functools.partial(SlowHandler, directory=str(repository.folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        sources_from(host, repository, f"http://127.0.0.1:{server.server_port}")
+    with served(repository.folder, SlowHandler) as url:
+        sources_from(host, repository, url)
         refresh(host)
-        server.shutdown()
     assert any("Packages" in name for name in host.list_directory("/var/lib/apt/lists"))
 
 
