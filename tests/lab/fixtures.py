@@ -58,7 +58,9 @@ class Site:
 
 def patience(words: Sequence[object]) -> tuple[str, ...]:
     """Return what a call over SSH needs more on a busy machine, whose hosts may say nothing for ten seconds."""
-    return ("--connect-timeout", "60") if "--hosts" in words and "--connect-timeout" not in words else ()
+    # `bundle` reads an inventory too, but connects to nobody.
+    connects = "--hosts" in words and words[0] != "bundle"
+    return ("--connect-timeout", "60") if connects and "--connect-timeout" not in words else ()
 
 
 def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
