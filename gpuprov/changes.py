@@ -70,6 +70,11 @@ class Change:
         """
         return ()
 
+    @classmethod
+    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+        """Return the paths in `before` that `undo` leaves alone, for they are somebody else's by now. Reads only."""
+        return ()
+
 
 @dataclass(frozen=True)
 class WriteFile(Change):

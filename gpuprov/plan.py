@@ -105,6 +105,7 @@ def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *cuda.plan_pin(facts, spec),
+        *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda.plan_profile(facts, spec),
     )
@@ -145,7 +146,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, HoldRpmPackages,
         cuda.EnableStream, driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver,
-        toolkit.InstallRuntime,
+        toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
         boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,

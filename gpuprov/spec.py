@@ -25,6 +25,7 @@ from gpuprov.spec_fields import (
     MIG_LAYOUT,
     NAME,
     PACKAGE,
+    PACKAGE_VERSION,
     PATH,
     SHA256,
     URL_OR_PATH,
@@ -174,7 +175,9 @@ class HostSpec:
         "its signed repository.",
         "bundled", "nvidia",
     )  # fmt: skip
-    toolkit_version: str = text("", "The version of NVIDIA's toolkit packages. Default: the newest.", PACKAGE)
+    toolkit_version: str = text(
+        "", "The version of NVIDIA's toolkit packages, such as 1.17.8-1. Default: the newest.", PACKAGE_VERSION
+    )
     toolkit_channel: str = choice(
         "stable",
         "Which releases of NVIDIA's toolkit there are to choose from: `stable`, or `experimental`, which adds release "

@@ -25,6 +25,9 @@ NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of s
 PACKAGE = validate.Regexp(
     r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
 )
+PACKAGE_VERSION = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*\Z", error="is not the version of a package, such as 1.17.8-1"
+)
 FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
 )

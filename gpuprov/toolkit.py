@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
@@ -84,8 +85,53 @@ class InstallRuntime(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         system.remove_tree(f"{_HOOK_DIRECTORY}/__pycache__")
+        kept = cls.kept(system, before)
         for image in before["files"]:
-            restore_path(system, image)
+            if image["path"] not in kept:
+                restore_path(system, image)
+
+    @classmethod
+    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+        # A package of NVIDIA's, perhaps installed by hand, has replaced the hook since.
+        path = deploy.NVIDIA_HOOK_PATH
+        captured = any(image["path"] == path for image in before["files"])
+        there = captured and system.status(path) is not None
+        return (path,) if there and not deploy.is_ours(system.read_bytes(path) or b"") else ()
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))
+
+
+def plan_hook_handover(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the handing over of the hook's name to NVIDIA's package, which is about to bring a hook of its own."""
+    there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
+    if spec.toolkit != "nvidia" or there is None or not deploy.is_ours(there.content):
+        return ()
+    return (HandOverHook(),)
+
+
+@dataclass(frozen=True)
+class HandOverHook(Change):
+    """NVIDIA's package shall bring the hook; once that package is gone again, ours comes back."""
+
+    # There is nothing that it could have left half-done.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"let NVIDIA's package replace {deploy.NVIDIA_HOOK_PATH}"
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, deploy.NVIDIA_HOOK_PATH)
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # The package manager replaces it at once: until then, containers that need it find it.
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if system.status(before["path"]) is None:
+            restore_path(system, before)
 
 
 def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

@@ -6,7 +6,7 @@ journals go last: as long as something is to be undone, they are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Callable
 
@@ -94,7 +94,7 @@ def carry_out(
     undo_runs(system, removal.runs, kinds, sink, stop_requested)
     for path in removal.leftovers:
         remove_all(system, path)
-    different = _differences(system, removal.runs)
+    different = _differences(system, removal.runs, kinds)
     system.remove_tree(CACHE_DIRECTORY)
     system.remove_tree(STATE_DIRECTORY)
     if different:
@@ -172,19 +172,15 @@ def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> st
     return "\n".join(part for part in parts if part)
 
 
-def _differences(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
+def _differences(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
     """Return the files that are not as the oldest image of them shows; done means looked again."""
     oldest: dict[str, Json] = {}
-    for image in _images_of(runs):
-        oldest[image["path"]] = image
-    return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
-
-
-def _images_of(runs: tuple[Run, ...]) -> Iterator[Json]:
-    """Yield the images from the newest to the oldest."""
     for run in runs:
         for entry in run.undoable:
-            yield from images_in(entry.before)
+            oldest.update((image["path"], image) for image in images_in(entry.before))
+            for path in kinds[entry.kind].kept(system, entry.before):
+                del oldest[path]
+    return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
 
 
 def _difference(system: System, image: Mapping[str, object]) -> str:

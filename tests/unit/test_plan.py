@@ -22,7 +22,7 @@ from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
-from gpuprov.toolkit import InstallRuntime
+from gpuprov.toolkit import HandOverHook, InstallRuntime
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -191,6 +191,21 @@ def test_the_hooks_name_is_taken_only_where_nvidias_package_does_not_own_it(
     change = planned(replace(facts, files=files), spec(), InstallRuntime)
     assert (NVIDIA_HOOK_PATH in {path for path, _, _ in change.files}) is ours
     assert HOOK_PATH in {path for path, _, _ in change.files}
+
+
+@pytest.mark.parametrize(
+    ("there", "handed"),
+    [(None, False), (hook_file(render_hook().encode()), True), (hook_file(b"\x7fELF"), False)],
+    ids=["nothing", "ours", "NVIDIA's"],
+)
+def test_the_hooks_name_is_handed_over_to_nvidias_package_before_that_comes(
+    facts: HostFacts, there: FileFact | None, handed: bool
+) -> None:
+    files = {**facts.files, **({NVIDIA_HOOK_PATH: there} if there else {})}
+    changes = [item.change for item in make_plan(replace(facts, files=files), spec(toolkit="nvidia")).changes]
+    kinds = [type(change) for change in changes]
+    assert kinds.count(HandOverHook) == handed
+    assert not handed or kinds.index(HandOverHook) < kinds.index(InstallPackages)
 
 
 @pytest.mark.parametrize("kind", ["link", "large"])

@@ -48,6 +48,8 @@ def test_booleans_as_yaml_and_extra_vars_write_them(value: object) -> None:
         ({"packages": ["--option"]}, "not a package name", ""),
         ({"packages": ["libc6:"]}, "not a package name", ""),
         ({"packages": ["libc6:I386"]}, "not a package name", ""),
+        ({"toolkit_version": "1.17.8-1=x"}, "not the version of a package", ""),
+        ({"toolkit_version": "1.17.8-1 jq"}, "not the version of a package", ""),
         ({"lock_timeout": "soon"}, "must be a whole number", ""),
         ({"lock_timeout": -1}, "not a whole number from 0 to 86400", ""),
         ({"toolkit_key_fingerprint": "F796ECB0"}, "full key fingerprint", ""),
@@ -65,6 +67,11 @@ def test_bad_values_get_their_sentence(values: dict[str, Any], what: str, next_s
     assert next_step in said
     assert "group_vars/all.yml" in said
     assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("version", ["1.17.8-1", "1.19.0~rc.2-1", "1.13.5"])
+def test_versions_as_nvidia_gives_them_to_its_packages(version: str) -> None:
+    assert parse_spec({"toolkit_version": version}).toolkit_version == version
 
 
 def test_all_faults_are_told_at_once() -> None:

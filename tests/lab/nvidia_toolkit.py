@@ -1,0 +1,63 @@
+"""A mirror of the repository of NVIDIA's container toolkit for apt, with stand-ins of its four packages.
+
+NVIDIA's own packages can't be fetched from everywhere: names, dependencies, folders and paths are theirs, the programs
+inside are gpuprov's runtime and hook under NVIDIA's names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpuprov.runtime_hook import deploy
+from tests.lab.repository import build_package, build_repository, sign
+
+_LIBRARY = "/usr/lib/nvidia-stand-in"
+_CONTROL = """\
+Package: {name}
+Version: {version}
+Architecture: amd64
+Maintainer: The lab <lab@example.org>
+{depends}Description: a stand-in of NVIDIA's
+"""
+# Only the base is asked for in the very version: that is how apt comes to take newer ones of the others.
+_PACKAGES = {
+    "libnvidia-container1": "",
+    "libnvidia-container-tools": "libnvidia-container1 (>= {version})",
+    "nvidia-container-toolkit-base": "",
+    "nvidia-container-toolkit": (
+        "nvidia-container-toolkit-base (= {version}), libnvidia-container-tools (>= {version})"
+    ),
+}
+NAMES = tuple(_PACKAGES)
+
+
+def build_toolkit(folder: Path, gnupg: Path, channels: dict[str, tuple[str, ...]]) -> str:
+    """Build the mirror in `folder`: the versions of each channel. Return the fingerprint of its key."""
+    fingerprint = ""
+    for channel, versions in channels.items():
+        place = folder / f"{channel}/deb/amd64"
+        fingerprint = build_repository(place, gnupg)
+        for version in versions:
+            for name, depends in _PACKAGES.items():
+                needs = f"Depends: {depends.format(version=version)}\n" if depends else ""
+                build_package(place, _CONTROL.format(name=name, version=version, depends=needs), _files(name))
+        sign(place, gnupg)
+        (folder / "gpgkey").write_bytes((place / "key.asc").read_bytes())
+    return fingerprint
+
+
+def _files(name: str) -> dict[str, str]:
+    if name == "nvidia-container-toolkit":
+        return {"usr/bin/nvidia-container-runtime-hook": f'#!/bin/sh\nexec {_LIBRARY}/hook "$@"\n'}
+    if name != "nvidia-container-toolkit-base":
+        return {f"usr/share/doc/{name}/copyright": "a stand-in\n"}
+    modules = {
+        path.replace(deploy.LIBRARY_PATH, _LIBRARY).lstrip("/"): content.decode()
+        for path, _, content in deploy.deployed_files()
+        if path.startswith(f"{deploy.LIBRARY_PATH}/")
+    }
+    programs = {
+        "usr/bin/nvidia-container-runtime": deploy.render_launcher(library=_LIBRARY),
+        f"{_LIBRARY.lstrip('/')}/hook": deploy.render_hook(library=_LIBRARY),
+    }
+    return {**modules, **programs}
