@@ -1,23 +1,33 @@
-"""The driver's modules built by real DKMS against Debian's own headers, on Debian's releases; none is loaded."""
+"""The driver's modules built by real DKMS against Debian's own headers, on Debian's releases; none is loaded.
+
+From the .run on two releases, from NVIDIA's packages (stand-ins with their names and dependencies) on a third.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from gpuprov.driver.module_proof import dkms_states
+from gpuprov.request import Request, request_to_line
 from tests import simgpu
 from tests.lab import Host, HostRequest, Lab
 from tests.lab.fixtures import DRIVER, GPUPROV
+from tests.lab.nvidia_driver import build_cuda
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _NUMBER = 3
-_RELEASES = ("bullseye", "trixie")
+# Releases of Debian, by where their driver comes from.
+_FROM_RUN, _FROM_PACKAGES = ("bullseye", "trixie"), "bookworm"
+_RUN_WANTED = {"driver_version": DRIVER, "driver_url": "/root/driver.run", "kernel_modules": "build"}
+_NEWER = "580.65.06"
 # A host of the lab has no kernel of its own, so it is told which one it runs, and that what is to be loaded is loaded.
 # apt's newest of the cloud kernels: their headers are the smallest.
 _PRETEND = r"""
@@ -30,6 +40,7 @@ chmod 755 /usr/local/bin/uname /usr/local/sbin/modprobe
 echo "$kernel"
 """
 _INSTALL = """
+import json
 import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
@@ -46,12 +57,12 @@ class Metal(System):
         return sys.argv[1]
 
 system = Metal()
-spec = parse_spec({"driver_version": sys.argv[2], "driver_url": "/root/driver.run", "kernel_modules": "build"})
+spec = parse_spec(json.loads(sys.argv[2]))
 
 def plan():
     facts = gather(system)
     facts = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
-    return make_plan(facts, spec, ("packages", "driver"))
+    return make_plan(facts, spec, ("repositories", "packages", "driver"))
 
 planned = plan()
 for problem in planned.problems:
@@ -66,45 +77,62 @@ journal.end("done")
 """
 
 
+@dataclass(frozen=True)
+class Installed:
+    """A host, the kernel that it was told to run, and what its installation said."""
+
+    host: Host
+    kernel: str
+    said: str
+
+
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Installed]]:
+    """Each release's host, installed: all at once, for each waits for the mirror and gcc."""
     lab = Lab(_NUMBER)
     with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         try:
-            made = lab.up([HostRequest(f"d-{release}", release=release, gpus=1, docker=False) for release in _RELEASES])
-            run_file = simgpu.build_run(tmp_path_factory.mktemp("run"))
-            agent = run_file.with_name("agent.pyz")
-            subprocess.run((str(GPUPROV), "agent", "build", "-o", str(agent)), check=True, timeout=120)
-            for host in made:
-                (host.root / "root/driver.run").write_bytes(run_file.read_bytes())
-                (host.root / "root/agent.pyz").write_bytes(agent.read_bytes())
-            yield dict(zip(_RELEASES, made, strict=True))
+            names = (*_FROM_RUN, _FROM_PACKAGES)
+            hosts = lab.up([HostRequest(f"d-{name}", release=name, gpus=1, docker=False) for name in names])
+            bring_files(hosts, tmp_path_factory.mktemp("run"))
+            fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", DRIVER, _NEWER)
+            packages = {"driver": "packages", "driver_version": DRIVER.partition(".")[0]}
+            mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}
+            wanted = [*[_RUN_WANTED] * len(_FROM_RUN), {**packages, **mirror, "kernel_modules": "build"}]
+            with ThreadPoolExecutor() as pool:
+                yield dict(zip(names, pool.map(install, hosts, wanted), strict=True))
         finally:
             lab.down()
 
 
-def install(host: Host) -> tuple[str, str]:
-    """Install packages and driver; return the kernel and what was said."""
+def bring_files(hosts: Sequence[Host], work: Path) -> None:
+    """Put the .run and the agent into root's home."""
+    run_file = simgpu.build_run(work)
+    agent = work / "agent.pyz"
+    subprocess.run((str(GPUPROV), "agent", "build", "-o", str(agent)), check=True, timeout=120)
+    for host in hosts:
+        (host.root / "root/driver.run").write_bytes(run_file.read_bytes())
+        (host.root / "root/agent.pyz").write_bytes(agent.read_bytes())
+
+
+def install(host: Host, wanted: Mapping[str, str]) -> Installed:
     kernel = host.ssh(_PRETEND, timeout=300).stdout.strip()
-    done = host.ssh(("python3", "-c", _INSTALL, kernel, DRIVER), check=False, timeout=600)
-    return kernel, done.stdout + done.stderr
+    return Installed(host, kernel, install_again(host, kernel, wanted))
 
 
-@pytest.fixture(scope="module")
-def installed(hosts: dict[str, Host]) -> dict[str, tuple[str, str]]:
-    """The kernel of each host and what its installation said: all at once, for each waits for the mirror and gcc."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(_RELEASES, pool.map(install, hosts.values()), strict=True))
+def install_again(host: Host, kernel: str, wanted: Mapping[str, str]) -> str:
+    """Install packages and driver; return what was said."""
+    done = host.ssh(("python3", "-c", _INSTALL, kernel, json.dumps(wanted)), check=False, timeout=600)
+    return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("release", _RELEASES)
+@pytest.mark.parametrize("release", [*_FROM_RUN, _FROM_PACKAGES])
 def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
-    hosts: dict[str, Host], installed: dict[str, tuple[str, str]], release: str
+    installed: dict[str, Installed], release: str
 ) -> None:
-    kernel, said = installed[release]
-    assert said == "left: []\n"
-    host = hosts[release]
+    host, kernel = installed[release].host, installed[release].kernel
+    assert installed[release].said == "left: []\n"
     assert host.ssh(f"dpkg-query -W -f '${{Status}}' linux-headers-{kernel}").stdout == "install ok installed"
     assert dkms_states(host.ssh("dkms status").stdout, DRIVER) == {kernel: "installed"}
     for module in ("nvidia", "nvidia-uvm"):
@@ -114,14 +142,24 @@ def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
         assert (fields["version"].strip(), fields["vermagic"].split()[0]) == (DRIVER, kernel)
 
 
-def test_a_module_that_does_not_compile_is_named_with_the_log_of_its_build(
-    hosts: dict[str, Host], installed: dict[str, tuple[str, str]]
-) -> None:
+def test_packages_keep_to_the_branch_that_is_asked_for_and_go_again(installed: dict[str, Installed]) -> None:
+    host = installed[_FROM_PACKAGES].host
+    policy = host.ssh("apt-cache policy nvidia-open").stdout
+    assert f"Installed: {DRIVER}-1" in policy and f"{_NEWER}-1" in policy
+    host.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq -y upgrade", timeout=300)
+    assert host.ssh("dpkg-query -W -f '${Version}' nvidia-open").stdout == f"{DRIVER}-1"
+    assert host.ssh("nvidia-smi -L").stdout.startswith("GPU 0: NVIDIA H100")
+    host.ssh("python3 /root/agent.pyz", stdin=request_to_line(Request("rollback")) + "\n", timeout=600)
+    left = "dpkg-query -W -f '${Package} ${Status}\n' '*nvidia*' dkms; find /lib/modules /usr/src /etc -name '*nvidia*'"
+    assert [line for line in host.ssh(left, check=False).stdout.splitlines() if "not-installed" not in line] == []
+
+
+def test_a_module_that_does_not_compile_is_named_with_the_log_of_its_build(installed: dict[str, Installed]) -> None:
     """As with a driver that is too old for its kernel: the compiler stops at a header."""
-    host, (kernel, _) = hosts["trixie"], installed["trixie"]
+    host, kernel = installed["trixie"].host, installed["trixie"].kernel
     common = f"/usr/src/linux-headers-{kernel.replace('-cloud-amd64', '-common')}"
     host.ssh(f"echo '#error another kernel' >> {common}/include/linux/proc_fs.h")
     host.ssh("mkdir -p /var/lib/gpuprov && touch /var/lib/gpuprov/driver-incomplete")
-    said = host.ssh(("python3", "-c", _INSTALL, kernel, DRIVER), check=False, timeout=600).stdout
+    said = install_again(host, kernel, _RUN_WANTED)
     assert "DKMS could not build the kernel modules" in said
     assert "make.log" in said

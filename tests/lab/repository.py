@@ -50,9 +50,12 @@ def make_key(gnupg: Path) -> str:
     return found[1]
 
 
-def build_package(folder: Path, control: str, files: Mapping[str, str]) -> Path:
-    """Build a package into the folder: its control file, and path → text; scripts and lists are in DEBIAN/."""
-    tree = folder / "tree"
+def build_package(folder: Path, control: str, files: Mapping[str, str], tree: Path | None = None) -> Path:
+    """Build a package into the folder: its control file, and path → text; scripts and lists are in DEBIAN/.
+
+    `tree` has more files to take; it is used up.
+    """
+    tree = tree or folder / "tree"
     for name, text in {**files, "DEBIAN/control": control}.items():
         place = tree / name
         place.parent.mkdir(parents=True, exist_ok=True)

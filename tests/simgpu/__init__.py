@@ -30,7 +30,7 @@ from .gpus import (
     mig_nodes,
     mig_uuid,
 )
-from .kernel_sources import machine_sources
+from .kernel_sources import machine_sources, module_sources
 from .kernel_tree import write_kernel_tree
 from .libraries import build_libraries
 from .runfile import build_run, install_tree, run_name
@@ -51,6 +51,7 @@ __all__ = [
     "machine_sources",
     "mig_nodes",
     "mig_uuid",
+    "module_sources",
     "run_name",
     "write_kernel_tree",
 ]

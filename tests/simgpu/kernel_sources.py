@@ -16,6 +16,15 @@ def kernel_header(version: str) -> str:
     return f"static const struct {{\n\tconst char *bus_id, *information;\n}} gpus[] = {{\n{rows}}};\n"
 
 
+def module_sources(version: str, flavour: str) -> dict[str, str]:
+    """Returns name → text of the driver's modules and their dkms.conf; `flavour`: kernel (proprietary), kernel-open."""
+    values = {"@VERSION@": version, "@LICENSE@": "Dual MIT/GPL" if flavour == "kernel-open" else "NVIDIA"}
+    sources = {path.name: path.read_text() for path in sorted((SOURCES / "kernel").iterdir())}
+    for placeholder, value in values.items():
+        sources = {name: text.replace(placeholder, value) for name, text in sources.items()}
+    return {**sources, "gpus.h": kernel_header(version)}
+
+
 def machine_sources() -> dict[str, str]:
     """Returns name → text of two modules: `simpci` (PCI buses with GPUs) and a `nouveau` that takes them at boot."""
     cards = all_gpus()

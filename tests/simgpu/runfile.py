@@ -20,7 +20,7 @@ from pathlib import Path
 from .cache import DATA, SOURCES, built, digest_of, source_digest
 from .commands import output_of
 from .gpus import CUDA_VERSION, DRIVER_VERSION
-from .kernel_sources import kernel_header
+from .kernel_sources import module_sources
 from .layout import DEBIAN_LIBRARY_DIRECTORY, driver_files
 from .libraries import build_libraries
 from .payload import placeholder, supported_gpus
@@ -110,15 +110,9 @@ def _payload(version: str, cuda_version: str) -> dict[str, tuple[bytes, int]]:
         data = built_file.read_bytes() if built_file.is_file() else placeholder(one.name, version).encode()
         payload[one.payload_name] = (data, one.mode & 0o777)
     for flavour in ("kernel", "kernel-open"):
-        for source in sorted((SOURCES / "kernel").iterdir()):
-            text = source.read_text().replace("@VERSION@", version)
-            payload[f"{flavour}/{source.name}"] = (_licensed(text, flavour).encode(), 0o644)
-        payload[f"{flavour}/gpus.h"] = (kernel_header(version).encode(), 0o644)
+        for name, text in module_sources(version, flavour).items():
+            payload[f"{flavour}/{name}"] = (text.encode(), 0o644)
     return payload
-
-
-def _licensed(text: str, flavour: str) -> str:
-    return text.replace("@LICENSE@", "Dual MIT/GPL" if flavour == "kernel-open" else "NVIDIA")
 
 
 def _text(name: str, version: str) -> str:

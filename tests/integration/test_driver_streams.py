@@ -1,0 +1,127 @@
+"""The driver from packages where dnf's module streams hold its branches, by the real dnf: chosen, changed, given back.
+
+The repository is laid out as NVIDIA's for RHEL 9: one repository, a stream of the module nvidia-driver for each branch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.cdi.discover import DriverFacts
+from gpuprov.driver import cuda
+from gpuprov.driver.cuda import EnableStream
+from gpuprov.facts import HostFacts, gather
+from gpuprov.packaging import repos_rpm
+from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.spec import HostSpec
+from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import NEEDS, tell
+from tests.lab.rpm_repository import RpmPackage, build_rpm_repository, sign_index
+from tests.lab.shell import run
+
+pytestmark = NEEDS
+_VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}
+_STREAM = """\
+---
+document: modulemd
+version: 2
+data:
+  name: nvidia-driver
+  stream: {stream}
+  version: 1
+  context: 0123456789ab
+  arch: x86_64
+  summary: the driver
+  description: the driver
+  license: {{module: [MIT]}}
+  artifacts: {{rpms: ["nvidia-open-0:{version}-1.noarch"]}}
+...
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[RpmHost]:
+    """A Rocky Linux 9 that has the repository in /opt."""
+    folder, gnupg = tmp_path / "cuda/rhel9/x86_64", tmp_path / "gnupg"
+    packages = tuple(RpmPackage("nvidia-open", version) for version in _VERSIONS.values())
+    build_rpm_repository(folder, gnupg, packages)
+    streams = "".join(_STREAM.format(stream=stream, version=version) for stream, version in _VERSIONS.items())
+    (tmp_path / "modules.yaml").write_text(streams)
+    run(("modifyrepo_c", "--mdtype=modules", str(tmp_path / "modules.yaml"), str(folder / "repodata")))
+    sign_index(folder, gnupg)
+    shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
+    made = RpmHost(tmp_path / "host", "rocky-9.5", "dnf")
+    shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
+    yield made
+    subprocess.run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=True)
+
+
+def wanted(host: RpmHost, branch: str) -> HostSpec:
+    fingerprint = (host.read_text("/opt/cuda/rhel9/x86_64/fingerprint") or "").strip()
+    spec = HostSpec(driver="packages", driver_version=branch, docker="preinstalled")
+    return replace(spec, cuda_repository="file:///opt/cuda", cuda_key_fingerprint=fingerprint)
+
+
+def facts_of(host: RpmHost) -> HostFacts:
+    """Return what a bare machine without a driver is like here."""
+    found = gather(host)
+    return replace(found, kernel=replace(found.kernel, container="", takes_modules=True), driver=DriverFacts())
+
+
+def installed(host: RpmHost) -> str:
+    return gather(host).packages.installed.get("nvidia-open", "")
+
+
+def converge(host: RpmHost, branch: str) -> list[EnableStream]:
+    """Bring repository, stream and package; return the changes of streams. A second plan has none."""
+    spec = wanted(host, branch)
+    facts = facts_of(host)
+    assert cuda.problems(facts, spec) == ()
+    streams = [change for change in cuda.plan_pin(facts, spec) if isinstance(change, EnableStream)]
+    repositories = repos_rpm.plan_repositories(facts, cuda.with_repository(facts, spec))
+    names = cuda.packages(facts, spec)
+    for change in (*repositories, RefreshRpmIndex("dnf"), *streams, InstallRpmPackages("dnf", names)):
+        change.apply(host, tell)
+    assert cuda.plan_pin(facts_of(host), spec) == ()
+    return streams
+
+
+def test_the_branch_that_is_asked_for_is_installed_though_there_is_a_newer_one(host: RpmHost) -> None:
+    (change,) = converge(host, "570")
+    assert change.summary() == "enable stream nvidia-driver:570-open"
+    assert installed(host).startswith("570.172.08-1")
+    assert host.run(("dnf", "-y", "upgrade"), timeout=60).ok
+    assert installed(host).startswith("570.172.08-1"), "an upgrade leaves the branch"
+
+
+def test_a_stream_is_given_back(host: RpmHost) -> None:
+    before = host.read_text(cuda.STREAM_FILE)
+    change = EnableStream("570-open")
+    facts = facts_of(host)
+    for one in repos_rpm.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
+        one.apply(host, tell)
+    seen = change.capture(host)
+    change.apply(host, tell)
+    assert "stream=570-open" in (host.read_text(cuda.STREAM_FILE) or "")
+    EnableStream.undo(host, seen, {})
+    EnableStream.undo(host, seen, {})
+    listed = host.run(("dnf", "-q", "module", "list", "--enabled"), timeout=60)
+    assert "nvidia-driver" not in listed.stdout
+    assert before is None
+
+
+def test_another_branch_takes_the_place_of_the_first(host: RpmHost) -> None:
+    converge(host, "570")
+    (change,) = cuda.plan_pin(facts_of(host), wanted(host, "580"))
+    assert change.summary() == "enable stream nvidia-driver:580-open instead of 570-open"
+    seen = change.capture(host)
+    change.apply(host, tell)
+    assert cuda.plan_pin(facts_of(host), wanted(host, "580")) == ()
+    type(change).undo(host, seen, {})
+    assert cuda.plan_pin(facts_of(host), wanted(host, "570")) == ()
