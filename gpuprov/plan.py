@@ -21,6 +21,7 @@ from gpuprov.driver import (
     mig,
     mig_plan,
     nouveau,
+    packaged,
     release,
     running_driver,
 )
@@ -107,6 +108,7 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *cuda.plan_pin(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
+        *cuda.plan_other_version(facts, spec),
         *cuda.plan_profile(facts, spec),
     )
 
@@ -145,7 +147,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
     for kind in (
         WriteFile, RemoveFile, MakeNode, repos.InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         repos_rpm.InstallRpmKey, packages_rpm.RefreshRpmIndex, packages_rpm.InstallRpmPackages, HoldRpmPackages,
-        cuda.EnableStream, driver_run.FetchRunfile, driver_install.InstallDriver, cuda.LoadDriver,
+        packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
+        driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
         boot.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,

@@ -1,4 +1,4 @@
-"""NVIDIA's CUDA repository: the driver from packages, and the CUDA toolkit. Pure but for the changes' own work.
+"""NVIDIA's CUDA repository: the driver from packages, and the CUDA toolkit. Pure.
 
 Sources: NVIDIA's Driver Installation Guide and CUDA Installation Guide for Linux: repositories, keys, package names,
 module streams, pinning packages.
@@ -7,21 +7,26 @@ module streams, pinning packages.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from gpuprov.bundle import use
-from gpuprov.cdi.discover import discover
-from gpuprov.changes import Change, Json, Tell, WriteFile
+from gpuprov.changes import Change, WriteFile
 from gpuprov.distros import Distribution, distribution_of, nvidia_folder
 from gpuprov.driver import fabric_plan, generations
 from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
 from gpuprov.driver.kernel import builds_modules
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.driver.packaged import (
+    ChangeDriverPackages,
+    ChangeDriverRpms,
+    EnableStream,
+    LoadDriver,
+    SwitchPin,
+    fits,
+)
+from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import System
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
@@ -41,7 +46,7 @@ _KEYS = (
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
-_INSTALL_SECONDS = 600
+PINNING = "nvidia-driver-pinning-"
 
 
 def _wants_repository(spec: HostSpec) -> bool:
@@ -160,10 +165,14 @@ def _module_type(facts: HostFacts, spec: HostSpec) -> str:
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that are wanted from NVIDIA's repository."""
-    driver: tuple[str, ...] = ()
-    if spec.driver == "packages":
-        driver = ("nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers",)
-    return (*driver, *toolkit_packages(spec))
+    return (*driver_packages(facts, spec), *toolkit_packages(spec))
+
+
+def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the package on which all others of the driver hang, if it shall come as packages."""
+    if spec.driver != "packages":
+        return ()
+    return ("nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers",)
 
 
 def _is_old(facts: HostFacts) -> bool:
@@ -180,7 +189,7 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
 def pin_packages(spec: HostSpec) -> tuple[str, ...]:
     """Return the package that makes apt keep to the branch or version that is asked for, if one is."""
     wanted = spec.driver == "packages" and spec.driver_version
-    return (f"nvidia-driver-pinning-{spec.driver_version}",) if wanted else ()
+    return (f"{PINNING}{spec.driver_version}",) if wanted else ()
 
 
 def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -189,15 +198,40 @@ def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if row is None or spec.driver != "packages":
         return ()
     if row.package_manager == "apt":
-        names = missing(facts.packages, pin_packages(spec))
-        options = use.apt_options(facts.bundle)
-        return (RefreshPackageIndex(options=options), InstallPackages(names, options=options)) if names else ()
+        return _plan_apt_pin(facts, spec)
     if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
         return ()
     stream = _stream(spec.driver_version, _module_type(facts, spec))
     found = facts.files.get(STREAM_FILE)
     current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
     return () if current and current[1] == stream else (EnableStream(stream, current[1] if current else ""),)
+
+
+def _plan_apt_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    names = missing(facts.packages, pin_packages(spec))
+    if not names:
+        return ()
+    options = use.apt_options(facts.bundle)
+    others = tuple(sorted(name for name in facts.packages.installed if name.startswith(PINNING)))
+    pin = SwitchPin(names, options=options, instead=others) if others else InstallPackages(names, options=options)
+    return (RefreshPackageIndex(options=options), pin)
+
+
+def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the driver's packages' change for the branch or version that is asked for, where another is there."""
+    names, wanted = driver_packages(facts, spec), _enforced_version(facts, spec)
+    versions = [facts.packages.installed[name] for name in names if name in facts.packages.installed]
+    if not (versions and wanted) or fits(versions[0], wanted):
+        return ()
+    if facts.packages.manager == "apt":
+        options = use.apt_options(facts.bundle)
+        return (ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, options=options, wanted=wanted),)
+    return (ChangeDriverRpms(facts.packages.manager, names, lock_timeout=spec.lock_timeout, wanted=wanted),)
+
+
+def _enforced_version(facts: HostFacts, spec: HostSpec) -> str:
+    """Return what the installed packages must be: a stream of dnf's modules is a branch, whose newest counts."""
+    return spec.driver_version if facts.packages.manager == "apt" else spec.driver_version.partition(".")[0]
 
 
 def _stream(version: str, kind: str) -> str:
@@ -223,72 +257,3 @@ def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version
     return () if there and loaded else (LoadDriver(),)
-
-
-@dataclass(frozen=True)
-class EnableStream(Change):
-    """This stream of the module nvidia-driver shall be enabled (dnf(8), "Module Command")."""
-
-    stream: str
-    before: str = ""
-
-    def summary(self) -> str:
-        instead = f" instead of {self.before}" if self.before else ""
-        return f"enable stream nvidia-driver:{self.stream}{instead}"
-
-    def capture(self, system: System) -> Json:
-        return {"before": self.before}
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        if self.before:
-            self._dnf(system, "reset", "nvidia-driver")
-        self._dnf(system, "enable", f"nvidia-driver:{self.stream}")
-        return {}
-
-    def _dnf(self, system: System, verb: str, name: str) -> None:
-        system.require(
-            ("dnf", "-y", "module", verb, name), f"dnf can't {verb} {name}",
-            "dnf module list nvidia-driver shows which streams there are", timeout=_INSTALL_SECONDS,
-        )  # fmt: skip
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        system.run(("dnf", "-y", "module", "reset", "nvidia-driver"), timeout=_INSTALL_SECONDS)
-        if before["before"]:
-            name = f"nvidia-driver:{before['before']}"
-            system.run(("dnf", "-y", "module", "enable", name), timeout=_INSTALL_SECONDS)
-
-
-@dataclass(frozen=True)
-class LoadDriver(Change):
-    """The installed driver's kernel modules shall be loaded, and of the libraries' version."""
-
-    undo_when_interrupted: ClassVar[bool] = False
-
-    def summary(self) -> str:
-        return "load the driver's kernel modules (modprobe nvidia, nvidia-uvm)"
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        for module in ("nvidia", "nvidia-uvm"):
-            done = system.run(("modprobe", module), timeout=120)
-            if not done.ok:
-                raise GpuprovError(
-                    f"the kernel module {module} can't be loaded",
-                    f"{done.evidence(3)}\n{_kernel_says(system)}".strip(),
-                    "dkms status shows whether it was built for this kernel; nouveau or another driver on the GPU: "
-                    "lspci -k -d 10de:",
-                )
-        found = discover(system)
-        if found.kernel_version != found.library_version:
-            raise GpuprovError(
-                f"the loaded driver is {found.kernel_version or 'none'}, its libraries are {found.library_version}",
-                "/proc/driver/nvidia/version",
-                "reboot, so that the new modules are loaded; then run the same command again",
-            )
-        return {}
-
-
-def _kernel_says(system: System) -> str:
-    """Return what the kernel's log has of NVIDIA's modules, the last lines."""
-    lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
-    return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])

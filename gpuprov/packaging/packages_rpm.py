@@ -163,7 +163,7 @@ class RefreshRpmIndex(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         how = MANAGERS[self.manager]
-        done = _run(system, _with(how.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
+        done = run_rpm(system, _with(how.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
         finish(done, "the package index could not be refreshed", how.good_codes)
         return {}
 
@@ -193,21 +193,21 @@ class InstallRpmPackages(Change):
         return f"install {', '.join(self.names)}{enabled}"
 
     def capture(self, system: System) -> Json:
-        return {"installed": sorted(_installed(system)), "lock_timeout": self.lock_timeout}
+        return {"installed": sorted(installed_rpms(system)), "lock_timeout": self.lock_timeout}
 
     def apply(self, system: System, tell: Tell) -> Json:
         how = MANAGERS[self.manager]
-        before = _installed(system)
+        before = installed_rpms(system)
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
-        done = _run(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
+        done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         finish(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
             system.require(
                 ("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}", timeout=60
             )
-        return {"added": sorted(added(before, _installed(system)))}
+        return {"added": sorted(added(before, installed_rpms(system)))}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -215,17 +215,17 @@ class InstallRpmPackages(Change):
 
         By rpm itself: dnf and zypper would take along other packages that depend on these, or that they think unused.
         """
-        now = _installed(system)
+        now = installed_rpms(system)
         gone = [
             name for name in (outcome or {}).get("added", sorted(added(set(before["installed"]), now))) if name in now
         ]
         if gone:
             lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = _run(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS, lock_timeout)
             finish(done, f"{', '.join(gone)} could not be removed")
 
 
-def _installed(system: System) -> set[str]:
+def installed_rpms(system: System) -> set[str]:
     """Return NAME-VERSION-RELEASE.ARCH of all packages; rpm's own names, by which it takes them away."""
     done = system.require(("rpm", "-qa"), "rpm's database can't be read", "rpm --rebuilddb; then run this again")
     return {name for name in done.stdout.split() if not name.startswith("gpg-pubkey-")}
@@ -233,11 +233,11 @@ def _installed(system: System) -> set[str]:
 
 def added(before: set[str], after: set[str]) -> set[str]:
     """Return the packages that came, without those that only replaced an older version of theirs."""
-    replaced = {_name(package) for package in before - after}
-    return {package for package in after - before if _name(package) not in replaced}
+    replaced = {package_name(package) for package in before - after}
+    return {package for package in after - before if package_name(package) not in replaced}
 
 
-def _name(package: str) -> str:
+def package_name(package: str) -> str:
     """Return NAME of NAME-VERSION-RELEASE.ARCH: neither version nor release may hold a dash."""
     return package.rsplit("-", 2)[0]
 
@@ -247,7 +247,8 @@ def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]
     return (command[0], *options, *command[1:])
 
 
-def _run(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
+    """Run a package manager, or rpm, once nobody else is at work with packages."""
     # dnf would wait for ever, and say nothing.
     wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
     return system.run(

@@ -44,7 +44,7 @@ import json
 import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
-from gpuprov.apply import apply_changes
+from gpuprov.apply import PlanAfresh, apply_changes
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import gather
 from gpuprov.journal import new_journal
@@ -62,7 +62,7 @@ spec = parse_spec(json.loads(sys.argv[2]))
 def plan():
     facts = gather(system)
     facts = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
-    return make_plan(facts, spec, ("repositories", "packages", "driver"))
+    return make_plan(facts, spec, ("repositories", "packages", "reboot", "driver"))
 
 planned = plan()
 for problem in planned.problems:
@@ -71,6 +71,8 @@ journal = new_journal(system, "install")
 try:
     apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
     print("left:", [change.change.summary() for change in plan().changes])
+except PlanAfresh:
+    print("afresh:", [change.change.summary() for change in plan().changes])
 except GpuprovError as error:
     print("error:", error)
 journal.end("done")
@@ -79,10 +81,11 @@ journal.end("done")
 
 @dataclass(frozen=True)
 class Installed:
-    """A host, the kernel that it was told to run, and what its installation said."""
+    """A host, the kernel that it was told to run, what was wanted there, and what its installation said."""
 
     host: Host
     kernel: str
+    wanted: Mapping[str, str]
     said: str
 
 
@@ -96,10 +99,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, In
             names = (*_FROM_RUN, _FROM_PACKAGES)
             hosts = lab.up([HostRequest(f"d-{name}", release=name, gpus=1, docker=False) for name in names])
             bring_files(hosts, tmp_path_factory.mktemp("run"))
-            fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", DRIVER, _NEWER)
-            packages = {"driver": "packages", "driver_version": DRIVER.partition(".")[0]}
+            fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", (DRIVER, _NEWER))
             mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}
-            wanted = [*[_RUN_WANTED] * len(_FROM_RUN), {**packages, **mirror, "kernel_modules": "build"}]
+            packages = {"driver": "packages", "driver_version": "550", "kernel_modules": "build", **mirror}
+            wanted = [*[_RUN_WANTED] * len(_FROM_RUN), packages]
             with ThreadPoolExecutor() as pool:
                 yield dict(zip(names, pool.map(install, hosts, wanted), strict=True))
         finally:
@@ -118,7 +121,7 @@ def bring_files(hosts: Sequence[Host], work: Path) -> None:
 
 def install(host: Host, wanted: Mapping[str, str]) -> Installed:
     kernel = host.ssh(_PRETEND, timeout=300).stdout.strip()
-    return Installed(host, kernel, install_again(host, kernel, wanted))
+    return Installed(host, kernel, wanted, install_again(host, kernel, wanted))
 
 
 def install_again(host: Host, kernel: str, wanted: Mapping[str, str]) -> str:
@@ -142,14 +145,33 @@ def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
         assert (fields["version"].strip(), fields["vermagic"].split()[0]) == (DRIVER, kernel)
 
 
-def test_packages_keep_to_the_branch_that_is_asked_for_and_go_again(installed: dict[str, Installed]) -> None:
-    host = installed[_FROM_PACKAGES].host
-    policy = host.ssh("apt-cache policy nvidia-open").stdout
+def test_packages_keep_to_the_branch_that_is_asked_for_until_it_is_another(installed: dict[str, Installed]) -> None:
+    it = installed[_FROM_PACKAGES]
+    policy = it.host.ssh("apt-cache policy nvidia-open").stdout
     assert f"Installed: {DRIVER}-1" in policy and f"{_NEWER}-1" in policy
-    host.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq -y upgrade", timeout=300)
-    assert host.ssh("dpkg-query -W -f '${Version}' nvidia-open").stdout == f"{DRIVER}-1"
-    assert host.ssh("nvidia-smi -L").stdout.startswith("GPU 0: NVIDIA H100")
-    host.ssh("python3 /root/agent.pyz", stdin=request_to_line(Request("rollback")) + "\n", timeout=600)
+    it.host.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq -y upgrade", timeout=300)
+    assert packages(it.host) == {f"nvidia-open={DRIVER}-1", "nvidia-driver-pinning-550=550"}
+    # The machine outside has loaded the older one, and keeps it.
+    said = install_again(it.host, it.kernel, {**it.wanted, "driver_version": "580"})
+    reason = f"the kernel still runs driver {DRIVER}, installed is {_NEWER}"
+    assert said == f"afresh: ['stop until somebody has rebooted this host ({reason})']\n"
+    assert packages(it.host) == {f"nvidia-open={_NEWER}-1", "nvidia-driver-pinning-580=580"}
+    assert dkms_states(it.host.ssh("dkms status").stdout, _NEWER) == {it.kernel: "installed"}
+    install_again(it.host, it.kernel, it.wanted)
+    assert packages(it.host) == {f"nvidia-open={DRIVER}-1", "nvidia-driver-pinning-550=550"}
+    assert install_again(it.host, it.kernel, it.wanted) == "left: []\n"
+
+
+def packages(host: Host) -> set[str]:
+    """Return NAME=VERSION of the driver's main package and of its pins."""
+    names = ("nvidia-open", "nvidia-driver-pinning-*")
+    return set(host.ssh(("dpkg-query", "-W", "-f", "${Package}=${Version}\n", *names)).stdout.split())
+
+
+def test_packages_of_the_driver_go_with_a_rollback(installed: dict[str, Installed]) -> None:
+    host = installed[_FROM_PACKAGES].host
+    for _ in host.ssh("ls /var/lib/gpuprov/runs").stdout.split():
+        host.ssh("python3 /root/agent.pyz", stdin=request_to_line(Request("rollback")) + "\n", timeout=600)
     left = "dpkg-query -W -f '${Package} ${Status}\n' '*nvidia*' dkms; find /lib/modules /usr/src /etc -name '*nvidia*'"
     assert [line for line in host.ssh(left, check=False).stdout.splitlines() if "not-installed" not in line] == []
 

@@ -15,7 +15,8 @@ import pytest
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.driver import cuda
-from gpuprov.driver.cuda import EnableStream
+from gpuprov.driver.packaged import EnableStream
+from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts, gather
 from gpuprov.packaging import repos_rpm
 from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
@@ -116,12 +117,25 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     assert before is None
 
 
-def test_another_branch_takes_the_place_of_the_first(host: RpmHost) -> None:
+@pytest.mark.parametrize(("first", "then"), [("570", "580"), ("580", "570")])
+def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, first: str, then: str) -> None:
+    converge(host, first)
+    assert cuda.plan_other_version(facts_of(host), wanted(host, first)) == ()
+    facts, spec = facts_of(host), wanted(host, then)
+    stream, change = (*cuda.plan_pin(facts, spec), *cuda.plan_other_version(facts, spec))
+    assert stream.summary() == f"enable stream nvidia-driver:{then}-open instead of {first}-open"
+    seen = stream.capture(host)
+    stream.apply(host, tell)
+    # What was planned for the driver before counts no more: `reboot` is what makes the run plan anew.
+    assert change.apply(host, tell) == {"added": [], "reboot": False}
+    assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
+    assert cuda.plan_pin(facts_of(host), spec) == cuda.plan_other_version(facts_of(host), spec) == ()
+    type(stream).undo(host, seen, {})
+    assert cuda.plan_pin(facts_of(host), wanted(host, first)) == ()
+
+
+def test_a_branch_that_the_repository_does_not_have_is_named(host: RpmHost) -> None:
     converge(host, "570")
-    (change,) = cuda.plan_pin(facts_of(host), wanted(host, "580"))
-    assert change.summary() == "enable stream nvidia-driver:580-open instead of 570-open"
-    seen = change.capture(host)
-    change.apply(host, tell)
-    assert cuda.plan_pin(facts_of(host), wanted(host, "580")) == ()
-    type(change).undo(host, seen, {})
-    assert cuda.plan_pin(facts_of(host), wanted(host, "570")) == ()
+    (change,) = cuda.plan_other_version(facts_of(host), wanted(host, "590"))
+    with pytest.raises(GpuprovError, match=r"are of 570\.172\.08-1.*590 is asked for"):
+        change.apply(host, tell)

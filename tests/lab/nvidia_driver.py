@@ -28,28 +28,31 @@ _DKMS_POSTINST = (
 _DKMS_PRERM = "#!/bin/sh\nset -e\ndkms remove -m nvidia -v {version} --all || :\n"
 
 
-def build_cuda(folder: Path, gnupg: Path, version: str, newer: str) -> str:
-    """Build debian12/x86_64 below `folder`: a driver, its branch's pin, and the name of one that is newer.
+def build_cuda(folder: Path, gnupg: Path, versions: tuple[str, ...]) -> str:
+    """Build debian12/x86_64 below `folder`: each of these drivers, and its branch's pin.
 
     Returns the fingerprint of the key.
     """
     place = folder / "debian12/x86_64"
     fingerprint = build_repository(place, gnupg)
+    for version in versions:
+        _build_driver(place, version, folder / "driver")
+    sign(place, gnupg)
+    (place / "3bf863cc.pub").write_bytes((place / "key.asc").read_bytes())
+    return fingerprint
+
+
+def _build_driver(place: Path, version: str, tree: Path) -> None:
     branch = version.partition(".")[0]
     preference = {f"etc/apt/preferences.d/nvidia-driver-pinning-{branch}": _PREFERENCE.format(branch=branch)}
     build_package(place, _control(f"nvidia-driver-pinning-{branch}", branch), preference)
     same = f"(= {version}-1)"
     needs = f"nvidia-driver {same}, nvidia-kernel-open-dkms {same}"
     build_package(place, _control("nvidia-open", f"{version}-1", needs), {})
-    build_package(place, _control("nvidia-open", f"{newer}-1"), {})
-    tree = folder / "driver"
     simgpu.install_tree(tree, version)
     scripts = {f"DEBIAN/{name}": _LDCONFIG for name in ("postinst", "postrm")}
     build_package(place, _control("nvidia-driver", f"{version}-1"), scripts, tree)
     build_package(place, _control("nvidia-kernel-open-dkms", f"{version}-1", "dkms"), _modules(version))
-    sign(place, gnupg)
-    (place / "3bf863cc.pub").write_bytes((place / "key.asc").read_bytes())
-    return fingerprint
 
 
 def _control(name: str, version: str, depends: str = "") -> str:

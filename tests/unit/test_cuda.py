@@ -13,12 +13,18 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.changes import WriteFile
 from gpuprov.commands import Completed
 from gpuprov.driver import cuda
-from gpuprov.driver.cuda import EnableStream, LoadDriver
 from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
+from gpuprov.driver.packaged import (
+    ChangeDriverPackages,
+    ChangeDriverRpms,
+    EnableStream,
+    LoadDriver,
+    foreign_removals,
+)
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import FileFact, HostFacts, gather
 from gpuprov.machine import PciGpu
-from gpuprov.packaging.packages import InstallPackages, PackageFacts
+from gpuprov.packaging.packages import InstallPackages, PackageFacts, RefreshPackageIndex
 from gpuprov.plan import make_plan
 from gpuprov.spec import HostSpec, parse_spec
 from gpuprov.system import System
@@ -171,6 +177,69 @@ def test_what_cannot_be_is_said(
     found = cuda.problems(change(metal), spec(**values))
     assert says in (found[0].what if found else "")
     assert bool(found) is bool(says)
+
+
+def packaged(facts: HostFacts, version: str, *, manager: str = "apt", **more: str) -> HostFacts:
+    """Return a host that has NVIDIA's open driver of a version from packages, and runs it."""
+    names = {"nvidia-open": f"{version}-1", **more}
+    return replace(
+        facts, packages=replace(facts.packages, manager=manager, installed={**facts.packages.installed, **names}),
+        driver=DriverFacts(kernel_version=version, library_version=version), driver_packaged="nvidia-open",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "changes"),
+    [
+        ("570.172.08", "", False),
+        ("570.172.08", "570", False),
+        ("570.172.08", "570.172.08", False),
+        ("570.172.08", "570.172", False),
+        ("570.172.08", "580", True),
+        ("580.65.06", "570", True),
+        ("580.65.06", "580.82.07", True),
+    ],
+)
+def test_another_branch_or_version_changes_the_packages(
+    metal: HostFacts, installed: str, wanted: str, changes: bool
+) -> None:
+    facts = packaged(metal, installed)
+    found = cuda.plan_other_version(
+        facts, spec(driver_version=wanted) if wanted != "57" else HostSpec("packages", "57")
+    )
+    assert [type(one) for one in found] == [ChangeDriverPackages] * changes
+
+
+def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFacts) -> None:
+    facts = on(packaged(metal, "580.65.06"), "rocky", "9.5", "dnf")
+    facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "3:580.65.06-1"}))
+    assert cuda.plan_other_version(facts, spec(driver_version="580.82.07")) == ()
+    (change,) = cuda.plan_other_version(facts, spec(driver_version="570"))
+    assert change == ChangeDriverRpms("dnf", ("nvidia-open",), wanted="570")
+
+
+def test_a_driver_that_is_yet_to_come_is_not_changed(metal: HostFacts) -> None:
+    assert cuda.plan_other_version(metal, spec(driver_version="580")) == ()
+
+
+def test_a_pin_takes_the_place_of_another(metal: HostFacts) -> None:
+    facts = packaged(metal, "570.172.08", **{"nvidia-driver-pinning-570": "570-1"})
+    refresh, change = cuda.plan_pin(facts, spec(driver_version="580"))
+    assert isinstance(refresh, RefreshPackageIndex)
+    assert change.summary() == "install nvidia-driver-pinning-580 instead of nvidia-driver-pinning-570"
+
+
+def test_apt_may_take_away_packages_of_the_driver_alone() -> None:
+    said = """\
+Remv libnvidia-compute-570 [570.172.08-1]
+Remv libcuda1 [570.172.08-1]
+Remv xserver-xorg-video-nvidia-570 [570.172.08-1]
+Remv libnvjpeg-12-4 [12.4.1]
+Remv nvidia-container-toolkit [1.17.8-1]
+Remv pytorch [2.0]
+Inst nvidia-open [570.172.08-1] (580.65.06-1 cuda [amd64])
+"""
+    assert foreign_removals(said) == ("libnvjpeg-12-4", "nvidia-container-toolkit", "pytorch")
 
 
 def test_a_driver_that_is_there_and_loaded_is_left_alone(metal: HostFacts) -> None:

@@ -1,0 +1,201 @@
+"""What a driver from NVIDIA's packages needs done: its pin or stream, another version of it, its modules loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpuprov.cdi.discover import discover
+from gpuprov.changes import Change, Json, Tell
+from gpuprov.errors import GpuprovError
+from gpuprov.packaging import apt, packages_rpm, rpm_failures
+from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.packages import InstallPackages
+from gpuprov.packaging.packages_rpm import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
+from gpuprov.system import System
+
+_INSTALL_SECONDS = 600
+# What the driver's packages are called, in any of its branches and distributions (NVIDIA's Driver Installation Guide).
+# Not the container toolkit's, nor the CUDA toolkit's libraries, many of which begin with libnv.
+_DRIVER_PACKAGES = re.compile(
+    r"(?!.*(container|docker))((lib|kmod-|dkms-|xserver-xorg-video-|firmware-|xorg-x11-)?nvidia|cuda-drivers|libcuda1|"
+    r"libnvcuvid|libnvoptix|libnvsdm|libxnvctrl)",
+    re.IGNORECASE,
+)
+
+
+def fits(version: str, wanted: str) -> bool:
+    """Say whether the version of a driver's package is the one, or of the branch, that is wanted."""
+    return re.match(rf"(\d+:)?{re.escape(wanted)}([.-]|$)", version) is not None
+
+
+@dataclass(frozen=True)
+class SwitchPin(InstallPackages):
+    """apt shall keep the driver to another branch or version: one package of preferences takes the place of others."""
+
+    instead: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        return f"install {', '.join(self.names)} instead of {', '.join(self.instead)}"
+
+    def capture(self, system: System) -> Json:
+        return {**super().capture(system), "instead": list(self.instead)}
+
+    def _install(self, system: System, tell: Tell) -> None:
+        # apt-get(8): a trailing dash takes a package away.
+        words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
+        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish(done, f"{', '.join(self.names)} could not be installed")
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        gone = tuple(f"package {name} does not come back" for name in before["instead"])
+        return (*gone, *super().lasting(system, before, outcome, earlier))
+
+
+@dataclass(frozen=True)
+class ChangeDriverPackages(InstallPackages):
+    """The driver's packages shall be of another version or branch, newer or older; apt's preferences already say so."""
+
+    wanted: str = ""
+
+    def summary(self) -> str:
+        return f"change the driver's packages to {self.wanted} ({', '.join(self.names)}); it is loaded next"
+
+    @property
+    def key(self) -> str:
+        return "change the driver's packages"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # The rest of the plan was made for the driver that is gone.
+        return {**super().apply(system, tell), "reboot": False}
+
+    def _install(self, system: System, tell: Tell) -> None:
+        words = ("install", "--allow-downgrades", "--", *self.names)
+        # A branch's packages may replace those of another; nothing else may go for them.
+        asked = apt.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
+        strangers = foreign_removals(asked.stdout)
+        if strangers:
+            raise GpuprovError(
+                f"apt would take away {', '.join(strangers)} for driver {self.wanted}",
+                "\n".join(line for line in asked.stdout.splitlines() if line.startswith("Remv")),
+                f"look at it: apt-get --simulate {' '.join(words)}; and do it by hand if it may be",
+            )
+        done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
+        finish(done, f"the driver's packages could not be changed to {self.wanted}")
+        versions = {one.name: one.version for one in apt.query(system)}
+        _require_version(versions.get(self.names[0], ""), self.wanted, f"apt-cache policy {self.names[0]}")
+
+
+def foreign_removals(said: str) -> tuple[str, ...]:
+    """Return the packages that `apt-get --simulate` would take away and that are not a driver's."""
+    names = re.findall(r"^Remv (\S+)", said, re.MULTILINE)
+    return tuple(name for name in names if not _DRIVER_PACKAGES.match(name))
+
+
+@dataclass(frozen=True)
+class ChangeDriverRpms(InstallRpmPackages):
+    """The same by dnf, for which the stream that is enabled says which versions there are. Nothing is taken away."""
+
+    wanted: str = ""
+
+    def summary(self) -> str:
+        return f"change the driver's packages to {self.wanted} ({', '.join(self.names)}); it is loaded next"
+
+    @property
+    def key(self) -> str:
+        return "change the driver's packages"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        before = installed_rpms(system)
+        names = sorted({package_name(one) for one in before if _DRIVER_PACKAGES.match(one)})
+        # dnf(8): to the newest that the enabled streams have, be it older than what is there.
+        command = (self.manager, "-y", *self.options, "distro-sync", *names)
+        done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
+        rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
+        version = packages_rpm.gather_packages(system, self.manager).installed.get(self.names[0], "")
+        _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
+        return {"added": sorted(added(before, installed_rpms(system))), "reboot": False}
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return ("the driver's packages stay at their version: those of before do not come back",)
+
+
+def _require_version(version: str, wanted: str, look: str) -> None:
+    if not fits(version, wanted):
+        raise GpuprovError(
+            f"the driver's packages are of {version or 'no driver'}, {wanted} is asked for",
+            "the package manager reported success; its repositories have nothing newer that fits",
+            f"{look} shows what there is: set gpuprov_driver_version to one of these",
+        )
+
+
+@dataclass(frozen=True)
+class EnableStream(Change):
+    """This stream of the module nvidia-driver shall be enabled (dnf(8), "Module Command")."""
+
+    stream: str
+    before: str = ""
+
+    def summary(self) -> str:
+        instead = f" instead of {self.before}" if self.before else ""
+        return f"enable stream nvidia-driver:{self.stream}{instead}"
+
+    def capture(self, system: System) -> Json:
+        return {"before": self.before}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        if self.before:
+            self._dnf(system, "reset", "nvidia-driver")
+        self._dnf(system, "enable", f"nvidia-driver:{self.stream}")
+        return {}
+
+    def _dnf(self, system: System, verb: str, name: str) -> None:
+        system.require(
+            ("dnf", "-y", "module", verb, name), f"dnf can't {verb} {name}",
+            "dnf module list nvidia-driver shows which streams there are", timeout=_INSTALL_SECONDS,
+        )  # fmt: skip
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        system.run(("dnf", "-y", "module", "reset", "nvidia-driver"), timeout=_INSTALL_SECONDS)
+        if before["before"]:
+            name = f"nvidia-driver:{before['before']}"
+            system.run(("dnf", "-y", "module", "enable", name), timeout=_INSTALL_SECONDS)
+
+
+@dataclass(frozen=True)
+class LoadDriver(Change):
+    """The installed driver's kernel modules shall be loaded, and of the libraries' version."""
+
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return "load the driver's kernel modules (modprobe nvidia, nvidia-uvm)"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for module in ("nvidia", "nvidia-uvm"):
+            done = system.run(("modprobe", module), timeout=120)
+            if not done.ok:
+                raise GpuprovError(
+                    f"the kernel module {module} can't be loaded",
+                    f"{done.evidence(3)}\n{_kernel_says(system)}".strip(),
+                    "dkms status shows whether it was built for this kernel; nouveau or another driver on the GPU: "
+                    "lspci -k -d 10de:",
+                )
+        found = discover(system)
+        if found.kernel_version != found.library_version:
+            raise GpuprovError(
+                f"the loaded driver is {found.kernel_version or 'none'}, its libraries are {found.library_version}",
+                "/proc/driver/nvidia/version",
+                "reboot, so that the new modules are loaded; then run the same command again",
+            )
+        return {}
+
+
+def _kernel_says(system: System) -> str:
+    """Return what the kernel's log has of NVIDIA's modules, the last lines."""
+    lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
+    return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])
