@@ -29,6 +29,8 @@ _PACKAGES = {
     ),
 }
 NAMES = tuple(_PACKAGES)
+# The same in rpm's words.
+RPM_REQUIRES = {name: depends.replace("(", "").replace(")", "") for name, depends in _PACKAGES.items()}
 
 
 def build_toolkit(folder: Path, gnupg: Path, channels: dict[str, tuple[str, ...]]) -> str:

@@ -95,13 +95,20 @@ def sign_index(folder: Path, gnupg: Path) -> None:
     run((*gpg, "--armor", "--detach-sign", str(folder / "repodata/repomd.xml")))
 
 
-def build_rpm_repository(folder: Path, gnupg: Path, packages: tuple[RpmPackage, ...] = PACKAGES) -> str:
-    """Build a repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint."""
+def build_rpm_repository(
+    folder: Path, gnupg: Path, packages: tuple[RpmPackage, ...] = PACKAGES, *, signed_packages: bool = True
+) -> str:
+    """Build a repository in `folder` with a key in `gnupg` (made if missing); return its fingerprint.
+
+    Its metadata are signed in any case.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     fingerprint = make_key(gnupg)
     (folder / "key.asc").write_text(run(("gpg", "--homedir", str(gnupg), "--armor", "--export", fingerprint)))
     (folder / "fingerprint").write_text(fingerprint)
     for package in packages:
-        sign_package(build_package(package, folder), gnupg, fingerprint)
+        file = build_package(package, folder)
+        if signed_packages:
+            sign_package(file, gnupg, fingerprint)
     index(folder, gnupg)
     return fingerprint

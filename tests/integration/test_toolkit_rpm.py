@@ -1,0 +1,74 @@
+"""NVIDIA's container toolkit from its repository for rpm's world, by the real dnf and zypper: all four of one version.
+
+The packages are stand-ins with NVIDIA's names and dependencies, in a mirror laid out as NVIDIA's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.facts import gather
+from gpuprov.spec import HostSpec
+from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import HOSTS, NEEDS, configure
+from tests.integration.test_rpm_holds import converge
+from tests.lab.nvidia_toolkit import NAMES, RPM_REQUIRES
+from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
+
+pytestmark = NEEDS
+_OLD, _NEW = "1.17.8", "1.18.1"
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("mirror")
+    place = folder / "www/stable/rpm/x86_64"
+    packages = tuple(
+        RpmPackage(name, version, requires=RPM_REQUIRES[name].format(version=f"{version}-1"))
+        for name in NAMES
+        for version in (_OLD, _NEW)
+    )
+    # As NVIDIA's: the metadata alone are signed.
+    build_rpm_repository(place, folder / "gnupg", packages, signed_packages=False)
+    shutil.copy(place / "key.asc", folder / "www/gpgkey")
+    yield folder / "www"
+    subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=True)
+
+
+def wanted(mirror: Path, version: str = "") -> HostSpec:
+    fingerprint = (mirror / "stable/rpm/x86_64/fingerprint").read_text()
+    return HostSpec(
+        driver="preinstalled", docker="preinstalled", toolkit="nvidia", toolkit_version=version, hold_pinned=False,
+        toolkit_repository="file:///opt/mirror", toolkit_key_fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def versions(host: RpmHost) -> set[str]:
+    """Return VERSION-RELEASE of the toolkit's packages."""
+    installed = gather(host).packages.installed
+    return {installed[name].rpartition(".")[0] for name in NAMES}
+
+
+@pytest.mark.parametrize("os_release", HOSTS)
+def test_all_four_of_the_version_that_is_asked_for_then_of_another(
+    tmp_path: Path, mirror: Path, os_release: str
+) -> None:
+    host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
+    shutil.copytree(mirror, host.path("/opt/mirror"))
+    configure(host, wanted(mirror))
+    for version in (f"{_OLD}-1", f"{_NEW}-1"):
+        converge(host, wanted(mirror, version))
+        assert versions(host) == {version}
+
+
+def test_without_a_version_the_newest(tmp_path: Path, mirror: Path) -> None:
+    host = RpmHost(tmp_path / "root", "rocky-9.5", "dnf")
+    shutil.copytree(mirror, host.path("/opt/mirror"))
+    configure(host, wanted(mirror))
+    converge(host, wanted(mirror))
+    assert versions(host) == {f"{_NEW}-1"}
