@@ -22,7 +22,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
         )
     if spec.driver != "runfile":
-        return ()
+        return running_driver.problems(facts, spec)
     if not spec.driver_version:
         return (
             Problem(

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuprov.boot_files import PERSISTENCE
 from gpuprov.changes import Change
-from gpuprov.driver import fabric_manager
+from gpuprov.driver import cuda, fabric_manager
 from gpuprov.driver.holders import Holder, RunningDriver, gather_holders
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
@@ -39,9 +39,14 @@ def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether a driver is loaded, or a display runs, that another driver can't be loaded beside."""
     if not builds_modules(facts, spec) or facts.kernel.container:
         return False
-    if not installs(facts, spec):
+    if not _replaces(facts, spec):
         return is_other(facts)
     return bool(facts.driver_loaded_version or "nvidia" in facts.kernel.loaded_modules or facts.displays)
+
+
+def _replaces(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether this run puts another driver on the disk, from a .run or as packages."""
+    return installs(facts, spec) or bool(cuda.plan_other_version(facts, spec))
 
 
 def is_other(facts: HostFacts) -> bool:
@@ -144,10 +149,11 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
 
 
 def _may_wait_for_a_reboot(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether a new driver may wait on the disk for a reboot: its installer must be able to, or be done already."""
-    if not installs(facts, spec):
+    """Say whether a new driver may wait on the disk for a reboot: its .run must be able to, or it be there already."""
+    if not _replaces(facts, spec):
         return True
-    return spec.reboot == "if-needed" and knows(spec.driver_version, "--skip-module-load")
+    able = not installs(facts, spec) or knows(spec.driver_version, "--skip-module-load")
+    return able and spec.reboot == "if-needed"
 
 
 def _could_not_unload(facts: HostFacts) -> bool:
@@ -184,7 +190,7 @@ def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return who keeps the loaded driver from being replaced, and what to do about it."""
-    found = way(facts, spec).obstacles if installs(facts, spec) else ()
+    found = way(facts, spec).obstacles if _replaces(facts, spec) else ()
     if not found or facts.running is None:
         return ()
     running = facts.running

@@ -1,13 +1,14 @@
 """The kernel's half of the driver on a virtual machine with a kernel of its own: built, loaded, kept, and seen missing.
 
 The tests are one story and stand in its order: a bare machine whose GPUs nouveau has; its installation, with the reboot
-that it needs; an upgrade of its kernel.
+that it needs; a newer driver in place of the one that runs, without a reboot; an upgrade of its kernel.
 """
 
 from __future__ import annotations
 
 import fcntl
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,16 @@ from gpuprov.driver.module_proof import dkms_states
 from tests import simgpu
 from tests.lab.fixtures import DRIVER, gpuprov
 from tests.lab.lab import CACHE
+from tests.lab.shell import wait_for
 from tests.lab.vm import Vm
 
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(2400)]
+_OLDER = "550.144.03"
 # Python opens the node as a program of the driver's would; what a missing driver gives is ENXIO.
 _OPEN = 'import os; [os.close(os.open(f"/dev/nvidia{name}", os.O_RDWR)) for name in ("0", "1", "ctl", "-uvm")]'
+
+_HOLD = 'import os, time; os.open("/dev/nvidia0", os.O_RDWR); time.sleep(3600)'
+_HOLDS = "ls -l /proc/$(systemctl show -p MainPID --value trainer)/fd"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,16 @@ class Machine:
     def kernel(self) -> str:
         return self.vm.ssh("uname -r").stdout.strip()
 
+    def set(self, **variables: str) -> None:
+        """Change what the inventory asks for."""
+        found = yaml.safe_load(self.inventory.read_text())
+        found["all"]["hosts"]["metal"].update(variables)
+        self.inventory.write_text(yaml.safe_dump(found))
+
+    def loaded(self) -> str:
+        """Return the version that the kernel runs."""
+        return self.vm.ssh("cat /sys/module/nvidia/version").stdout.strip()
+
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
@@ -49,16 +65,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         vm = Vm(CACHE / "bases", directory)
         try:
             vm.start()
-            run_file = simgpu.build_run(directory)
-            vm.ssh("cat > /root/driver.run", stdin=run_file.read_bytes())
+            for version in (_OLDER, DRIVER):
+                run_file = simgpu.build_run(directory, version)
+                vm.ssh(f"cat > /root/{version}.run", stdin=run_file.read_bytes())
             variables = {
                 "ansible_host": "127.0.0.1",
                 "ansible_port": vm.port,
                 "ansible_user": "root",
                 "ansible_ssh_private_key_file": str(vm.key),
                 "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
-                "gpuprov_driver_version": DRIVER,
-                "gpuprov_driver_url": "/root/driver.run",
+                "gpuprov_driver_version": _OLDER,
+                "gpuprov_driver_url": f"/root/{_OLDER}.run",
                 "gpuprov_reboot": "if-needed",
             }
             inventory = directory / "inventory.yml"
@@ -83,11 +100,11 @@ def test_a_machine_whose_gpus_nouveau_has_is_rebooted_and_gets_a_driver_built_fo
 
 def test_the_module_is_dkms_own_for_this_kernel_and_loaded(machine: Machine) -> None:
     kernel = machine.kernel()
-    assert dkms_states(machine.vm.ssh("dkms status").stdout, DRIVER) == {kernel: "installed"}
+    assert dkms_states(machine.vm.ssh("dkms status").stdout, _OLDER) == {kernel: "installed"}
     fields = "; ".join(f"modinfo -F {field} nvidia" for field in ("filename", "version", "vermagic"))
     path, version, magic = machine.vm.ssh(fields).stdout.splitlines()
     assert path.startswith(f"/lib/modules/{kernel}/updates/dkms/nvidia.ko")
-    assert (version, magic.split()[0]) == (DRIVER, kernel)
+    assert (version, magic.split()[0]) == (_OLDER, kernel)
     assert machine.vm.ssh("readlink /sys/bus/pci/devices/*/driver").stdout.count("drivers/nvidia") == 2
     machine.vm.ssh(("python3", "-c", _OPEN))
 
@@ -101,6 +118,30 @@ def test_containers_open_the_nodes_of_the_loaded_driver(machine: Machine) -> Non
 def test_a_second_run_has_nothing_to_do(machine: Machine) -> None:
     code, said = machine.gpuprov("install")
     assert (code, "0 changes" in said) == (0, True), said
+
+
+def test_a_newer_driver_waits_for_whoever_has_a_gpu_open_and_names_him(machine: Machine) -> None:
+    machine.set(gpuprov_driver_version=DRIVER, gpuprov_driver_url=f"/root/{DRIVER}.run", gpuprov_reboot="never")
+    machine.vm.ssh(f"systemd-run --quiet --unit=trainer python3 -c {shlex.quote(_HOLD)}")
+    wait_for("the trainer", lambda: "/dev/nvidia0" in machine.vm.ssh(_HOLDS, check=False).stdout, 60)
+    code, said = machine.gpuprov("install")
+    assert code == 1, said
+    assert f"driver {_OLDER} is loaded and in use" in said
+    assert "trainer.service" in said
+    assert machine.loaded() == _OLDER
+
+
+def test_then_it_takes_the_place_of_the_loaded_one_without_a_reboot(machine: Machine) -> None:
+    machine.vm.ssh("systemctl stop trainer")
+    boot = machine.vm.boot_id()
+    code, said = machine.gpuprov("install")
+    assert code == 0, said
+    assert machine.loaded() == DRIVER
+    assert machine.vm.boot_id() == boot
+    assert dkms_states(machine.vm.ssh("dkms status").stdout, DRIVER) == {machine.kernel(): "installed"}
+    assert machine.vm.ssh("systemctl is-active nvidia-persistenced").stdout.strip() == "active"
+    code, said = machine.gpuprov("verify")
+    assert code == 0, said
 
 
 def test_a_newer_kernel_without_headers_is_named_and_the_next_run_brings_them(machine: Machine) -> None:
