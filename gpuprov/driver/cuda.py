@@ -26,6 +26,7 @@ from gpuprov.driver.packaged import (
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packaging.packages_rpm import RefreshRpmIndex
 from gpuprov.spec import HostSpec, SiteRepository
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
@@ -224,9 +225,11 @@ def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not (versions and wanted) or fits(versions[0], wanted):
         return ()
     if facts.packages.manager == "apt":
-        options = use.apt_options(facts.bundle)
-        return (ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, options=options, wanted=wanted),)
-    return (ChangeDriverRpms(facts.packages.manager, names, lock_timeout=spec.lock_timeout, wanted=wanted),)
+        change = ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, wanted=wanted)
+        return (RefreshPackageIndex(spec.lock_timeout), change)
+    manager = facts.packages.manager
+    rpms = ChangeDriverRpms(manager, names, lock_timeout=spec.lock_timeout, wanted=wanted)
+    return (RefreshRpmIndex(manager, spec.lock_timeout), rpms)
 
 
 def _enforced_version(facts: HostFacts, spec: HostSpec) -> str:

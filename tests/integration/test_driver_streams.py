@@ -122,10 +122,11 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     converge(host, first)
     assert cuda.plan_other_version(facts_of(host), wanted(host, first)) == ()
     facts, spec = facts_of(host), wanted(host, then)
-    stream, change = (*cuda.plan_pin(facts, spec), *cuda.plan_other_version(facts, spec))
+    stream, refresh, change = (*cuda.plan_pin(facts, spec), *cuda.plan_other_version(facts, spec))
     assert stream.summary() == f"enable stream nvidia-driver:{then}-open instead of {first}-open"
     seen = stream.capture(host)
     stream.apply(host, tell)
+    refresh.apply(host, tell)
     # What was planned for the driver before counts no more: `reboot` is what makes the run plan anew.
     assert change.apply(host, tell) == {"added": [], "reboot": False}
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
@@ -136,6 +137,6 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
 
 def test_a_branch_that_the_repository_does_not_have_is_named(host: RpmHost) -> None:
     converge(host, "570")
-    (change,) = cuda.plan_other_version(facts_of(host), wanted(host, "590"))
+    _, change = cuda.plan_other_version(facts_of(host), wanted(host, "590"))
     with pytest.raises(GpuprovError, match=r"are of 570\.172\.08-1.*590 is asked for"):
         change.apply(host, tell)
