@@ -140,8 +140,7 @@ def test_then_it_takes_the_place_of_the_loaded_one_without_a_reboot(machine: Mac
     assert machine.vm.boot_id() == boot
     assert dkms_states(machine.vm.ssh("dkms status").stdout, DRIVER) == {machine.kernel(): "installed"}
     assert machine.vm.ssh("systemctl is-active nvidia-persistenced").stdout.strip() == "active"
-    code, said = machine.gpuprov("verify")
-    assert code == 0, said
+    machine.vm.ssh(("python3", "-c", _OPEN))
 
 
 def test_a_newer_kernel_without_headers_is_named_and_the_next_run_brings_them(machine: Machine) -> None:
