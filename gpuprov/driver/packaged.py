@@ -25,6 +25,9 @@ _DRIVER_PACKAGES = re.compile(
 )
 
 
+_CHANGE = "change the driver's packages"
+
+
 def fits(version: str, wanted: str) -> bool:
     """Say whether the version of a driver's package is the one, or of the branch, that is wanted."""
     return re.match(rf"(\d+:)?{re.escape(wanted)}([.-]|$)", version) is not None
@@ -61,11 +64,11 @@ class ChangeDriverPackages(InstallPackages):
     wanted: str = ""
 
     def summary(self) -> str:
-        return f"change the driver's packages to {self.wanted} ({', '.join(self.names)}); it is loaded next"
+        return _change_to(self.wanted, self.names)
 
     @property
     def key(self) -> str:
-        return "change the driver's packages"
+        return _CHANGE
 
     def apply(self, system: System, tell: Tell) -> Json:
         # The rest of the plan was made for the driver that is gone.
@@ -101,11 +104,11 @@ class ChangeDriverRpms(InstallRpmPackages):
     wanted: str = ""
 
     def summary(self) -> str:
-        return f"change the driver's packages to {self.wanted} ({', '.join(self.names)}); it is loaded next"
+        return _change_to(self.wanted, self.names)
 
     @property
     def key(self) -> str:
-        return "change the driver's packages"
+        return _CHANGE
 
     def apply(self, system: System, tell: Tell) -> Json:
         before = installed_rpms(system)
@@ -121,6 +124,10 @@ class ChangeDriverRpms(InstallRpmPackages):
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
         return ("the driver's packages stay at their version: those of before do not come back",)
+
+
+def _change_to(wanted: str, names: tuple[str, ...]) -> str:
+    return f"{_CHANGE} to {wanted} ({', '.join(names)}); it is loaded next"
 
 
 def _require_version(version: str, wanted: str, look: str) -> None:

@@ -25,8 +25,7 @@ from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import tell
 from tests.lab.repository import build_package, build_repository, sign
-from tests.lab.rpm_repository import RpmPackage, build_rpm_repository, sign_index
-from tests.lab.shell import run
+from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
 VERSION, NEWER = "550.163.01", "550.163.02"
 SWITCHES = FabricFacts(("0000:c1:00.0",))
@@ -39,23 +38,6 @@ Maintainer: The lab <lab@example.org>
 Description: as NVIDIA names it
 """
 _PROGRAM = "#!/bin/sh\necho 'Fabric Manager version is : {version}'\n"
-# As in NVIDIA's repositories for RHEL 8 and 9: what a stream holds is seen by dnf where that is enabled.
-_STREAM = f"""\
----
-document: modulemd
-version: 2
-data:
-  name: nvidia-driver
-  stream: 550-dkms
-  version: 1
-  context: 0123456789ab
-  arch: x86_64
-  summary: the driver
-  description: the driver
-  license: {{module: [MIT]}}
-  artifacts: {{rpms: ["nvidia-fabric-manager-0:{VERSION}-1.noarch", "nvidia-fabric-manager-0:{NEWER}-1.noarch"]}}
-...
-"""
 
 
 @pytest.fixture
@@ -122,9 +104,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     folder = tmp_path / "cuda/rhel9/x86_64"
     packages = tuple(RpmPackage("nvidia-fabric-manager", version) for version in (VERSION, NEWER))
     fingerprint = build_rpm_repository(folder, gnupg, packages)
-    (tmp_path / "modules.yaml").write_text(_STREAM)
-    run(("modifyrepo_c", "--mdtype=modules", str(tmp_path / "modules.yaml"), str(folder / "repodata")))
-    sign_index(folder, gnupg)
+    add_streams(folder, gnupg, {"550-dkms": packages})
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     spec = specification(tmp_path / "cuda", fingerprint)
     build_rpm_repository(tmp_path / "base", gnupg, ())

@@ -23,39 +23,19 @@ from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
-from tests.lab.rpm_repository import RpmPackage, build_rpm_repository, sign_index
-from tests.lab.shell import run
+from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
 pytestmark = NEEDS
 _VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}
-_STREAM = """\
----
-document: modulemd
-version: 2
-data:
-  name: nvidia-driver
-  stream: {stream}
-  version: 1
-  context: 0123456789ab
-  arch: x86_64
-  summary: the driver
-  description: the driver
-  license: {{module: [MIT]}}
-  artifacts: {{rpms: ["nvidia-open-0:{version}-1.noarch"]}}
-...
-"""
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[RpmHost]:
     """A Rocky Linux 9 that has the repository in /opt."""
     folder, gnupg = tmp_path / "cuda/rhel9/x86_64", tmp_path / "gnupg"
-    packages = tuple(RpmPackage("nvidia-open", version) for version in _VERSIONS.values())
-    build_rpm_repository(folder, gnupg, packages)
-    streams = "".join(_STREAM.format(stream=stream, version=version) for stream, version in _VERSIONS.items())
-    (tmp_path / "modules.yaml").write_text(streams)
-    run(("modifyrepo_c", "--mdtype=modules", str(tmp_path / "modules.yaml"), str(folder / "repodata")))
-    sign_index(folder, gnupg)
+    packages = {stream: RpmPackage("nvidia-open", version) for stream, version in _VERSIONS.items()}
+    build_rpm_repository(folder, gnupg, tuple(packages.values()))
+    add_streams(folder, gnupg, {stream: (package,) for stream, package in packages.items()})
     shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
     made = RpmHost(tmp_path / "host", "rocky-9.5", "dnf")
     shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))

@@ -8,15 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import simgpu
-from tests.lab.repository import build_package, build_repository, sign
+from tests.lab.repository import build_package, build_repository, sign, stand_in
 
-_CONTROL = """\
-Package: {name}
-Version: {version}
-Architecture: amd64
-Maintainer: The lab <lab@example.org>
-{depends}Description: a stand-in of NVIDIA's
-"""
 _PREFERENCE = (
     "Package: nvidia-open nvidia-driver nvidia-kernel-open-dkms\nPin: version {branch}.*\nPin-Priority: 1000\n"
 )
@@ -45,18 +38,14 @@ def build_cuda(folder: Path, gnupg: Path, versions: tuple[str, ...]) -> str:
 def _build_driver(place: Path, version: str, tree: Path) -> None:
     branch = version.partition(".")[0]
     preference = {f"etc/apt/preferences.d/nvidia-driver-pinning-{branch}": _PREFERENCE.format(branch=branch)}
-    build_package(place, _control(f"nvidia-driver-pinning-{branch}", branch), preference)
+    build_package(place, stand_in(f"nvidia-driver-pinning-{branch}", branch), preference)
     same = f"(= {version}-1)"
     needs = f"nvidia-driver {same}, nvidia-kernel-open-dkms {same}"
-    build_package(place, _control("nvidia-open", f"{version}-1", needs), {})
+    build_package(place, stand_in("nvidia-open", f"{version}-1", needs), {})
     simgpu.install_tree(tree, version)
     scripts = {f"DEBIAN/{name}": _LDCONFIG for name in ("postinst", "postrm")}
-    build_package(place, _control("nvidia-driver", f"{version}-1"), scripts, tree)
-    build_package(place, _control("nvidia-kernel-open-dkms", f"{version}-1", "dkms"), _modules(version))
-
-
-def _control(name: str, version: str, depends: str = "") -> str:
-    return _CONTROL.format(name=name, version=version, depends=f"Depends: {depends}\n" if depends else "")
+    build_package(place, stand_in("nvidia-driver", f"{version}-1"), scripts, tree)
+    build_package(place, stand_in("nvidia-kernel-open-dkms", f"{version}-1", "dkms"), _modules(version))
 
 
 def _modules(version: str) -> dict[str, str]:

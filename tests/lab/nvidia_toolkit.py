@@ -9,16 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpuprov.runtime_hook import deploy
-from tests.lab.repository import build_package, build_repository, sign
+from tests.lab.repository import build_package, build_repository, sign, stand_in
 
 _LIBRARY = "/usr/lib/nvidia-stand-in"
-_CONTROL = """\
-Package: {name}
-Version: {version}
-Architecture: amd64
-Maintainer: The lab <lab@example.org>
-{depends}Description: a stand-in of NVIDIA's
-"""
 # Only the base is asked for in the very version: that is how apt comes to take newer ones of the others.
 _PACKAGES = {
     "libnvidia-container1": "",
@@ -41,8 +34,7 @@ def build_toolkit(folder: Path, gnupg: Path, channels: dict[str, tuple[str, ...]
         fingerprint = build_repository(place, gnupg)
         for version in versions:
             for name, depends in _PACKAGES.items():
-                needs = f"Depends: {depends.format(version=version)}\n" if depends else ""
-                build_package(place, _CONTROL.format(name=name, version=version, depends=needs), _files(name))
+                build_package(place, stand_in(name, version, depends.format(version=version)), _files(name))
         sign(place, gnupg)
         (folder / "gpgkey").write_bytes((place / "key.asc").read_bytes())
     return fingerprint

@@ -16,6 +16,13 @@ Maintainer: The lab <lab@example.org>
 Description: a site's own tools for its GPU hosts
  One script that says hello.
 """
+_STAND_IN = """\
+Package: {name}
+Version: {version}
+Architecture: amd64
+Maintainer: The lab <lab@example.org>
+{depends}Description: a stand-in of NVIDIA's
+"""
 
 
 def build_repository(folder: Path, gnupg: Path, package: str = PACKAGE) -> str:
@@ -29,6 +36,11 @@ def build_repository(folder: Path, gnupg: Path, package: str = PACKAGE) -> str:
     build_package(folder, _CONTROL.format(package=package), {f"usr/bin/{package}": script})
     sign(folder, gnupg)
     return fingerprint
+
+
+def stand_in(name: str, version: str, depends: str = "") -> str:
+    """Return the control file of a package that stands for one of NVIDIA's."""
+    return _STAND_IN.format(name=name, version=version, depends=f"Depends: {depends}\n" if depends else "")
 
 
 def sign(folder: Path, gnupg: Path) -> None:

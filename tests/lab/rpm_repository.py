@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,23 @@ PACKAGES = (
     RpmPackage("site-gpu-library", provides="site-gpu-abi"),
     RpmPackage("incomplete", requires="nobody-has-this >= 2"),
 )
+# As in NVIDIA's repositories for RHEL 8 and 9: what a stream holds is seen by dnf where that is enabled.
+_STREAM = """\
+---
+document: modulemd
+version: 2
+data:
+  name: nvidia-driver
+  stream: {stream}
+  version: 1
+  context: 0123456789ab
+  arch: x86_64
+  summary: the driver
+  description: the driver
+  license: {{module: [MIT]}}
+  artifacts: {{rpms: [{rpms}]}}
+...
+"""
 # What is installed on every host: with an empty database zypper fails.
 BASE = RpmPackage("base-system", provides="/bin/sh")
 
@@ -86,6 +104,20 @@ def sign_package(file: Path, gnupg: Path, fingerprint: str) -> None:
 def index(folder: Path, gnupg: Path) -> None:
     """Write the metadata of all packages in a folder, and sign it."""
     run(("createrepo_c", "--quiet", "--no-database", str(folder)))
+    sign_index(folder, gnupg)
+
+
+def add_streams(folder: Path, gnupg: Path, streams: Mapping[str, Sequence[RpmPackage]]) -> None:
+    """Put packages of a repository into streams of the module nvidia-driver, and sign the metadata anew."""
+    texts = [
+        _STREAM.format(stream=stream, rpms=", ".join(f'"{one.name}-0:{one.version}-1.noarch"' for one in packages))
+        for stream, packages in streams.items()
+    ]
+    # modifyrepo_c takes the name from the file's.
+    modules = folder.parent / "modules.yaml"
+    modules.write_text("".join(texts))
+    run(("modifyrepo_c", "--mdtype=modules", str(modules), str(folder / "repodata")))
+    modules.unlink()
     sign_index(folder, gnupg)
 
 

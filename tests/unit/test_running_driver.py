@@ -4,186 +4,28 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuprov.apply import last_undoable_run, roll_back
-from gpuprov.cdi.discover import discover
-from gpuprov.commands import Completed
 from gpuprov.driver.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.driver.release import STOPPED
 from gpuprov.driver.running_driver import parse_containers
 from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeDone, ChangeProgress, Event, Finished, Planned
+from gpuprov.events import ChangeDone, Planned
 from gpuprov.plan import CHANGE_KINDS
 from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import parse_spec, spec_to_json
 from gpuprov.system import System
-from tests import simgpu
-from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
 pytestmark = pytest.mark.root
-OLD, NEW = "535.261.03", simgpu.DRIVER_VERSION
-PERSISTENCED, DCGM = "nvidia-persistenced.service", "nvidia-dcgm.service"
-CONTAINER = "4f" * 32
-
-
-class LoadedHost(FakeHost):
-    """A bare machine with driver 535 on the disk and in the kernel; services and containers use it."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, gpus=1, metal=True)
-        self.units = {PERSISTENCED, DCGM}
-        self.containers: set[str] = set()
-        self.running: set[str] = set()
-        self.kernel_holds = False
-        self.installer_fails = False
-        self.stopped: list[str] = []
-        self.unloaded: list[str] = []
-        self.on_disk = OLD
-        self._lay(OLD)
-        self.load(OLD)
-        (root / "proc/sys/kernel/random").mkdir(parents=True)
-        (root / "proc/sys/kernel/random/boot_id").write_text("boot-1\n")
-        self.process(700, "/usr/bin/nvidia-persistenced --verbose", f"/system.slice/{PERSISTENCED}", mapped=True)
-        self.process(701, "/usr/bin/nv-hostengine -n", f"/system.slice/{DCGM}")
-        write_runfile(root / "driver.run")
-
-    def _lay(self, version: str) -> None:
-        for path in self._driver_files:
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
-        before = set(self.root.rglob("*"))
-        simgpu.install_tree(self.root, version)
-        self._driver_files = sorted(set(self.root.rglob("*")) - before, reverse=True)
-        self.on_disk = version
-
-    def load(self, version: str) -> None:
-        for path in ("sys/bus", "sys/module", "proc/driver"):
-            self.remove_tree(f"/{path}")
-        simgpu.write_kernel_tree(self.root, 1, version)
-
-    def process(self, pid: int, command: str, cgroup: str, *, mapped: bool = False) -> None:
-        folder = self.root / f"proc/{pid}"
-        (folder / "fd").mkdir(parents=True)
-        (folder / "cmdline").write_text(command.replace(" ", "\0") + "\0")
-        (folder / "cgroup").write_text(f"0::{cgroup}\n")
-        (folder / "maps").write_text("7f1c-7f1d rw-s 00000000 00:05 512    /dev/nvidia0\n" if mapped else "")
-        (folder / "fd/0").symlink_to("/dev/null" if mapped else "/dev/nvidiactl")
-
-    def container(self, name: str, pid: int) -> None:
-        self.containers.add(name)
-        self.running.add(name)
-        self.process(pid, "python3 train.py", f"/system.slice/docker-{CONTAINER}.scope")
-
-    def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        if argv[0] == "systemd-run":
-            return Completed(tuple(argv), 0)
-        own = {"rmmod": self._rmmod, "modprobe": self._load_installed, "nvidia-modprobe": self._load_installed}
-        if argv[0] in own:
-            self.commands.append(tuple(argv))
-            code, text = own[argv[0]](tuple(argv[1:]))
-            return Completed(tuple(argv), code, "", text)
-        return super().run(argv, **more)
-
-    def _rmmod(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if gather_holders(self) or self.kernel_holds:
-            return 1, f"rmmod: ERROR: Module {words[0]} is in use"
-        self.unloaded.append(words[0])
-        self.remove_tree(f"/sys/module/{words[0]}")
-        lines = (self.read_text("/proc/modules") or "").splitlines(keepends=True)
-        (self.root / "proc/modules").write_text("".join(one for one in lines if not one.startswith(f"{words[0]} ")))
-        if words[0] == "nvidia":
-            self.remove_tree("/proc/driver/nvidia")
-            (self.root / "proc/devices").write_text("Character devices:\n  1 mem\n")
-        return 0, ""
-
-    def _load_installed(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if not self.exists("/sys/module/nvidia"):
-            self.load(self.on_disk)
-        return 0, ""
-
-    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if words[0] == "is-active" and words[1] != "--quiet":
-            return 0, "".join(f"{'active' if name in self.units else 'inactive'}\n" for name in words[1:])
-        if words[0] == "stop":
-            self.stopped += [name for name in words[1:] if name in self.units]
-            self.units -= set(words[1:])
-            for pid in (name for name in self.list_directory("/proc") if name.isdigit()):
-                unit, _ = parse_cgroup(self.read_text(f"/proc/{pid}/cgroup") or "")
-                if unit in words[1:]:
-                    self.remove_tree(f"/proc/{pid}")
-        elif words[0] in ("start", "restart"):
-            self.units |= {words[-1]} & {PERSISTENCED, DCGM}
-        return super()._systemctl(words)
-
-    def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if words[0] == "ps":
-            named = "{{.Names}}" in words
-            return 0, "".join(f"{name if named else CONTAINER}\n" for name in sorted(self.running))
-        if words[0] == "inspect":
-            rows = [{"Id": CONTAINER, "Name": f"/{name}", "HostConfig": {}, "Config": {}} for name in self.running]
-            return 0, json.dumps(rows)
-        if words[0] == "stop":
-            self.running -= set(words[1:])
-            self.remove_tree("/proc/900")
-            return 0, ""
-        if words[0] == "start":
-            self.running |= set(words[1:])
-            return 0, ""
-        code, text = super()._docker(words)
-        if code == 0 and words[-1] == "{{json .}}":
-            text = json.dumps({**json.loads(text), "ContainersRunning": len(self.running)})
-        return code, text
-
-    def _runfile(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if "--uninstall" in words:
-            return 0, ""
-        log = self.root / "var/log/nvidia-installer.log"
-        if self.exists("/sys/module/nvidia") and "--allow-installation-with-running-driver" not in words:
-            log.write_text("ERROR: An NVIDIA kernel module 'nvidia-uvm' appears to be already loaded in your kernel.\n")
-            return 1, ""
-        if self.installer_fails:
-            log.write_text("ERROR: Unable to find the development tool `cc` in your path\n")
-            return 1, ""
-        self._lay(NEW)
-        log.write_text("-> now complete.\n")
-        if "--skip-module-load" not in words:
-            self.load(NEW)
-        return 0, ""
-
-    def _dkms(self, words: tuple[str, ...]) -> tuple[int, str]:
-        return 0, f"nvidia/{NEW}, 6.1.0: installed\n"
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> LoadedHost:
     return LoadedHost(tmp_path / "root")
-
-
-def install(
-    host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = ("reboot", "driver"), **values: Any
-) -> tuple[Finished, list[Event]]:
-    events: list[Event] = []
-    spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run", **values})
-    request = Request("install", spec_to_json(spec), check=check, diff=True, steps=steps)
-    run_request(request, events.append, host)
-    assert isinstance(events[-1], Finished)
-    return events[-1], events
-
-
-def told(events: list[Event]) -> list[str]:
-    return [event.message for event in events if isinstance(event, ChangeProgress)]
-
-
-def loaded(host: FakeHost) -> tuple[str, str]:
-    found = discover(host)
-    return found.kernel_version, found.library_version
 
 
 # -- who holds a GPU -------------------------------------------------------------------------------------------------
@@ -393,84 +235,6 @@ def test_a_run_that_was_killed_is_taken_up_and_starts_what_it_had_stopped(host: 
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert host.units == {PERSISTENCED, DCGM}
     assert loaded(host) == (NEW, NEW)
-
-
-# -- a driver from packages ------------------------------------------------------------------------------------------
-
-
-class Plenty(dict[str, str]):
-    """A repository that has every package."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> str:
-        return "1.0"
-
-
-class PackagedHost(LoadedHost):
-    """The same with the driver from NVIDIA's packages, whose branch is pinned."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.installed.update({"nvidia-open": f"{OLD}-1", "nvidia-driver-pinning-535": "535"})
-        self.available = Plenty({"nvidia-open": f"{NEW}-1"})
-
-    def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
-        return (0, f"nvidia-driver:amd64: {words[-1]}\n") if "--search" in words else super()._dpkg_query(words)
-
-    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
-        if "--simulate" in words and "purge" not in words:
-            return 0, self.removes
-        gone = [word.rstrip("-") for word in words if word.startswith("nvidia-") and word.endswith("-")]
-        for name in gone:
-            del self.installed[name]
-        code, said = super()._apt_get(tuple(word for word in words if word.rstrip("-") not in gone))
-        if "nvidia-open" in words:
-            self._lay(NEW)
-        return code, said
-
-    removes = "Remv libnvidia-compute-535 [535.261.03-1]\n"
-
-
-def take_550(host: FakeHost, **values: Any) -> tuple[Finished, list[Event]]:
-    """Install the packages of branch 550."""
-    steps = ("packages", "reboot", "driver")
-    return install(host, steps=steps, driver="packages", driver_version="550", driver_url="", **values)
-
-
-def test_another_branch_of_packages_is_loaded_in_the_same_run(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
-    finished, events = take_550(host)
-    assert finished.exit_code == ExitCode.DONE, finished.problems
-    assert loaded(host) == (NEW, NEW)
-    assert host.units == {PERSISTENCED, DCGM}
-    assert (host.installed["nvidia-open"], "nvidia-driver-pinning-535" in host.installed) == (f"{NEW}-1", False)
-    keys = [event.key for event in events if isinstance(event, ChangeDone)]
-    assert keys.index("change the driver's packages") < keys.index("load the driver that is installed")
-    assert take_550(host)[0].changed == 0
-
-
-def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
-    host.container("train", 900)
-    before = host.tree()
-    finished, _ = take_550(host)
-    (problem,) = finished.problems
-    assert problem.what == f"driver {OLD} is loaded and in use, so 550 can't replace it"
-    assert problem.evidence == "container train uses a GPU"
-    assert (host.tree(), host.installed["nvidia-open"]) == (before, f"{OLD}-1")
-    finished, _ = take_550(host, reboot="if-needed")
-    assert finished.summary.startswith("rebooting")
-    assert (host.running, host.installed["nvidia-open"]) == ({"train"}, f"{NEW}-1")
-
-
-def test_packages_that_are_not_the_drivers_do_not_go_for_it(tmp_path: Path) -> None:
-    host = PackagedHost(tmp_path / "root")
-    host.removes = "Remv libnvidia-compute-535 [535.261.03-1]\nRemv pytorch [2.0]\n"
-    finished, _ = take_550(host)
-    assert finished.problems[0].what == "apt would take away pytorch for driver 550"
-    assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (OLD, OLD))
 
 
 def test_a_driver_installed_by_others_is_loaded_without_a_reboot(host: LoadedHost) -> None:

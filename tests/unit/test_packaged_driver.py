@@ -1,0 +1,90 @@
+"""Another branch of a driver from packages: changed, loaded in the same run, and never under whoever uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.errors import ExitCode
+from gpuprov.events import ChangeDone, Event, Finished
+from tests.unit.fake_host import FakeHost
+from tests.unit.loaded_host import DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
+
+pytestmark = pytest.mark.root
+
+
+class Plenty(dict[str, str]):
+    """A repository that has every package."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return "1.0"
+
+
+class PackagedHost(LoadedHost):
+    """That machine with the driver from NVIDIA's packages, whose branch is pinned."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.installed.update({"nvidia-open": f"{OLD}-1", "nvidia-driver-pinning-535": "535"})
+        self.available = Plenty({"nvidia-open": f"{NEW}-1"})
+
+    def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return (0, f"nvidia-driver:amd64: {words[-1]}\n") if "--search" in words else super()._dpkg_query(words)
+
+    def _apt_get(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "--simulate" in words and "purge" not in words:
+            return 0, self.removes
+        gone = [word.rstrip("-") for word in words if word.startswith("nvidia-") and word.endswith("-")]
+        for name in gone:
+            del self.installed[name]
+        code, said = super()._apt_get(tuple(word for word in words if word.rstrip("-") not in gone))
+        if "nvidia-open" in words:
+            self._lay(NEW)
+        return code, said
+
+    removes = "Remv libnvidia-compute-535 [535.261.03-1]\n"
+
+
+def take_550(host: FakeHost, **values: Any) -> tuple[Finished, list[Event]]:
+    """Install the packages of branch 550."""
+    steps = ("packages", "reboot", "driver")
+    return install(host, steps=steps, driver="packages", driver_version="550", driver_url="", **values)
+
+
+def test_another_branch_of_packages_is_loaded_in_the_same_run(tmp_path: Path) -> None:
+    host = PackagedHost(tmp_path / "root")
+    finished, events = take_550(host)
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert loaded(host) == (NEW, NEW)
+    assert host.units == {PERSISTENCED, DCGM}
+    assert (host.installed["nvidia-open"], "nvidia-driver-pinning-535" in host.installed) == (f"{NEW}-1", False)
+    keys = [event.key for event in events if isinstance(event, ChangeDone)]
+    assert keys.index("change the driver's packages") < keys.index("load the driver that is installed")
+    assert take_550(host)[0].changed == 0
+
+
+def test_packages_of_a_driver_in_use_are_left_alone(tmp_path: Path) -> None:
+    host = PackagedHost(tmp_path / "root")
+    host.container("train", 900)
+    before = host.tree()
+    finished, _ = take_550(host)
+    (problem,) = finished.problems
+    assert problem.what == f"driver {OLD} is loaded and in use, so 550 can't replace it"
+    assert problem.evidence == "container train uses a GPU"
+    assert (host.tree(), host.installed["nvidia-open"]) == (before, f"{OLD}-1")
+    finished, _ = take_550(host, reboot="if-needed")
+    assert finished.summary.startswith("rebooting")
+    assert (host.running, host.installed["nvidia-open"]) == ({"train"}, f"{NEW}-1")
+
+
+def test_packages_that_are_not_the_drivers_do_not_go_for_it(tmp_path: Path) -> None:
+    host = PackagedHost(tmp_path / "root")
+    host.removes = "Remv libnvidia-compute-535 [535.261.03-1]\nRemv pytorch [2.0]\n"
+    finished, _ = take_550(host)
+    assert finished.problems[0].what == "apt would take away pytorch for driver 550"
+    assert (host.installed["nvidia-open"], loaded(host)) == (f"{OLD}-1", (OLD, OLD))
