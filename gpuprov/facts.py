@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuprov import boot_files
 from gpuprov.boot_files import BootFacts, gather_boot
@@ -31,10 +31,16 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.system import System
 
+if TYPE_CHECKING:
+    from gpuprov.packaging.offers import Offers
+
+# How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
+DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     BLACKLIST,
+    DKMS_SIGNING,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
@@ -76,7 +82,8 @@ class HostFacts:
     `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
-    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for.
+    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
+    the repositories have of the packages on which a plan depends, if they were asked.
     """
 
     os: OperatingSystem
@@ -105,6 +112,7 @@ class HostFacts:
     fabric: FabricFacts = field(default_factory=FabricFacts)
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
+    offers: Offers | None = None
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:

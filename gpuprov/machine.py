@@ -36,7 +36,7 @@ class Kernel:
     """The running kernel. `container`: the container manager this machine runs in (systemd-nspawn, lxc, …), or nothing.
 
     `secure_boot`: enabled, disabled, or no-efi. `loaded_modules` is empty where the kernel has no /proc/modules.
-    `apparmor`: AppArmor is switched on.
+    `apparmor`: AppArmor is switched on. `trusts_nvidia`: it takes modules that NVIDIA has signed.
     """
 
     release: str
@@ -48,6 +48,7 @@ class Kernel:
     container: str
     wsl: bool
     apparmor: bool = False
+    trusts_nvidia: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ def gather_kernel(system: System) -> Kernel:
         container=_container(system),
         wsl="microsoft" in version,
         apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
+        trusts_nvidia=has_key_of("NVIDIA", system.read_text("/proc/keys") or ""),
     )
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
     """Return the module names in /proc/modules (proc(5)), sorted."""
     return tuple(sorted(line.split()[0] for line in text.splitlines() if line.strip()))
+
+
+def has_key_of(owner: str, keys: str) -> bool:
+    """Say whether /proc/keys (proc(5)) lists an asymmetric key whose description has this name."""
+    return re.search(rf" asymmetri +[^\n]*\b{owner}\b", keys) is not None
 
 
 def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:

@@ -11,6 +11,7 @@ from gpuprov.bundle import images, use
 from gpuprov.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.distros import derivative_note, machine_problems
 from gpuprov.driver import (
+    availability,
     cuda,
     cuda_run,
     driver_install,
@@ -22,6 +23,7 @@ from gpuprov.driver import (
     mig_plan,
     nouveau,
     packaged,
+    precompiled,
     release,
     running_driver,
 )
@@ -75,6 +77,11 @@ def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
+def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what is to be done to a host's repositories and keys: what they offer then can be asked before."""
+    return _plan_repositories(facts, spec)
+
+
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
@@ -106,6 +113,7 @@ def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *cuda.plan_pin(facts, spec),
+        *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda.plan_other_version(facts, spec),
@@ -202,6 +210,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_room_problems(facts),
             *_clock_problems(facts),
             *kernel.problems(facts, spec),
+            *precompiled.problems(facts, spec),
+            *availability.problems(facts, spec),
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
             *cuda.problems(facts, spec),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from gpuprov.bundle import use
 from gpuprov.changes import Change, WriteFile
 from gpuprov.distros import Distribution, distribution_of, nvidia_folder
-from gpuprov.driver import fabric_plan, generations
+from gpuprov.driver import fabric_plan, generations, precompiled
 from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
 from gpuprov.driver.kernel import builds_modules
 from gpuprov.driver.packaged import (
@@ -144,12 +144,9 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "set gpuprov_driver: runfile; or take a newer release of the distribution",
             ),
         )
-    return generations.problems(facts.gpu_device_ids, _comparable(spec.driver_version), spec.kernel_module_type)
-
-
-def _comparable(version: str) -> str:
-    """Return a version of the branch that is asked for: what is newest in it is the repository's to say."""
-    return f"{version}.999" if version.isdigit() else version
+    return generations.problems(
+        facts.gpu_device_ids, generations.newest_of(spec.driver_version), spec.kernel_module_type
+    )
 
 
 def _can_pin(row: Distribution) -> bool:
@@ -157,11 +154,7 @@ def _can_pin(row: Distribution) -> bool:
 
 
 def _module_type(facts: HostFacts, spec: HostSpec) -> str:
-    """Return open or proprietary; open where both would do, as NVIDIA recommends from 560 on."""
-    kind = generations.module_type(
-        facts.gpu_device_ids, _comparable(spec.driver_version) or "580.999", spec.kernel_module_type
-    )
-    return "open" if kind == "auto" else kind
+    return generations.packaged_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
@@ -170,10 +163,20 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the package on which all others of the driver hang, if it shall come as packages."""
+    """Return the package on which all others of the driver hang, if it shall come as packages; modules beside it.
+
+    Compiled modules are of one driver, and a repository may have a newer one without any for this kernel: so the first
+    installation asks for that version.
+    """
     if spec.driver != "packages":
         return ()
-    return ("nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers",)
+    top = "nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers"
+    found = precompiled.chosen(facts, spec)
+    if found is None:
+        return (top,)
+    if found.libraries:
+        return (*found.libraries, found.module)
+    return (top if top in facts.packages.installed else f"{top}={found.driver}", found.module)
 
 
 def _is_old(facts: HostFacts) -> bool:
@@ -202,10 +205,14 @@ def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return _plan_apt_pin(facts, spec)
     if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
         return ()
-    stream = _stream(spec.driver_version, _module_type(facts, spec))
+    compiled = precompiled.chosen(facts, spec)
+    stream = compiled.stream if compiled else _stream(spec.driver_version, _module_type(facts, spec))
     found = facts.files.get(STREAM_FILE)
     current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
-    return () if current and current[1] == stream else (EnableStream(stream, current[1] if current else ""),)
+    fits_too = (compiled.latest,) if compiled and not spec.driver_version else ()
+    if current and current[1] in (stream, *fits_too):
+        return ()
+    return (EnableStream(stream, current[1] if current else ""),)
 
 
 def _plan_apt_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

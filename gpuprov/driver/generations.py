@@ -78,6 +78,20 @@ def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
     return "open" if version_key(version) >= _OPEN_ONLY_SINCE else "auto"
 
 
+def packaged_type(device_ids: Sequence[str], branch: str, asked: str) -> str:
+    """Return open or proprietary, for packages of a branch or version; open where both would do, as NVIDIA recommends.
+
+    Without one it is the newest, of which only the repository knows which that is.
+    """
+    kind = module_type(device_ids, newest_of(branch) or "580.999", asked)
+    return "open" if kind == "auto" else kind
+
+
+def newest_of(version: str) -> str:
+    """Return a version for comparisons, of the branch that is asked for: what is newest in it others say."""
+    return f"{version}.999" if version.isdigit() else version
+
+
 def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Problem, ...]:
     """Return why a driver of this version, with kernel modules as asked, can't serve all these GPUs."""
     found = [(device_id, row) for device_id in sorted(set(device_ids)) if (row := generation_of(device_id))]

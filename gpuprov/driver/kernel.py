@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from gpuprov.changes import Change, RemoveFile, WriteFile
 from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.driver import precompiled
 from gpuprov.errors import Problem
-from gpuprov.facts import HostFacts
+from gpuprov.facts import DKMS_SIGNING, HostFacts
 from gpuprov.spec import HostSpec
 
 
 def builds_modules(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether kernel modules are to be built on this host.
+    """Say whether kernel modules are to be brought to this host, built there or not.
 
     A system container's kernel belongs to the machine outside: there only the libraries are installed.
     """
     if spec.kernel_modules == "auto":
         return not facts.kernel.container
-    return spec.kernel_modules == "build"
+    return spec.kernel_modules != "none"
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -26,15 +28,23 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
-    if facts.driver_installed_version == spec.driver_version:
+    if _is_there(facts, spec):
         return ()
     return (*_signing_problems(facts, spec), *_display_problems(facts, spec))
+
+
+def _is_there(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the driver is installed: what packages have brought, and keep up to date, is it in any version."""
+    installed = facts.driver_installed_version
+    return bool(installed) and (spec.driver == "packages" or installed == spec.driver_version)
 
 
 def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """With Secure Boot the kernel takes signed modules alone (Documentation/admin-guide/module-signing.rst)."""
     if facts.kernel.secure_boot != "enabled" or (spec.module_signing_key and spec.module_signing_certificate):
         return ()
+    if precompiled.chosen(facts, spec):
+        return precompiled.signing_problems(facts)
     return (
         Problem(
             "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
@@ -50,7 +60,7 @@ def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def _display_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """One that a display manager has started can be stopped with it."""
     managed = facts.running is not None and facts.running.display_manager
-    if not facts.displays or (managed and spec.stop_display_manager):
+    if spec.driver != "runfile" or not facts.displays or (managed and spec.stop_display_manager):
         return ()
     return (
         Problem(
@@ -100,11 +110,29 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
     row = distribution_of(facts.os)
-    if row is None or spec.driver == "preinstalled" or not builds_modules(facts, spec):
+    if row is None or not _compiles(facts, spec):
         return ()
-    headers = kernel_headers(row, facts.kernel.release)
     following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
-    return (*headers, *following, *row.build_packages)
+    return (*headers(facts, spec), *following, *row.build_packages)
+
+
+def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of the running kernel's headers, where modules are to be built."""
+    row = distribution_of(facts.os)
+    return kernel_headers(row, facts.kernel.release) if row is not None and _compiles(facts, spec) else ()
+
+
+def _compiles(facts: HostFacts, spec: HostSpec) -> bool:
+    return spec.driver != "preinstalled" and builds_modules(facts, spec) and precompiled.chosen(facts, spec) is None
+
+
+def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what makes DKMS sign with the user's key what it builds now and for kernels to come (dkms(8))."""
+    there = facts.files.get(DKMS_SIGNING)
+    if not (spec.module_signing_key and spec.module_signing_certificate and _compiles(facts, spec)):
+        return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if there else ()
+    text = f"mok_signing_key={spec.module_signing_key}\nmok_certificate={spec.module_signing_certificate}\n".encode()
+    return () if there and (there.content, there.mode) == (text, 0o644) else (WriteFile(DKMS_SIGNING, text),)
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell
+from gpuprov.driver import precompiled
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging import apt, packages_rpm, rpm_failures
 from gpuprov.packaging.apt_failures import finish
@@ -119,7 +120,15 @@ class ChangeDriverRpms(InstallRpmPackages):
         rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
         version = packages_rpm.gather_packages(system, self.manager).installed.get(self.names[0], "")
         _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
+        self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
         return {"added": sorted(added(before, installed_rpms(system))), "reboot": False}
+
+    def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
+        """Take away compiled modules of another driver: their packages have names of their own, so no update does."""
+        stale = sorted(one for one in installed_rpms(system) if precompiled.is_stale(package_name(one), driver))
+        if stale:
+            done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
+            rpm_failures.finish(done, f"{', '.join(stale)} could not be removed")
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:

@@ -23,14 +23,14 @@ _LOCKS = (
 )
 _LOCKED = re.compile(r"Could not get lock|Unable to acquire the dpkg frontend lock|is locked by another process")
 # A host's own apt.conf may say otherwise; what gpuprov installs is signed, always.
-_TRUST = (
+TRUST = (
     "-o", "APT::Get::AllowUnauthenticated=false",
     "-o", "Acquire::AllowInsecureRepositories=false",
     "-o", "Acquire::AllowWeakRepositories=false",
     "-o", "Acquire::AllowDowngradeToInsecureRepositories=false",
 )  # fmt: skip
 _APT = (
-    "apt-get", "-q", "--yes", "--no-install-recommends", *_TRUST,
+    "apt-get", "-q", "--yes", "--no-install-recommends", *TRUST,
     "-o", "Dpkg::Options::=--force-confold",
     "-o", "Dpkg::Use-Pty=0",
     "-o", "Acquire::Retries=3",

@@ -50,6 +50,7 @@ class FakeHost(System):
             "usr/bin",
             "var/lib",
             "var/log",
+            "var/tmp",
             "dev",
             "usr/lib",
         ):
@@ -97,7 +98,8 @@ class FakeHost(System):
         argv = tuple(argv)
         self.commands.append(argv)
         programs = {
-            "apt-get": self._apt_get, "apt-mark": self._apt_mark,
+            "apt-get": self._apt_get, "apt-mark": self._apt_mark, "apt-cache": self._apt_cache,
+            "cp": lambda words: (0, ""),
             "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
             "docker": self._docker, "systemctl": self._systemctl,
             "journalctl": lambda words: (0, "the unit's last words"),
@@ -138,6 +140,11 @@ class FakeHost(System):
             return 100, f"E: Unable to locate package {unknown[0]}"
         self.installed.update({name: self.available[name] for name in names})
         return 0, ""
+
+    def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
+        names = [name for name in words[words.index("madison") + 1 :] if name in self.available]
+        where = "http://deb.debian.org/debian bookworm/main amd64 Packages"
+        return 0, "".join(f"{name:>10} | {self.available[name]:>10} | {where}\n" for name in names)
 
     def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:
         if not self.docker_active:

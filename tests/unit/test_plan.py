@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver import releases
+from gpuprov.changes import RemoveFile, WriteFile
+from gpuprov.driver import kernel, releases
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
@@ -262,6 +263,28 @@ def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:
     # A driver that is there already needs no new modules.
     there = replace(locked, driver=DriverFacts(library_version=VERSION, kernel_version=VERSION))
     assert preflight(there, spec()) == ()
+
+
+def test_dkms_signs_with_the_users_key_as_long_as_it_is_asked_to(metal: HostFacts) -> None:
+    signed = spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")
+    (change,) = kernel.plan_signing(metal, signed)
+    assert isinstance(change, WriteFile)
+    assert change.content == b"mok_signing_key=/root/mok.key\nmok_certificate=/root/mok.der\n"
+    there = replace(metal, files={change.path: FileFact(change.content, 0o644, 0, 0)})
+    assert kernel.plan_signing(there, signed) == ()
+    assert kernel.plan_signing(there, spec()) == (RemoveFile(change.path, "no longer asked for"),)
+    assert kernel.plan_signing(metal, spec()) == ()
+    names = [type(item.change).__name__ for item in make_plan(metal, signed).changes if item.step == "packages"]
+    assert names.index("WriteFile") < names.index("InstallPackages"), "before DKMS builds"
+
+
+def test_secure_boot_counts_for_packages_of_any_version(metal: HostFacts) -> None:
+    locked = replace(metal, kernel=replace(metal.kernel, secure_boot="enabled"))
+    wanted = spec(driver="packages", driver_version="")
+    assert any("Secure Boot is on" in one.what for one in preflight(locked, wanted))
+    there = replace(locked, driver=DriverFacts(library_version="580.1", kernel_version="580.1"))
+    there = replace(there, driver_packaged="nvidia-open")
+    assert not any("Secure Boot" in one.what for one in preflight(there, wanted))
 
 
 def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:

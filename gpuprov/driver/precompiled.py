@@ -1,0 +1,261 @@
+"""Kernel modules that come compiled, in packages for one kernel each: whether there are some for this host. Pure.
+
+Sources: github.com/NVIDIA/yum-packaging-precompiled-kmod (package names, streams, DISTROS.md) for Red Hat's family;
+documentation.suse.com, "NVIDIA GPU driver on SLES", and the package nvidia-open-driver-G06-signed for SUSE's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gpuprov.distros import Distribution, distribution_of
+from gpuprov.driver import generations
+from gpuprov.driver.runfile import version_key
+from gpuprov.errors import Problem
+from gpuprov.facts import HostFacts
+from gpuprov.spec import HostSpec
+
+# NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
+_WITH_KMODS = re.compile(r"rhel(8|9|10)")
+_MADE_FOR = ("rhel", "sles", "sles_sap", "opensuse-leap")
+_WITH_STREAMS = re.compile(r"rhel[89]")
+_RED_HAT_KERNEL = re.compile(r"(?P<kernel>\d[^-]*-.+)\.el\d[^.]*\.x86_64")
+_SUSE_KERNEL = re.compile(r"(?P<base>\d[\d.]*-\d+)(?:\.[\d.]+)?-(?P<flavour>[a-z0-9]+)")
+_KMOD = re.compile(r"kmod-nvidia-(?P<open>open-)?(?P<driver>\d+(?:\.\d+)+)-(?P<kernel>\d.*)")
+# SUSE's packages by the generation of the driver, which its names carry from 560 on as G06, from 590 on as G07.
+_SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-driver-G07"}
+# On one of these all others of a driver hang.
+_TOP = ("nvidia-open", "cuda-drivers", "nvidia-compute-utils-G06", "nvidia-compute-utils-G07")
+_DKMS = re.compile(r"kmod-nvidia-.*dkms|nvidia-open-driver-G\d\d-kmp-.*|nvidia-driver-G\d\d-kmp-.*|dkms-nvidia")
+
+
+@dataclass(frozen=True)
+class Precompiled:
+    """A driver for which there are modules for the running kernel.
+
+    `module`: their package. `libraries`: what must come in the driver's version beside the package on which all others
+    hang. `stream`: that of the module nvidia-driver in which dnf finds them, or nothing; `latest`: the one that has the
+    newest branch, whichever that is.
+    """
+
+    driver: str
+    module: str
+    libraries: tuple[str, ...] = ()
+    stream: str = ""
+    latest: str = ""
+
+
+def kind_of(facts: HostFacts, spec: HostSpec) -> str:
+    """Return which modules a driver from packages has on this host: open or proprietary."""
+    return generations.packaged_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
+
+
+def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether compiled modules are to be used if there are some.
+
+    Unasked where they are made for the very kernels; the others' of Red Hat's family are built anew from its sources.
+    Who has a key of his own for Secure Boot wants modules that he signs.
+    """
+    if spec.driver != "packages" or facts.bundle is not None:
+        return False
+    if spec.kernel_modules != "auto":
+        return spec.kernel_modules == "precompiled"
+    return facts.os.id in _MADE_FOR and not facts.kernel.container and not spec.module_signing_key
+
+
+def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
+    """Return the driver with compiled modules for the running kernel that is there, or else offered; the newest."""
+    row = distribution_of(facts.os)
+    if row is None or not is_wanted(facts, spec) or _is_built(facts):
+        return None
+    kind = kind_of(facts, spec)
+    here = _found(row, facts, spec, kind, _versions(facts.packages.installed))
+    fitting = [one for one in here if _is_whole(facts, one)]
+    if not fitting and facts.offers is not None:
+        fitting = _found(row, facts, spec, kind, _plain(facts.offers.found))
+    served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
+    return max(served, key=lambda one: version_key(one.driver), default=None)
+
+
+def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages, or patterns of them, of which repositories must be asked: none if all is there."""
+    row = distribution_of(facts.os)
+    if row is None or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec) is not None:
+        return ()
+    kind = kind_of(facts, spec)
+    if row.package_manager == "zypper":
+        kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
+        return _suse_names(kernel["flavour"]) if kernel and kind == "open" else ()
+    running = _red_hat_kernel(row, facts)
+    return (f"kmod-nvidia-{'open-' if kind == 'open' else ''}[0-9]*-{running}",) if running else ()
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return why compiled modules can't be had where they are asked for, or are in use."""
+    if spec.kernel_modules == "precompiled" and spec.driver != "packages":
+        return (
+            Problem(
+                "only packages bring kernel modules that are compiled already",
+                f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {spec.driver}",
+                "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out",
+            ),
+        )
+    if spec.driver != "packages":
+        return ()
+    in_use = _in_use(facts)
+    return (*_switch_problems(facts, spec, in_use), *_lack_problems(facts, spec, in_use))
+
+
+def _switch_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Problem, ...]:
+    """The two ways have packages that exclude each other, and dnf takes none away unasked."""
+    built = _is_built(facts)
+    if not (built and spec.kernel_modules == "precompiled") and not (in_use and spec.kernel_modules == "build"):
+        return ()
+    wanted, there = ("compiled ones", built) if built else ("ones built here", in_use)
+    return (
+        Problem(
+            f"this host's driver has other kernel modules than are asked for, which are {wanted}",
+            f"the package {there} is installed; gpuprov_kernel_modules: {spec.kernel_modules}",
+            "gpuprov uninstall, then install again; or leave gpuprov_kernel_modules out",
+        ),
+    )
+
+
+def _lack_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Problem, ...]:
+    asked = spec.kernel_modules == "precompiled"
+    if not (asked or in_use) or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec):
+        return ()
+    names = questions(facts, spec)
+    if names and (facts.offers is None or facts.offers.problems):
+        # Nobody was asked, or that they could not be is what is said.
+        return ()
+    branch = f" of branch {spec.driver_version}" if spec.driver_version else ""
+    kind, kernel = kind_of(facts, spec), facts.kernel.release
+    return (
+        Problem(
+            f"no repository has {kind} kernel modules{branch} that are compiled for the running kernel {kernel}",
+            f"in use is {in_use}" if in_use else f"looked for {', '.join(names) or 'none: nobody makes any'}",
+            "boot a kernel that there are some for (dnf repoquery --disable-modular-filtering 'kmod-nvidia*'; zypper "
+            "search -s 'nvidia-open-driver-G0*'); or gpuprov_kernel_modules: build, after a gpuprov uninstall where "
+            "compiled ones are in use",
+        ),
+    )
+
+
+def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """Return what Secure Boot asks for: the distributions sign with keys that their kernels know, NVIDIA with its own.
+
+    Source: UEFI.md of yum-packaging-precompiled-kmod.
+    """
+    row = distribution_of(facts.os)
+    if row is None or not _WITH_STREAMS.fullmatch(row.nvidia_repository) or facts.kernel.trusts_nvidia:
+        return ()
+    url = f"https://developer.download.nvidia.com/compute/cuda/repos/{row.nvidia_repository}/x86_64"
+    return (
+        Problem(
+            "Secure Boot is on, and this kernel does not trust the key that NVIDIA signs its compiled modules with",
+            "the EFI variable SecureBoot is 1, and /proc/keys has no key of NVIDIA's",
+            f"enrol it: curl -O {url}/NVIDIA2019-public_key.der; mokutil --import NVIDIA2019-public_key.der; reboot, "
+            "confirm at the console; or switch Secure Boot off in the firmware",
+        ),
+    )
+
+
+def is_stale(package: str, driver: str) -> bool:
+    """Say whether a package has compiled modules of another driver than this one."""
+    found = _KMOD.fullmatch(package)
+    return found is not None and found["driver"] != driver
+
+
+def _in_use(facts: HostFacts) -> str:
+    """Return an installed package of compiled modules, for whatever kernel."""
+    names = sorted(facts.packages.installed)
+    return next((name for name in names if _KMOD.fullmatch(name) or name in _SUSE.values()), "")
+
+
+def _is_built(facts: HostFacts) -> str:
+    """Return an installed package whose modules are built on the host."""
+    if _in_use(facts):
+        return ""
+    return next((name for name in sorted(facts.packages.installed) if _DKMS.fullmatch(name)), "")
+
+
+def _is_whole(facts: HostFacts, one: Precompiled) -> bool:
+    """Say whether what is installed is the driver of these modules, not a newer one beside old modules."""
+    versions = [_upstream(facts.packages.installed[name]) for name in _TOP if name in facts.packages.installed]
+    return not versions or one.driver in versions
+
+
+def _found(
+    row: Distribution, facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, tuple[str, ...]]
+) -> list[Precompiled]:
+    """Return all drivers of which these packages have modules for the running kernel."""
+    if row.package_manager == "zypper":
+        found = _suse(facts, kind, packages)
+    else:
+        found = _red_hat(row, _red_hat_kernel(row, facts), kind, packages)
+    wanted = spec.driver_version.partition(".")[0]
+    return [one for one in found if not wanted or one.driver.partition(".")[0] == wanted]
+
+
+def _red_hat_kernel(row: Distribution, facts: HostFacts) -> str:
+    """Return the running kernel as it stands in the names of modules' packages: 5.14.0-611.24.1; nothing elsewhere."""
+    match = _RED_HAT_KERNEL.fullmatch(facts.kernel.release)
+    return match["kernel"] if match and _WITH_KMODS.fullmatch(row.nvidia_repository) else ""
+
+
+def _red_hat(row: Distribution, kernel: str, kind: str, names: Iterable[str]) -> list[Precompiled]:
+    matches = (match for match in map(_KMOD.fullmatch, names) if match and match["kernel"] == kernel)
+    found = [match for match in matches if (kind == "open") == bool(match["open"])]
+    if not _WITH_STREAMS.fullmatch(row.nvidia_repository):
+        return [Precompiled(one["driver"], one[0]) for one in found]
+    end = "-open-gpu" if kind == "open" else ""
+    return [
+        Precompiled(one["driver"], one[0], stream=f"{one['driver'].partition('.')[0]}{end}", latest=f"latest{end}")
+        for one in found
+    ]
+
+
+def _suse(facts: HostFacts, kind: str, packages: Mapping[str, tuple[str, ...]]) -> list[Precompiled]:
+    """SUSE signs open modules, for all kernels of a service pack: these keep their interfaces."""
+    kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
+    if kernel is None or kind != "open":
+        return []
+    base = kernel["base"].replace("-", "_")
+    found = []
+    for group, prefer in _SUSE.items():
+        module, utils = _suse_module(group, kernel["flavour"]), f"nvidia-compute-utils-{group}"
+        for version in packages.get(module, ()):
+            driver, _, built_for = version.partition("_k")
+            shared = driver in packages.get(prefer, ()) and driver in packages.get(utils, ())
+            if shared and re.match(rf"{re.escape(base)}(\.|$)", built_for):
+                libraries = tuple(f"{name}={driver}" for name in (utils, "nvidia-persistenced", prefer))
+                found.append(Precompiled(driver, f"{module}={version}", libraries))
+    return found
+
+
+def _suse_names(flavour: str) -> tuple[str, ...]:
+    return tuple(
+        name
+        for group, prefer in _SUSE.items()
+        for name in (prefer, _suse_module(group, flavour), f"nvidia-compute-utils-{group}")
+    )
+
+
+def _suse_module(group: str, flavour: str) -> str:
+    return f"nvidia-open-driver-{group}-signed-cuda-kmp-{flavour}"
+
+
+def _versions(installed: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+    return {name: tuple(map(_upstream, versions.split(" "))) for name, versions in installed.items()}
+
+
+def _plain(offered: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    return {name: tuple(map(_upstream, versions)) for name, versions in offered.items()}
+
+
+def _upstream(version: str) -> str:
+    """Return VERSION of EPOCH:VERSION-RELEASE.ARCH."""
+    return version.rpartition(":")[2].rpartition("-")[0]

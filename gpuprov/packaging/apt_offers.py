@@ -1,0 +1,86 @@
+"""apt asked what its repositories have, in a copy of the host's sources with an index of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpuprov.changes import Change, RemoveFile, WriteFile
+from gpuprov.packaging.apt import TRUST
+from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.pgp import dearmored
+from gpuprov.repos import InstallKey, fetch_pinned_key
+from gpuprov.system import System
+
+_REFRESH_SECONDS = 600
+_SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d")
+# A host's hooks (command-not-found, appstream) would write into the host (apt.conf(5), APT::Update).
+_CONFIGURATION = """\
+#clear APT::Update::Pre-Invoke;
+#clear APT::Update::Post-Invoke;
+#clear APT::Update::Post-Invoke-Success;
+APT::Update::Error-Mode "any";
+Acquire::Retries "3";
+Dir::State::lists "{work}/lists";
+Dir::Cache "{work}/cache";
+Dir::Etc::sourcelist "{work}/sources.list";
+Dir::Etc::sourceparts "{work}/sources.list.d";
+"""
+
+
+def ask(
+    system: System, manager: str, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
+) -> Mapping[str, tuple[str, ...]]:
+    """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be asked.
+
+    Nobody's lock is waited for: what is written lies in a folder of its own.
+    """
+    work = system.temporary_directory("/var/tmp")
+    try:
+        # apt downloads as the user _apt, who reads keys and writes the index (apt.conf(5), APT::Sandbox::User).
+        system.change_mode(work, 0o755)
+        _copy_sources(system, work, planned)
+        configuration = ("-c", f"{work}/apt.conf")
+        system.write(f"{work}/apt.conf", _CONFIGURATION.format(work=work).encode())
+        done = system.run(("apt-get", "-q", *TRUST, *configuration, "update"), timeout=_REFRESH_SECONDS)
+        finish(done, "the package index could not be refreshed")
+        said = system.run(("apt-cache", *configuration, "madison", *names)).stdout
+    finally:
+        system.remove_tree(work)
+    return parse_madison(said)
+
+
+def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
+    """Lay the host's sources and its index below `work`, with what is planned for the sources done to them."""
+    for place in ("sources.list.d", "lists", "lists/partial", "cache", "keys"):
+        system.make_directory(f"{work}/{place}")
+    # What has not changed since the host's last refresh need not be fetched again.
+    for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):
+        system.run(("cp", "-a", "--reflink=auto", source, f"{work}/"))
+    keys = {}
+    for change in planned:
+        if isinstance(change, InstallKey):
+            keys[change.path] = f"{work}/keys/{change.path.rpartition('/')[2]}"
+            system.write(keys[change.path], dearmored(fetch_pinned_key(system, change.url, change.fingerprint)))
+        elif isinstance(change, (WriteFile, RemoveFile)) and change.path.startswith(_SOURCES):
+            place = change.path.replace("/etc/apt", work, 1)
+            if isinstance(change, RemoveFile):
+                system.remove(place)
+            else:
+                system.write(place, _with_keys(change.content, keys), mode=change.mode)
+
+
+def _with_keys(source: bytes, keys: Mapping[str, str]) -> bytes:
+    """Return a source whose keys lie elsewhere yet."""
+    for path, place in keys.items():
+        source = source.replace(path.encode(), place.encode())
+    return source
+
+
+def parse_madison(text: str) -> Mapping[str, tuple[str, ...]]:
+    """Return name → versions from lines of `NAME | VERSION | SOURCE` (apt-cache(8)); sources of source are left out."""
+    found: dict[str, tuple[str, ...]] = {}
+    for line in text.splitlines():
+        name, version, source = (part.strip() for part in [*line.split("|"), "", ""][:3])
+        if version and not source.endswith(" Sources"):
+            found[name] = (*found.get(name, ()), version)
+    return found

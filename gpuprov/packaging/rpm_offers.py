@@ -1,0 +1,121 @@
+"""dnf, yum and zypper asked what repositories have: the host's own, and those that are yet to be set up, in a copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from gpuprov.changes import Change, WriteFile
+from gpuprov.commands import Completed
+from gpuprov.packaging.packages_rpm import run_rpm
+from gpuprov.packaging.pgp import armored
+from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey
+from gpuprov.packaging.rpm_failures import finish
+from gpuprov.repos import fetch_pinned_key
+from gpuprov.system import System
+
+_ASK_SECONDS = 600
+# Streams that nobody has enabled hide their packages from all but this question (dnf(8), repoquery).
+_QUERY_FORMAT = "%{name} %{epoch}:%{version}-%{release}.%{arch}\n"
+_DNF = ("repoquery", "--available", "--disable-modular-filtering", "--qf", _QUERY_FORMAT)
+_YUM = ("--showduplicates", "list", "available")
+_ZYPPER = ("search", "--details", "--match-exact", "--type", "package")
+# zypper(8): there are no repositories; nothing has that name.
+_NO_REPOSITORIES, _NOTHING_FOUND = 6, 104
+_WHAT = "the package index could not be refreshed"
+_Versions = Mapping[str, tuple[str, ...]]
+
+
+def ask(system: System, manager: str, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> _Versions:
+    """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be asked."""
+    found = _asked(system, manager, (), names, lock_timeout)
+    files = [one for one in planned if isinstance(one, WriteFile) and one.path.startswith(DIRECTORIES[manager])]
+    if not files:
+        return found
+    work = system.temporary_directory("/var/tmp")
+    try:
+        keys = [one for one in planned if isinstance(one, InstallRpmKey)]
+        options = _copy(system, manager, work, files, keys)
+        more = _asked(system, manager, options, names, lock_timeout)
+    finally:
+        system.remove_tree(work)
+    return {name: (*found.get(name, ()), *more.get(name, ())) for name in {**found, **more}}
+
+
+def _copy(
+    system: System, manager: str, work: str, files: Sequence[WriteFile], keys: Sequence[InstallRpmKey]
+) -> tuple[str, ...]:
+    """Lay planned repositories below `work`; return the options that make these all that the manager knows of."""
+    places = {}
+    for key in keys:
+        places[key.path] = f"{work}/{key.path.rpartition('/')[2]}"
+        system.write(places[key.path], armored(fetch_pinned_key(system, key.url, key.fingerprint)))
+    folder = f"{work}{DIRECTORIES['zypper']}" if manager == "zypper" else f"{work}/repos.d"
+    system.make_directory(folder)
+    for file in files:
+        content = file.content
+        for path, place in places.items():
+            content = content.replace(path.encode(), place.encode())
+        system.write(f"{folder}/{file.path.rpartition('/')[2]}", content)
+    if manager != "zypper":
+        return (f"--setopt=reposdir={folder}", f"--setopt=cachedir={work}/cache")
+    # zypper trusts the keys of rpm's database alone: here one of its own has the pinned ones.
+    for place in places.values():
+        system.require(("rpm", "--root", work, "--import", place), "rpm does not take the key of a repository")
+    return ("--root", work)
+
+
+def _asked(
+    system: System, manager: str, options: tuple[str, ...], names: Sequence[str], lock_timeout: int
+) -> _Versions:
+    """Return what one set of repositories has."""
+    verb = {"dnf": _DNF, "yum": _YUM, "zypper": _ZYPPER}[manager]
+    first = {"dnf": ("dnf", "-q", "-y"), "yum": ("yum", "-q", "-y"), "zypper": ("zypper", "--non-interactive")}[manager]
+    # Asked for packages, zypper passes over repositories that it can't read, and answers from the others.
+    if manager == "zypper":
+        refreshed = run_rpm(system, (*first, *options, "refresh"), _tell_nobody, _ASK_SECONDS, lock_timeout)
+        if refreshed.returncode == _NO_REPOSITORIES:
+            return {}
+        finish(refreshed, _WHAT)
+    done = run_rpm(system, (*first, *options, *verb, *names), _tell_nobody, _ASK_SECONDS, lock_timeout)
+    if not _is_empty_answer(manager, done):
+        finish(done, _WHAT)
+    return _PARSERS[manager](done.stdout)
+
+
+def _is_empty_answer(manager: str, done: Completed) -> bool:
+    if manager == "yum":
+        return "No matching Packages to list" in done.stderr
+    return manager == "zypper" and done.returncode == _NOTHING_FOUND
+
+
+def parse_repoquery(text: str) -> _Versions:
+    """Return name → versions from lines of `NAME EPOCH:VERSION-RELEASE.ARCH`."""
+    rows = re.finditer(r"^(\S+) (\d+:\S+)$", text, re.MULTILINE)
+    return _collected((match[1], match[2]) for match in rows)
+
+
+def parse_yum(text: str) -> _Versions:
+    """Return the same from yum's table: `NAME.ARCH  [EPOCH:]VERSION-RELEASE  REPOSITORY`."""
+    rows = re.finditer(r"^(\S+)\.([a-z0-9_]+)\s+(\S+-\S+)\s+\S+\s*$", text, re.MULTILINE)
+    return _collected((match[1], f"{match[3]}.{match[2]}") for match in rows)
+
+
+def parse_zypper(text: str) -> _Versions:
+    """Return the same from zypper's table; what is installed and in no repository is none that it offers."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.count("|") == 5]
+    return _collected((row[1], f"{row[3]}.{row[4]}") for row in rows if row[2] == "package" and row[5][:1] != "(")
+
+
+def _collected(pairs: Iterable[tuple[str, str]]) -> _Versions:
+    found: dict[str, tuple[str, ...]] = {}
+    for name, version in pairs:
+        found[name] = (*found.get(name, ()), version)
+    return found
+
+
+def _tell_nobody(message: str, done: int, total: int) -> None:
+    """The question has its own line of progress."""
+
+
+_PARSERS = {"dnf": parse_repoquery, "yum": parse_yum, "zypper": parse_zypper}

@@ -1,0 +1,109 @@
+"""What repositories have, asked of the real dnf and zypper; those that are yet to be set up are asked in a copy."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.packaging import offers
+from gpuprov.packaging.repos_rpm import plan_repositories
+from gpuprov.spec import HostSpec, SiteRepository
+from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import (
+    NEEDS,
+    Repository,
+    configure,
+    facts_of,
+    host,
+    manager,
+    repository,
+    stranger,
+    template,
+)
+from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
+
+__all__ = ["host", "repository", "stranger", "template"]
+pytestmark = NEEDS
+
+
+def configured(host: RpmHost) -> list[object]:
+    """Return what a question must leave as it is: sources, keys, rpm's database, no leftovers."""
+    kept = ("etc", "var/tmp", "var/lib/dnf")
+    trees = [sorted(path for path in (host.root / place).rglob("*") if "dnf/" not in str(path)) for place in kept]
+    return [*trees, host.run(("rpm", "-qa")).stdout]
+
+
+@pytest.mark.parametrize("set_up", [True, False])
+def test_a_repository_is_asked_before_it_is_set_up_and_after(
+    host: RpmHost, repository: Repository, *, set_up: bool
+) -> None:
+    repository.add(replace(RpmPackage("site-gpu-tools"), version="2.0", requires="site-gpu-library"))
+    planned = plan_repositories(facts_of(host), repository.spec)
+    if set_up:
+        configure(host, repository.spec)
+    before = configured(host)
+    answer = offers.ask(host, manager(host), ("site-gpu-tools", "nobody-has-this"), () if set_up else planned)
+    assert answer.problems == ()
+    assert {version.rpartition(":")[2] for version in answer.found["site-gpu-tools"]} == {
+        "1.0-1.noarch",
+        "2.0-1.noarch",
+    }
+    assert answer.lacking(("site-gpu-tools=2.0", "site-gpu-tools=3.0", "nobody-has-this")) == (
+        "site-gpu-tools=3.0",
+        "nobody-has-this",
+    )
+    assert configured(host) == before
+
+
+def test_what_is_only_installed_is_not_offered(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    assert offers.ask(host, manager(host), ("base-system",), ()).lacking(("base-system",)) == ("base-system",)
+
+
+def test_a_planned_repository_of_another_key_is_not_asked(
+    host: RpmHost, repository: Repository, stranger: Path
+) -> None:
+    """The key is the pinned one, the metadata somebody else's."""
+    for name in ("repomd.xml", "repomd.xml.asc"):
+        shutil.copy(stranger / "www/repodata" / name, repository.folder / "repodata" / name)
+    before = configured(host)
+    planned = plan_repositories(facts_of(host), repository.spec)
+    answer = offers.ask(host, manager(host), ("site-gpu-tools",), planned)
+    (problem,) = answer.problems
+    assert problem.what.startswith("the package index could not be refreshed: "), problem
+    assert answer.found == {}
+    assert configured(host) == before
+
+
+def test_a_key_that_is_not_the_pinned_one_ends_it(host: RpmHost, repository: Repository) -> None:
+    url = repository.url
+    wanted = HostSpec(repositories=(SiteRepository("site", url, f"{url}/key.asc", "A" * 40),))
+    answer = offers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), wanted))
+    assert [one.what for one in answer.problems] == ["the repository's key is not the one that is pinned"]
+    assert host.list_directory("/var/tmp") == ()
+
+
+def test_a_repository_of_the_host_that_is_out_of_reach_is_told(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    shutil.rmtree(repository.folder / "repodata")
+    (problem,) = offers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
+    assert problem.what.startswith("the package index could not be refreshed: "), problem
+
+
+def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository, tmp_path: Path) -> None:
+    configure(host, repository.spec)
+    more, gnupg = tmp_path / "more", tmp_path / "more-keys"
+    build_rpm_repository(more, gnupg, (RpmPackage("site-gpu-tools", "7.0"), RpmPackage("kernel-devel", "5.14.0")))
+    subprocess.run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=True)
+    shutil.copytree(more, host.path("/opt/more"))
+    fingerprint = (more / "fingerprint").read_text()
+    second = SiteRepository("more", "file:///opt/more", "file:///opt/more/key.asc", fingerprint)
+    wanted = HostSpec(repositories=(*repository.spec.repositories, second))
+    planned = plan_repositories(facts_of(host), wanted)
+    answer = offers.ask(host, manager(host), ("site-gpu-tools", "kernel-devel"), planned)
+    assert answer.problems == ()
+    assert answer.lacking(("site-gpu-tools=1.0", "site-gpu-tools=7.0", "kernel-devel=5.14.0")) == ()

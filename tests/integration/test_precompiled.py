@@ -1,0 +1,230 @@
+"""Compiled kernel modules by the real dnf, with module streams, and the real zypper: taken, kept to, exchanged.
+
+The repositories are laid out as NVIDIA's for RHEL 9, and as NVIDIA's and SUSE's for SLES 15; the packages in them have
+their names, versions and relations, and nothing inside.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.cdi.discover import DriverFacts
+from gpuprov.changes import Change
+from gpuprov.driver import availability, cuda
+from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
+from gpuprov.facts import HostFacts, gather
+from gpuprov.machine import PciGpu
+from gpuprov.packaging import offers
+from gpuprov.packaging.packages_rpm import InstallRpmPackages
+from gpuprov.plan import make_plan, preflight, repository_changes
+from gpuprov.spec import HostSpec
+from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import NEEDS, tell
+from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
+
+pytestmark = NEEDS
+_KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
+_SLES_KERNEL = "6.4.0-150600.23.7-default"
+_KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
+
+
+def driver(version: str) -> tuple[RpmPackage, ...]:
+    """Return what a branch has besides modules: packages that want modules of their very version, whoever's."""
+    return (
+        RpmPackage("cuda-drivers", version, requires=f"nvidia-driver = {version}"),
+        RpmPackage("nvidia-driver", version, requires=f"nvidia-kmod = {version}"),
+    )
+
+
+def kmod(version: str, kernel: str) -> RpmPackage:
+    return RpmPackage(f"kmod-nvidia-{version}-{kernel}", version, provides=f"nvidia-kmod = {version}")
+
+
+def dkms(version: str) -> RpmPackage:
+    return RpmPackage("kmod-nvidia-latest-dkms", version, provides=f"nvidia-kmod = {version}")
+
+
+# 580's newest has none for this kernel yet, as after each release of a driver.
+_STREAMS = {
+    "570": (*driver("570.211.01"), kmod("570.211.01", _KERNEL)),
+    "580": (*driver("580.95.05"), *driver("580.105.08"), kmod("580.95.05", _KERNEL), kmod("580.105.08", _NEXT)),
+    "580-dkms": (*driver("580.105.08"), dkms("580.105.08")),
+    "latest-dkms": (*driver("580.105.08"), dkms("580.105.08")),
+}
+
+
+@pytest.fixture
+def gnupg(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "gnupg"
+    subprocess.run(("gpgconf", "--homedir", str(tmp_path / "gnupg"), "--kill", "all"), check=True)
+
+
+@pytest.fixture
+def host(tmp_path: Path, gnupg: Path) -> RpmHost:
+    """A RHEL 9 that has the repository in /opt."""
+    folder = tmp_path / "cuda/rhel9/x86_64"
+    packages = {one.file_name: one for stream in _STREAMS.values() for one in stream}
+    build_rpm_repository(folder, gnupg, tuple(packages.values()))
+    add_streams(folder, gnupg, _STREAMS)
+    shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
+    made = RpmHost(tmp_path / "host", "rhel-9.3", "dnf")
+    shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
+    return made
+
+
+def wanted(host: RpmHost, place: str, **values: str) -> HostSpec:
+    fingerprint = (host.read_text(f"/opt/cuda/{place}/x86_64/fingerprint") or "").strip()
+    spec = HostSpec(driver="packages", docker="preinstalled", **values)
+    return replace(spec, cuda_repository="file:///opt/cuda", cuda_key_fingerprint=fingerprint)
+
+
+def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFacts:
+    """Return what a bare machine with this GPU is like, its repositories asked as a run asks them."""
+    found = gather(host)
+    kernel = replace(found.kernel, release=release, container="", takes_modules=True, secure_boot="disabled")
+    bare = replace(found, kernel=kernel, driver=DriverFacts(), gpus=(PciGpu("0000:01:00.0", device),))
+    bare = replace(bare, docker=replace(found.docker, installed=True))
+    names = availability.questions(bare, spec)
+    if not names:
+        return bare
+    return replace(bare, offers=offers.ask(host, found.packages.manager, names, repository_changes(bare, spec)))
+
+
+def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:
+    """The machine has a V100, which the proprietary modules serve alone."""
+    return facts_of(host, spec, "1db4", f"{kernel}.el9_4.x86_64")
+
+
+def planned(facts: HostFacts, spec: HostSpec) -> list[Change]:
+    found = make_plan(facts, spec, ("repositories", "packages"))
+    assert found.problems == ()
+    return [one.change for one in found.changes]
+
+
+def only_drivers(changes: Sequence[Change]) -> list[Change]:
+    """Leave out what a distribution's repository would have: docker, the toolkit's needs."""
+    kept = []
+    for change in changes:
+        if isinstance(change, InstallRpmPackages):
+            names = tuple(name for name in change.names if "nvidia" in name or "cuda" in name or "nv-" in name)
+            change = replace(change, names=names, enable=())
+        kept.append(change)
+    return [one for one in kept if not isinstance(one, InstallRpmPackages) or one.names]
+
+
+def converge(host: RpmHost, facts: HostFacts, spec: HostSpec) -> list[Change]:
+    changes = only_drivers(planned(facts, spec))
+    for change in changes:
+        change.apply(host, tell)
+    return changes
+
+
+def drivers(host: RpmHost) -> list[str]:
+    names = ("nvidia", "cuda")
+    return sorted(
+        one.rsplit("-", 1)[0] for one in host.run(("rpm", "-qa")).stdout.split() if any(n in one for n in names)
+    )
+
+
+def test_the_driver_that_has_modules_for_this_kernel_is_installed_though_there_is_a_newer_one(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    facts = rhel(host, spec)
+    assert facts.offers is not None
+    assert facts.offers.problems == ()
+    changes = converge(host, facts, spec)
+    assert EnableStream("580") in changes
+    assert not any("kernel-devel" in name for one in planned(facts, spec) for name in getattr(one, "names", ()))
+    expected = ["cuda-drivers-580.95.05", f"kmod-nvidia-580.95.05-{_KERNEL}-580.95.05", "nvidia-driver-580.95.05"]
+    assert drivers(host) == expected
+    again = rhel(host, spec)
+    assert again.offers is None, "who has all need not ask"
+    assert only_drivers(planned(again, spec)) == []
+
+
+def test_another_branch_comes_with_its_modules_and_the_old_ones_go(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    converge(host, rhel(host, spec), spec)
+    other = wanted(host, "rhel9", driver_version="570")
+    changes = converge(host, rhel(host, other), other)
+    assert EnableStream("570", "580") in changes
+    assert any(isinstance(one, ChangeDriverRpms) for one in changes)
+    expected = ["cuda-drivers-570.211.01", f"kmod-nvidia-570.211.01-{_KERNEL}-570.211.01", "nvidia-driver-570.211.01"]
+    assert drivers(host) == expected
+    assert only_drivers(planned(rhel(host, other), other)) == []
+
+
+def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    converge(host, rhel(host, spec), spec)
+    facts = rhel(host, spec, _NEXT)
+    found = cuda.driver_packages(facts, spec)
+    assert found == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
+
+
+def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
+    spec = wanted(host, "rhel9")
+    facts = rhel(host, spec, "5.14.0-427.99.1")
+    assert cuda.plan_pin(facts, spec) == (EnableStream("latest-dkms"),)
+    # Nobody has its headers either: that is told before any of it.
+    said = [one.what for one in preflight(facts, spec)]
+    assert any("headers of the running kernel 5.14.0-427.99.1.el9_4.x86_64" in one for one in said), said
+    must = replace(spec, kernel_modules="precompiled")
+    said = [one.what for one in preflight(rhel(host, must, "5.14.0-427.99.1"), must)]
+    assert any("no repository has proprietary kernel modules" in one for one in said), said
+    built = replace(spec, kernel_modules="build")
+    assert cuda.plan_pin(rhel(host, built), built) == (EnableStream("latest-dkms"),)
+
+
+@pytest.fixture
+def suse(tmp_path: Path, gnupg: Path) -> RpmHost:
+    """A SLES 15 that has NVIDIA's repository and, as SUSE has them in its own, the signed modules of two drivers."""
+    cuda_folder, site = tmp_path / "cuda/sles15/x86_64", tmp_path / "site"
+    libraries = tuple(
+        RpmPackage(name, version)
+        for version in ("580.95.05", "580.105.08")
+        for name in ("nvidia-compute-utils-G06", "nvidia-persistenced", "nvidia-open")
+    )
+    build_rpm_repository(cuda_folder, gnupg, libraries)
+    shutil.copy(cuda_folder / "key.asc", cuda_folder / "D42D0685.pub")
+    build_rpm_repository(
+        site, gnupg, (
+            RpmPackage("nv-prefer-signed-open-driver", "580.95.05", requires=_KMP),
+            RpmPackage(_KMP, "580.95.05_k6.4.0_150600.21"), RpmPackage(_KMP, "580.105.08_k6.4.0_150700.51"),
+        ),
+    )  # fmt: skip
+    made = RpmHost(tmp_path / "host", "sles-15.3", "zypper")
+    shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
+    shutil.move(site, made.path("/opt/suse"))
+    made.write(
+        "/etc/zypp/repos.d/suse.repo",
+        b"[suse]\nname=suse\nbaseurl=file:///opt/suse\nenabled=1\ngpgkey=file:///opt/suse/key.asc\n",
+    )
+    assert made.run(("rpm", "--import", "/opt/suse/key.asc")).ok
+    return made
+
+
+def sles(host: RpmHost, spec: HostSpec) -> HostFacts:
+    return facts_of(host, spec, "2330", _SLES_KERNEL)
+
+
+def test_suses_signed_modules_bring_libraries_of_their_version(suse: RpmHost) -> None:
+    spec = wanted(suse, "sles15")
+    facts = sles(suse, spec)
+    assert facts.offers is not None
+    assert facts.offers.problems == ()
+    converge(suse, facts, spec)
+    assert drivers(suse) == [
+        "nvidia-compute-utils-G06-580.95.05",
+        f"{_KMP}-580.95.05_k6.4.0_150600.21",
+        "nvidia-persistenced-580.95.05",
+    ]
+    assert suse.run(("rpm", "-q", "nv-prefer-signed-open-driver")).ok
+    again = sles(suse, spec)
+    assert again.offers is None
+    assert only_drivers(planned(again, spec)) == []

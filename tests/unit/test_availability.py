@@ -1,0 +1,121 @@
+"""What the repositories lack is told before anything is changed; they are asked for nothing that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuprov.events import Event, Finished, Note
+from gpuprov.packaging import apt_offers, offers, rpm_offers
+from gpuprov.packaging.offers import Offers
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import parse_spec, spec_to_json
+from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
+
+pytestmark = pytest.mark.root
+_HEADERS = f"linux-headers-{RELEASE}"
+
+
+def install(host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = ()) -> tuple[Finished, list[Event]]:
+    events: list[Event] = []
+    spec = parse_spec({"driver_version": "550.163.01", "driver_url": "/driver.run"})
+    write_runfile(host.root / "driver.run")
+    run_request(Request("install", spec_to_json(spec), check=check, steps=steps), events.append, host)
+    assert isinstance(events[-1], Finished)
+    return events[-1], events
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_headers_that_nobody_has_are_told_before_anything_is_changed(tmp_path: Path, *, check: bool) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    del host.available[_HEADERS]
+    before = sorted(host.root.rglob("*"))
+    finished, _ = install(host, check=check)
+    (problem,) = finished.problems
+    assert problem.what == f"no repository of this host has the headers of the running kernel {RELEASE}"
+    assert problem.evidence == f"apt was asked for {_HEADERS}"
+    assert "boot the newest kernel: apt-get install linux-image-amd64" in problem.next_step
+    changed = {path for path in host.root.rglob("*") if path not in before}
+    assert {path.name for path in changed} <= {"driver.run", "lock", "gpuprov", "gpuprov.lock"}, changed
+    assert all("install" not in command for command in host.commands)
+
+
+def test_the_repositories_are_asked_once_and_told_so(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    _, events = install(host, check=True)
+    notes = [event.message for event in events if isinstance(event, Note)]
+    assert f"asking the repositories for {_HEADERS}" in notes
+    host.installed[_HEADERS] = "6.1.55-1"
+    _, events = install(host, check=True)
+    assert not any("asking" in event.message for event in events if isinstance(event, Note))
+    assert [one for one in host.commands if "madison" in one] == [host.commands[_first(host, "madison")]]
+    assert host.list_directory("/var/tmp") == ()
+
+
+def _first(host: FakeHost, word: str) -> int:
+    return next(number for number, command in enumerate(host.commands) if word in command)
+
+
+def test_who_does_not_install_packages_need_not_ask(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    install(host, check=True, steps=("docker",))
+    assert not any("madison" in command for command in host.commands)
+
+
+def test_a_repository_that_can_not_be_asked_is_a_problem_among_the_others(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    host._apt_get = lambda words: (100, "E: Failed to fetch http://x/InRelease  Could not connect to x:80")  # type: ignore[method-assign]
+    (host.root / "sys/class/drm").mkdir(parents=True, exist_ok=True)
+    finished, _ = install(host, check=True)
+    (problem,) = finished.problems
+    assert problem.what == "the package index could not be refreshed: a repository can't be reached"
+    assert host.list_directory("/var/tmp") == ()
+
+
+def test_an_answer_of_apts() -> None:
+    text = (
+        "linux-headers-6.1.0-13-amd64 | 6.1.55-1 | http://deb.debian.org/debian bookworm/main amd64 Packages\n"
+        "linux-headers-6.1.0-13-amd64 | 6.1.52-1 | http://security.debian.org bookworm-security/main amd64 Packages\n"
+        "   linux |   6.1.55-1 | http://deb.debian.org/debian bookworm/main Sources\n"
+        "N: Unable to locate package nothing\n"
+    )
+    assert apt_offers.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}
+
+
+def test_an_answer_of_dnfs() -> None:
+    text = "kernel-devel 0:5.14.0-427.13.1.el9_4.x86_64\n\nkernel-devel 0:5.14.0-427.el9.x86_64\nLast metadata check\n"
+    found = rpm_offers.parse_repoquery(text)
+    assert found == {"kernel-devel": ("0:5.14.0-427.13.1.el9_4.x86_64", "0:5.14.0-427.el9.x86_64")}
+    answer = Offers("dnf", found)
+    assert answer.lacking(("kernel-devel=5.14.0-427.13.1.el9_4", "kernel-devel=5.14.0-1.el9", "gcc")) == (
+        "kernel-devel=5.14.0-1.el9",
+        "gcc",
+    )
+
+
+def test_an_answer_of_yums() -> None:
+    """After yum 3.4.3's own form (output.py): nobody had a CentOS 7 to record it from."""
+    text = "Available Packages\nkernel-devel.x86_64           3.10.0-1160.el7          base\n"
+    assert rpm_offers.parse_yum(text) == {"kernel-devel": ("3.10.0-1160.el7.x86_64",)}
+
+
+def test_an_answer_of_zyppers() -> None:
+    text = (
+        "S  | Name                 | Type    | Version               | Arch   | Repository\n"
+        "---+----------------------+---------+-----------------------+--------+------------------\n"
+        "   | kernel-default-devel | package | 6.4.0-150600.23.7.3   | x86_64 | SLES15-SP6-Updates\n"
+        "i+ | kernel-default       | package | 6.4.0-150600.21.3     | x86_64 | (System Packages)\n"
+    )
+    found = rpm_offers.parse_zypper(text)
+    assert found == {"kernel-default-devel": ("6.4.0-150600.23.7.3.x86_64",)}
+    assert Offers("zypper", found).lacking(("kernel-default-devel=6.4.0-150600.23.7",)) == ()
+
+
+def test_nothing_is_lacking_where_nobody_could_be_asked(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    host._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
+    answer = offers.ask(host, "apt", ("gcc",), ())
+    assert answer.problems
+    assert answer.lacking(("gcc",)) == ()

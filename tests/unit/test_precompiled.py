@@ -1,0 +1,266 @@
+"""Kernel modules that come compiled: taken where there are some for the running kernel, and kept to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpuprov.bundle.manifest import BundleFacts
+from gpuprov.cdi.discover import DriverFacts
+from gpuprov.driver import availability, cuda, kernel, precompiled
+from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
+from gpuprov.errors import Problem
+from gpuprov.facts import FileFact, HostFacts, gather
+from gpuprov.machine import PciGpu, has_key_of
+from gpuprov.packaging.offers import Offers
+from gpuprov.packaging.packages import PackageFacts
+from gpuprov.packaging.packages_rpm import InstallRpmPackages
+from gpuprov.plan import make_plan
+from gpuprov.spec import HostSpec, parse_spec
+from tests.unit.bundle.test_rpm import MANIFEST
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+_RHEL_KERNEL, _SLES_KERNEL = "5.14.0-611.24.1.el9_7.x86_64", "6.4.0-150600.23.7-default"
+_V100 = (PciGpu("0000:01:00.0", "1db4"),)
+
+
+@pytest.fixture(scope="module")
+def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    """A bare machine with a V100, which the proprietary modules serve alone."""
+    facts = gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+    return replace(facts, driver=DriverFacts(), gpus=_V100)
+
+
+def rhel(facts: HostFacts, installed: Mapping[str, str] | None = None, *, stream: str = "", **more: Any) -> HostFacts:
+    """Return the machine with Red Hat Enterprise Linux 9."""
+    os = replace(facts.os, id=more.pop("id", "rhel"), version=more.pop("version", "9.7"), name="RHEL", codename="")
+    running = replace(facts.kernel, release=more.pop("release", _RHEL_KERNEL), container="", takes_modules=True, **more)
+    file = FileFact(f"[nvidia-driver]\nstream={stream}\n".encode(), 0o644, 0, 0)
+    packages = PackageFacts("dnf", installed or {})
+    return replace(facts, os=os, kernel=running, packages=packages, files={cuda.STREAM_FILE: file} if stream else {})
+
+
+def sles(facts: HostFacts, installed: Mapping[str, str] | None = None) -> HostFacts:
+    """Return the machine with SUSE Linux Enterprise 15 SP6 and an H100."""
+    os = replace(facts.os, id="sles", version="15.6", name="SLES", codename="")
+    running = replace(facts.kernel, release=_SLES_KERNEL, container="", takes_modules=True)
+    gpus = (PciGpu("0000:01:00.0", "2330"),)
+    return replace(facts, os=os, kernel=running, packages=PackageFacts("zypper", installed or {}), gpus=gpus)
+
+
+def offered(facts: HostFacts, *packages: str) -> HostFacts:
+    """Return the machine whose repositories offer `NAME VERSION-RELEASE.ARCH …`, and headers."""
+    found: dict[str, tuple[str, ...]] = {}
+    for package in packages:
+        name, version = package.split()
+        found[name] = (*found.get(name, ()), version)
+    return replace(facts, offers=Offers(facts.packages.manager, found))
+
+
+def spec(**values: Any) -> HostSpec:
+    return parse_spec({"driver": "packages", **values})
+
+
+def kmod(driver: str, running: str = "5.14.0-611.24.1", kind: str = "") -> str:
+    return f"kmod-nvidia-{kind}{driver}-{running} 3:{driver}-3.el9_7.x86_64"
+
+
+def test_the_repositories_are_asked_for_this_kernels_modules_and_headers(metal: HostFacts) -> None:
+    asked = availability.questions(rhel(metal), spec())
+    assert asked[0] == "kmod-nvidia-[0-9]*-5.14.0-611.24.1"
+    assert any(name.startswith("kernel-devel") for name in asked[1:])
+    newer = replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),))
+    assert availability.questions(newer, spec())[0] == "kmod-nvidia-open-[0-9]*-5.14.0-611.24.1"
+    assert precompiled.questions(rhel(metal), spec(kernel_modules="build")) == ()
+    assert precompiled.questions(rhel(metal, id="rocky"), spec()) == ()
+    assert precompiled.questions(rhel(metal, id="rocky"), spec(kernel_modules="precompiled")) == asked[:1]
+    assert precompiled.questions(rhel(metal, release="5.14.0-custom"), spec()) == ()
+    assert precompiled.questions(rhel(metal), spec(module_signing_key="/root/mok.key")) == ()
+
+
+def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_built(metal: HostFacts) -> None:
+    others = (kmod("580.200.01", "5.14.0-611.30.1"), kmod("580.99.01", kind="open-"), "kernel-devel 0:5-1.x86_64")
+    facts = offered(rhel(metal), kmod("570.211.01"), kmod("580.95.05"), kmod("580.105.08"), *others)
+    assert cuda.plan_pin(facts, spec()) == (EnableStream("580"),)
+    assert cuda.driver_packages(facts, spec()) == (
+        "cuda-drivers=580.105.08",
+        "kmod-nvidia-580.105.08-5.14.0-611.24.1",
+    )
+    assert kernel.packages(facts, spec()) == ()
+    assert cuda.plan_pin(facts, spec(driver_version="570")) == (EnableStream("570"),)
+    assert cuda.driver_packages(facts, spec(driver_version="570"))[0] == "cuda-drivers=570.211.01"
+
+
+def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) -> None:
+    facts = offered(rhel(metal), kmod("590.48.01"), kmod("580.105.08"))
+    found = precompiled.chosen(facts, spec())
+    assert found is not None
+    assert found.driver == "580.105.08", "580 is the last branch for Volta"
+
+
+def test_open_modules_have_streams_of_their_own(metal: HostFacts) -> None:
+    facts = offered(replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),)), kmod("580.105.08", kind="open-"))
+    assert cuda.plan_pin(facts, spec()) == (EnableStream("580-open-gpu"),)
+    assert cuda.driver_packages(facts, spec())[1] == "kmod-nvidia-open-580.105.08-5.14.0-611.24.1"
+
+
+def test_release_10_has_no_streams(metal: HostFacts) -> None:
+    facts = rhel(metal, version="10.1", release="6.12.0-124.20.1.el10_1.x86_64")
+    facts = offered(facts, kmod("580.105.08", "6.12.0-124.20.1"))
+    assert cuda.plan_pin(facts, spec()) == ()
+    assert cuda.driver_packages(facts, spec())[1] == "kmod-nvidia-580.105.08-6.12.0-124.20.1"
+
+
+def test_where_there_are_none_they_are_built_or_their_lack_is_said(metal: HostFacts) -> None:
+    facts = offered(rhel(metal), kmod("580.105.08", "5.14.0-611.30.1"), "kernel-devel 0:5.14.0-1.el9.x86_64")
+    assert cuda.plan_pin(facts, spec()) == (EnableStream("latest-dkms"),)
+    assert cuda.driver_packages(facts, spec()) == ("cuda-drivers",)
+    assert kernel.packages(facts, spec()) != ()
+    assert precompiled.problems(facts, spec()) == ()
+    (problem,) = precompiled.problems(facts, spec(kernel_modules="precompiled"))
+    assert problem.what.startswith("no repository has proprietary kernel modules that are compiled for the running")
+    assert problem.evidence == "looked for kmod-nvidia-[0-9]*-5.14.0-611.24.1"
+    assert "gpuprov_kernel_modules: build" in problem.next_step
+
+
+_INSTALLED = {
+    "cuda-drivers": "3:580.105.08-1.el9.noarch",
+    "kmod-nvidia-580.105.08-5.14.0-611.24.1": "3:580.105.08-3.el9_7.x86_64",
+}
+
+
+@pytest.mark.parametrize("stream", ["580", "latest"])
+def test_a_second_run_asks_nobody_and_changes_nothing(metal: HostFacts, stream: str) -> None:
+    facts = rhel(metal, _INSTALLED, stream=stream)
+    assert availability.questions(facts, spec()) == ()
+    assert cuda.plan_pin(facts, spec()) == cuda.plan_other_version(facts, spec()) == ()
+    assert set(cuda.driver_packages(facts, spec())) == set(_INSTALLED)
+    assert kernel.packages(facts, spec()) == ()
+
+
+def test_the_next_kernel_gets_its_modules_or_is_refused(metal: HostFacts) -> None:
+    booted = rhel(metal, _INSTALLED, stream="580", release="5.14.0-611.30.1.el9_7.x86_64")
+    assert precompiled.questions(booted, spec()) == ("kmod-nvidia-[0-9]*-5.14.0-611.30.1",)
+    assert precompiled.problems(booted, spec()) == (), "nobody was asked yet"
+    facts = offered(booted, kmod("580.105.08", "5.14.0-611.30.1"))
+    assert cuda.driver_packages(facts, spec()) == ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.30.1")
+    (problem,) = precompiled.problems(offered(booted), spec())
+    assert problem.evidence == "in use is kmod-nvidia-580.105.08-5.14.0-611.24.1"
+
+
+def test_an_updated_driver_needs_modules_of_its_own(metal: HostFacts) -> None:
+    facts = rhel(metal, {**_INSTALLED, "cuda-drivers": "3:580.126.16-1.el9.noarch"}, stream="580")
+    assert precompiled.chosen(facts, spec()) is None
+    found = precompiled.chosen(offered(facts, kmod("580.126.16")), spec())
+    assert found is not None
+    assert found.module == "kmod-nvidia-580.126.16-5.14.0-611.24.1"
+
+
+def test_another_branch_brings_its_modules_first_and_takes_the_old_ones_away(metal: HostFacts) -> None:
+    wanted = spec(driver_version="570")
+    facts = offered(rhel(metal, _INSTALLED, stream="580"), kmod("570.211.01"))
+    assert cuda.plan_pin(facts, wanted) == (EnableStream("570", "580"),)
+    changes = [item.change for item in make_plan(replace(facts, boot=facts.boot), wanted, ("packages",)).changes]
+    kinds = [type(change) for change in changes]
+    install = next(change for change in changes if isinstance(change, InstallRpmPackages))
+    assert "kmod-nvidia-570.211.01-5.14.0-611.24.1" in install.names
+    assert "cuda-drivers" not in install.names
+    assert kinds.index(EnableStream) < kinds.index(InstallRpmPackages) < kinds.index(ChangeDriverRpms)
+    assert precompiled.is_stale("kmod-nvidia-580.105.08-5.14.0-611.24.1", "570.211.01")
+    assert not precompiled.is_stale("kmod-nvidia-570.211.01-5.14.0-611.24.1", "570.211.01")
+    assert not precompiled.is_stale("kmod-nvidia-latest-dkms", "570.211.01")
+
+
+@pytest.mark.parametrize(
+    ("installed", "asked", "says"),
+    [
+        ({"kmod-nvidia-latest-dkms": "3:580.105.08-1.el9.noarch"}, "precompiled", "which are compiled ones"),
+        (_INSTALLED, "build", "which are ones built here"),
+        ({"kmod-nvidia-latest-dkms": "3:580.105.08-1.el9.noarch"}, "auto", ""),
+        (_INSTALLED, "auto", ""),
+        (_INSTALLED, "precompiled", ""),
+    ],
+)
+def test_one_way_is_not_changed_into_the_other(
+    metal: HostFacts, installed: Mapping[str, str], asked: str, says: str
+) -> None:
+    found = precompiled.problems(rhel(metal, installed), spec(kernel_modules=asked))
+    assert [says in one.what for one in found] == [True] * bool(says)
+
+
+def test_a_run_file_has_none(metal: HostFacts) -> None:
+    wanted = parse_spec({"driver_version": "580.105.08", "kernel_modules": "precompiled"})
+    (problem,) = precompiled.problems(rhel(metal), wanted)
+    assert problem.next_step == "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out"
+
+
+def test_secure_boot_wants_nvidias_key_enrolled_for_nvidias_modules(metal: HostFacts) -> None:
+    def problems(facts: HostFacts) -> tuple[Problem, ...]:
+        return kernel.problems(offered(facts, kmod("580.105.08"), kmod("580.105.08", "6.12.0-124.20.1")), spec())
+
+    (problem,) = problems(rhel(metal, secure_boot="enabled"))
+    assert "rhel9/x86_64/NVIDIA2019-public_key.der" in problem.next_step
+    assert problems(rhel(metal, secure_boot="enabled", trusts_nvidia=True)) == ()
+    # Release 10's modules are Red Hat's own.
+    ten = rhel(metal, secure_boot="enabled", version="10.1", release="6.12.0-124.20.1.el10_1.x86_64")
+    assert problems(ten) == ()
+
+
+def test_the_kernels_list_of_keys() -> None:
+    ours = (
+        "1f5e1f3c I------     1 perm 1f030000     0     0 asymmetri Debian Secure Boot CA: 6cceff: X509.rsa b41e1e []\n"
+    )
+    assert not has_key_of("NVIDIA", ours)
+    assert not has_key_of("NVIDIA", "2a I--- 1 perm 3f 0 0 user NVIDIA: 8\n")
+    assert has_key_of(
+        "NVIDIA", ours + "2b I------     1 perm 1f030000     0     0 asymmetri NVIDIA 2019: 9c: X509 []\n"
+    )
+
+
+_KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
+
+
+def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
+    assert _KMP in precompiled.questions(sles(metal), spec())
+    facts = offered(
+        sles(metal),
+        "nv-prefer-signed-open-driver 580.105.08-150600.3.1.x86_64",
+        "nv-prefer-signed-open-driver 580.126.16-150600.3.2.x86_64",
+        f"{_KMP} 580.105.08_k6.4.0_150600.21-150600.3.1.x86_64",
+        f"{_KMP} 580.126.16_k6.4.0_150700.51-150700.3.2.x86_64",
+        "nvidia-compute-utils-G06 580.105.08-1.x86_64",
+        "nvidia-compute-utils-G06 580.126.16-1.x86_64",
+    )
+    names = ("nvidia-compute-utils-G06", "nvidia-persistenced", "nv-prefer-signed-open-driver")
+    module = f"{_KMP}=580.105.08_k6.4.0_150600.21"
+    expected = (*(f"{name}=580.105.08" for name in names), module)
+    assert cuda.driver_packages(facts, spec()) == expected
+    assert kernel.packages(facts, spec()) == ()
+    there = sles(
+        metal, {**dict.fromkeys(names, "580.105.08-1.x86_64"), _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"}
+    )
+    assert availability.questions(there, spec()) == ()
+    assert cuda.driver_packages(there, spec()) == expected
+    secure = replace(there, kernel=replace(there.kernel, secure_boot="enabled"))
+    assert kernel.problems(secure, spec()) == ()
+
+
+def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts) -> None:
+    facts = offered(
+        sles(metal),
+        "nv-prefer-signed-open-driver 580.126.16-150600.3.2.x86_64",
+        f"{_KMP} 580.126.16_k6.4.0_150600.21-150600.3.2.x86_64",
+        "nvidia-compute-utils-G06 580.105.08-1.x86_64",
+    )
+    assert precompiled.chosen(facts, spec()) is None
+    assert cuda.driver_packages(facts, spec()) == ("nvidia-open",)
+
+
+def test_without_a_network_they_are_built(metal: HostFacts) -> None:
+    facts = replace(offered(rhel(metal), kmod("580.105.08")), bundle=BundleFacts(MANIFEST))
+    assert precompiled.chosen(facts, spec()) is None
+    assert availability.questions(facts, spec()) == ()
