@@ -19,7 +19,6 @@ _CONFIGURATION = """\
 #clear APT::Update::Post-Invoke;
 #clear APT::Update::Post-Invoke-Success;
 APT::Update::Error-Mode "any";
-Acquire::Retries "3";
 Dir::State::lists "{work}/lists";
 Dir::Cache "{work}/cache";
 Dir::Etc::sourcelist "{work}/sources.list";
@@ -41,7 +40,8 @@ def ask(
         _copy_sources(system, work, planned)
         configuration = ("-c", f"{work}/apt.conf")
         system.write(f"{work}/apt.conf", _CONFIGURATION.format(work=work).encode())
-        done = system.run(("apt-get", "-q", *TRUST, *configuration, "update"), timeout=_REFRESH_SECONDS)
+        command = ("apt-get", "-q", *TRUST, "-o", "Acquire::Retries=3", *configuration, "update")
+        done = system.run(command, timeout=_REFRESH_SECONDS)
         finish(done, "the package index could not be refreshed")
         said = system.run(("apt-cache", *configuration, "madison", *names)).stdout
     finally:

@@ -23,7 +23,7 @@ from gpuprov.machine import PciGpu
 from gpuprov.packaging import offers
 from gpuprov.packaging.packages_rpm import InstallRpmPackages
 from gpuprov.plan import make_plan, preflight, repository_changes
-from gpuprov.spec import HostSpec
+from gpuprov.spec import HostSpec, parse_spec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
@@ -80,8 +80,8 @@ def host(tmp_path: Path, gnupg: Path) -> RpmHost:
 
 def wanted(host: RpmHost, place: str, **values: str) -> HostSpec:
     fingerprint = (host.read_text(f"/opt/cuda/{place}/x86_64/fingerprint") or "").strip()
-    spec = HostSpec(driver="packages", docker="preinstalled", **values)
-    return replace(spec, cuda_repository="file:///opt/cuda", cuda_key_fingerprint=fingerprint)
+    here = {"cuda_repository": "file:///opt/cuda", "cuda_key_fingerprint": fingerprint}
+    return parse_spec({"driver": "packages", "docker": "preinstalled", **here, **values})
 
 
 def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFacts:

@@ -1,0 +1,136 @@
+"""What repositories have, asked of the real apt of three Debian releases: fresh, checked, and the host untouched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.changes import Change
+from gpuprov.events import Event, Finished
+from gpuprov.facts import gather_files
+from gpuprov.packaging import offers
+from gpuprov.packaging.packages import RefreshPackageIndex
+from gpuprov.repos import plan_repositories
+from gpuprov.request import Request
+from gpuprov.run import run_request
+from gpuprov.spec import parse_spec, spec_to_json
+from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
+    pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
+]
+_KERNEL = "6.1.0-99-amd64"
+_HOOK = "".join(
+    f'APT::Update::{name} {{ "touch /tmp/hook-ran"; }};\n' for name in ("Post-Invoke", "Post-Invoke-Success")
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SiteServer]:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with site_server(tmp_path) as made:
+        made.add("tool", "1.0")
+        made.add("tool", "2.0")
+        yield made
+
+
+@pytest.fixture(params=RELEASES)
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChrootHost]:
+    """A host whose apt has a hook for refreshes, as desktops and command-not-found bring them."""
+    with chroot_host(request.param, tmp_path) as made:
+        made.write("/etc/apt/apt.conf.d/90hook", _HOOK.encode())
+        yield made
+
+
+def state(host: ChrootHost) -> list[object]:
+    """Return what a question must leave as it is."""
+    places = ("etc", "var/lib/apt", "var/lib/dpkg", "var/cache/apt", "var/tmp", "tmp")
+    found = [path for place in places for path in sorted((host.root / place).rglob("*"))]
+    return [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in found]
+
+
+def planned(host: ChrootHost, server: SiteServer) -> tuple[Change, ...]:
+    return plan_repositories(gather_files(host), server.spec, "x86_64")
+
+
+def configure(host: ChrootHost, server: SiteServer) -> None:
+    for change in planned(host, server):
+        change.apply(host, lambda *_: None)
+
+
+def test_a_repository_that_is_yet_to_be_set_up_is_asked_in_a_copy(host: ChrootHost, server: SiteServer) -> None:
+    before = state(host)
+    answer = offers.ask(host, "apt", ("tool", "nobody-has-this"), planned(host, server))
+    assert answer.problems == ()
+    assert answer.found == {"tool": ("2.0", "1.0")}
+    assert answer.lacking(("tool", "nobody-has-this")) == ("nobody-has-this",)
+    assert state(host) == before
+
+
+def test_the_answer_is_fresh_though_the_hosts_index_is_not(host: ChrootHost, server: SiteServer) -> None:
+    configure(host, server)
+    RefreshPackageIndex().apply(host, lambda *_: None)
+    assert host.exists("/tmp/hook-ran"), "an ordinary refresh runs it"
+    host.remove("/tmp/hook-ran")
+    server.add("newcomer")
+    for old in server.folder.glob("tool_*.deb"):
+        old.unlink()
+    server.add("another")
+    # A web server tells seconds apart, no less.
+    for name in ("InRelease", "Packages"):
+        os.utime(server.folder / name, (time.time() + 10,) * 2)
+    before = state(host)
+    answer = offers.ask(host, "apt", ("tool", "newcomer"), ())
+    assert answer.problems == ()
+    assert answer.lacking(("tool", "newcomer")) == ("tool",)
+    assert state(host) == before
+
+
+def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHost, server: SiteServer) -> None:
+    release = server.folder / "InRelease"
+    release.write_text(release.read_text().replace("MD5Sum:", "MD5Summe:", 1))
+    before = state(host)
+    (problem,) = offers.ask(host, "apt", ("tool",), planned(host, server)).problems
+    assert problem.what.startswith("the package index could not be refreshed: "), problem
+    assert state(host) == before
+
+
+def test_a_source_of_the_host_that_is_out_of_reach_is_told(host: ChrootHost, server: SiteServer) -> None:
+    configure(host, server)
+    host.write("/etc/apt/sources.list", b"deb http://127.0.0.9:9/debian stable main\n")
+    (problem,) = offers.ask(host, "apt", ("tool",), ()).problems
+    assert problem.what == "the package index could not be refreshed: a repository can't be reached"
+    assert "127.0.0.9:9" in problem.evidence
+
+
+@pytest.mark.parametrize("somebody_has_them", [False, True])
+def test_a_run_tells_that_nobody_has_the_kernels_headers(
+    host: ChrootHost, server: SiteServer, monkeypatch: pytest.MonkeyPatch, *, somebody_has_them: bool
+) -> None:
+    if somebody_has_them:
+        server.add(f"linux-headers-{_KERNEL}")
+    monkeypatch.setattr(host, "kernel_release", lambda: _KERNEL)
+    own = spec_to_json(server.spec)["repositories"]
+    spec = parse_spec({"driver_version": "550.163.01", "kernel_modules": "build", "repositories": own})
+    events: list[Event] = []
+    before = state(host)
+    run_request(Request("install", spec_to_json(spec), check=True), events.append, host)
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    # What a chroot lacks besides, a GPU, is told with it.
+    said = [one for one in finished.problems if "headers" in one.what]
+    assert bool(said) is not somebody_has_them
+    assert any("there is no NVIDIA GPU" in one.what for one in finished.problems)
+    assert state(host) == before
+    if not somebody_has_them:
+        (problem,) = said
+        assert problem.what == f"no repository of this host has the headers of the running kernel {_KERNEL}"
+        assert problem.next_step.startswith("boot the newest kernel: apt-get install linux-image-amd64")
