@@ -11,6 +11,7 @@ from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.driver.next_kernel import fault, newest
+from gpuprov.driver.precompiled import module_package
 
 _REFUSED = ("modules-disabled", "key-rejected", "lockdown", "secure-boot-unsigned", "module-of-another-kernel")
 _ABSENT = ("headers-missing", "dkms-failed", "module-missing")
@@ -165,10 +166,13 @@ def _next_kernel(x: Examined) -> Finding | None:
     headers = kernel_headers(row, kernel.release)
     missing = next_kernel_headers(row, running, x.host.packages.installed)
     dkms = "nvidia" in x.dkms
-    reason = fault(kernel, headers=headers, missing=missing, dkms=dkms)
+    compiled = module_package(x.host.packages.installed, kernel.release)
+    reason = fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled)
     if not reason:
         return None
     build = f"dkms autoinstall -k {kernel.release}" if dkms else f"{words.gpuprov_install(x)}  # once that kernel runs"
+    if compiled:
+        build, headers = words.install_packages(x, compiled), ()
     steps = (
         words.install_packages(x, *headers) if not (kernel.module or kernel.headers) and headers else "",
         build if not kernel.module else words.install_packages(x, *missing),

@@ -6,6 +6,7 @@ from gpuprov.boot_files import NODES, REFRESH
 from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.doctor.examined import Examined
 from gpuprov.driver.initramfs import BLACKLIST
+from gpuprov.driver.precompiled import module_package
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 # Package manager → its words to install, to install again over what is there, and to remove.
@@ -103,8 +104,11 @@ def driver_again(x: Examined) -> str:
 
 
 def rebuild_module(x: Examined) -> str:
-    """Return the command that builds the driver's module for the running kernel."""
+    """Return the command that brings the driver's module to the running kernel."""
     kernel = x.host.kernel.release
+    compiled = module_package(x.host.packages.installed, kernel)
+    if compiled:
+        return f"{install_packages(x, compiled)}; modprobe nvidia"
     if "nvidia" in x.dkms:
         return f"{headers_package(x)}; dkms autoinstall -k {kernel}; modprobe nvidia"
     if x.host.driver_packaged:

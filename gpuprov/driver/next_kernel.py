@@ -56,13 +56,19 @@ def _order(release: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
-def fault(kernel: InstalledKernel, *, headers: tuple[str, ...], missing: tuple[str, ...], dkms: bool) -> str:
+def fault(
+    kernel: InstalledKernel, *, headers: tuple[str, ...], missing: tuple[str, ...], dkms: bool, compiled: str = ""
+) -> str:
     """Return what keeps the driver from the kernel that boots next, or from those after it; nothing if nothing does.
 
-    `headers`: packages with this kernel's headers; `missing`: those that bring headers with later kernels;
-    `dkms`:
-    DKMS builds the module.
+    `headers`: packages with this kernel's headers; `missing`: those that bring headers with later kernels; `dkms`: DKMS
+    builds the module; `compiled`: the package that would bring it, where modules come compiled.
     """
+    if compiled:
+        lack = (
+            f"kernel {kernel.release} has no NVIDIA module: install {compiled}, or boot an older one until there is one"
+        )
+        return "" if kernel.module else lack
     install = f"install {' '.join(headers)}" if headers else "install its headers"
     if not kernel.module and not kernel.headers:
         return (

@@ -26,6 +26,7 @@ _SUSE_KERNEL = re.compile(r"(?P<base>\d[\d.]*-\d+)(?:\.[\d.]+)?-(?P<flavour>[a-z
 _KMOD = re.compile(r"kmod-nvidia-(?P<open>open-)?(?P<driver>\d+(?:\.\d+)+)-(?P<kernel>\d.*)")
 # SUSE's packages by the generation of the driver, which its names carry from 560 on as G06, from 590 on as G07.
 _SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-driver-G07"}
+_SIGNED_KMP = re.compile(r"nvidia-open-driver-G\d\d-signed-cuda-kmp-[a-z0-9]+")
 # On one of these all others of a driver hang.
 _TOP = ("nvidia-open", "cuda-drivers", "nvidia-compute-utils-G06", "nvidia-compute-utils-G07")
 _DKMS = re.compile(r"kmod-nvidia-.*dkms|nvidia-open-driver-G\d\d-kmp-.*|nvidia-driver-G\d\d-kmp-.*|dkms-nvidia")
@@ -142,6 +143,15 @@ def _lack_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Probl
             "compiled ones are in use",
         ),
     )
+
+
+def module_package(installed: Iterable[str], release: str) -> str:
+    """Return the package that brings the installed driver's modules to a kernel; nothing where they are built."""
+    names = sorted(installed)
+    kernel = _RED_HAT_KERNEL.fullmatch(release)
+    for found in filter(None, map(_KMOD.fullmatch, names)):
+        return f"kmod-nvidia-{found['open'] or ''}{found['driver']}-{kernel['kernel']}" if kernel else ""
+    return next((name for name in names if _SIGNED_KMP.fullmatch(name)), "")
 
 
 def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:

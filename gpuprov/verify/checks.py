@@ -8,6 +8,7 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.driver.fabric_manager import UNIT, FabricFacts, gather_fabric
 from gpuprov.driver.next_kernel import fault, gather_kernels, newest
+from gpuprov.driver.precompiled import module_package
 from gpuprov.engines import docker
 from gpuprov.events import Sink
 from gpuprov.facts import gather_software
@@ -143,7 +144,8 @@ def _next_kernel(system: System) -> Shown:
     missing = next_kernel_headers(row, running, installed) if row is not None else ()
     headers = kernel_headers(row, kernel.release) if row is not None else ()
     dkms = bool(system.list_directory("/var/lib/dkms/nvidia"))
-    if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms):
+    compiled = module_package(installed, kernel.release)
+    if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)
     return f"{kernel.release}, with the driver's module", ""
 

@@ -28,6 +28,12 @@ _NUMBER = 3
 _FROM_RUN, _FROM_PACKAGES = ("bullseye", "trixie"), "bookworm"
 _RUN_WANTED = {"driver_version": DRIVER, "driver_url": "/root/driver.run", "kernel_modules": "build"}
 _NEWER = "580.65.06"
+# The key of one host, as an administrator makes it for Secure Boot.
+_SIGNING = {"module_signing_key": "/root/mok.key", "module_signing_certificate": "/root/mok.der"}
+_MAKE_KEY = (
+    "openssl", "req", "-new", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "7", "-subj", "/CN=gpuprov-lab-key",
+    "-outform", "DER",
+)  # fmt: skip
 # A host of the lab has no kernel of its own, so it is told which one it runs, and that what is to be loaded is loaded.
 # apt's newest of the cloud kernels: their headers are the smallest.
 _PRETEND = r"""
@@ -101,7 +107,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, In
             bring_files(hosts, tmp_path_factory.mktemp("run"))
             fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", (DRIVER, _NEWER))
             mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}
-            packages = {"driver": "packages", "driver_version": "550", "kernel_modules": "build", **mirror}
+            packages = {"driver": "packages", "driver_version": "550", "kernel_modules": "build", **mirror, **_SIGNING}
             wanted = [*[_RUN_WANTED] * len(_FROM_RUN), packages]
             with ThreadPoolExecutor() as pool:
                 yield dict(zip(names, pool.map(install, hosts, wanted), strict=True))
@@ -114,7 +120,10 @@ def bring_files(hosts: Sequence[Host], work: Path) -> None:
     run_file = simgpu.build_run(work)
     agent = work / "agent.pyz"
     subprocess.run((str(GPUPROV), "agent", "build", "-o", str(agent)), check=True, timeout=120)
+    subprocess.run((*_MAKE_KEY, "-keyout", str(work / "mok.key"), "-out", str(work / "mok.der")), check=True)
     for host in hosts:
+        for name in ("mok.key", "mok.der"):
+            (host.root / "root" / name).write_bytes((work / name).read_bytes())
         (host.root / "root/driver.run").write_bytes(run_file.read_bytes())
         (host.root / "root/agent.pyz").write_bytes(agent.read_bytes())
 
@@ -143,6 +152,14 @@ def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
         fields = dict(line.split(":", 1) for line in found.splitlines() if ":" in line)
         assert fields["filename"].strip().startswith(f"/lib/modules/{kernel}/updates/dkms/{module}.ko")
         assert (fields["version"].strip(), fields["vermagic"].split()[0]) == (DRIVER, kernel)
+
+
+def test_modules_are_signed_with_the_key_that_was_asked_for_alone(installed: dict[str, Installed]) -> None:
+    signers = {
+        name: it.host.ssh(f"modinfo -k {it.kernel} -F signer nvidia").stdout.strip() for name, it in installed.items()
+    }
+    assert signers[_FROM_PACKAGES] == "gpuprov-lab-key"
+    assert all(signers[name] != "gpuprov-lab-key" for name in _FROM_RUN)
 
 
 def test_packages_keep_to_the_branch_that_is_asked_for_until_it_is_another(installed: dict[str, Installed]) -> None:

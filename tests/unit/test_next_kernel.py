@@ -16,6 +16,7 @@ from gpuprov.driver.next_kernel import (
     has_module,
     newest,
 )
+from gpuprov.driver.precompiled import module_package
 from gpuprov.events import CheckDone, Event
 from gpuprov.facts import gather
 from gpuprov.packaging.packages import PackageFacts
@@ -94,6 +95,21 @@ def test_faults(name: str) -> None:
         dkms=dkms,
     )
     assert found == sentence if not sentence else sentence in found
+
+
+def test_modules_that_come_compiled_come_as_a_package() -> None:
+    running, following = "5.14.0-611.24.1.el9_7.x86_64", "5.14.0-611.30.1.el9_7.x86_64"
+    installed = ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.24.1")
+    package = module_package(installed, following)
+    assert package == "kmod-nvidia-580.105.08-5.14.0-611.30.1"
+    assert module_package(("kmod-nvidia-latest-dkms",), following) == ""
+    kmp = "nvidia-open-driver-G06-signed-cuda-kmp-default"
+    assert module_package((kmp, "nv-prefer-signed-open-driver"), "6.4.0-150600.23.7-default") == kmp
+    for release, said in ((running, True), (following, False)):
+        found = InstalledKernel(release, headers=False, module=said)
+        reason = fault(found, headers=("kernel-devel",), missing=(), dkms=False, compiled=package)
+        assert bool(reason) is not said
+        assert said or f"install {package}, or boot an older one" in reason
 
 
 def _line(host: FakeHost) -> CheckDone:
