@@ -134,8 +134,8 @@ class HostSpec:
     )
     module_signing_key: str = text(
         "",
-        "With Secure Boot: the private key, a path on the host, that signs the kernel modules. Its certificate must be "
-        "enrolled in the firmware.",
+        "With Secure Boot: the private key, a path on the host, that signs the kernel modules, those too that DKMS "
+        "builds later. Its certificate must be enrolled in the firmware.",
         PATH,
     )
     module_signing_certificate: str = text("", "The certificate (DER) of that key, a path on the host.", PATH)

@@ -17,7 +17,7 @@ from gpuprov.system import System
 _ASK_SECONDS = 600
 # Streams that nobody has enabled hide their packages from all but this question (dnf(8), repoquery).
 _QUERY_FORMAT = "%{name} %{epoch}:%{version}-%{release}.%{arch}\n"
-_DNF = ("repoquery", "--available", "--disable-modular-filtering", "--qf", _QUERY_FORMAT)
+_DNF = ("repoquery", "--available", "--disable-modular-filtering", "--queryformat", _QUERY_FORMAT)
 _YUM = ("--showduplicates", "list", "available")
 _ZYPPER = ("search", "--details", "--match-exact", "--type", "package")
 # zypper(8): there are no repositories; nothing has that name.
