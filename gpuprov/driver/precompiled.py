@@ -23,13 +23,16 @@ _MADE_FOR = ("rhel", "sles", "sles_sap", "opensuse-leap")
 _WITH_STREAMS = re.compile(r"rhel[89]")
 _RED_HAT_KERNEL = re.compile(r"(?P<kernel>\d[^-]*-.+)\.el\d[^.]*\.x86_64")
 _SUSE_KERNEL = re.compile(r"(?P<base>\d[\d.]*-\d+)(?:\.[\d.]+)?-(?P<flavour>[a-z0-9]+)")
-_KMOD = re.compile(r"kmod-nvidia-(?P<open>open-)?(?P<driver>\d+(?:\.\d+)+)-(?P<kernel>\d.*)")
+# Others name theirs by the kernel first, and the driver's version is the package's.
+_KMOD = re.compile(r"kmod-nvidia-(?P<open>open-)?(?P<driver>\d{3}(?:\.\d+)+)-(?P<kernel>\d+\.\d+\.\d+-[\d.]+)")
+_KMP_VERSION = re.compile(r"(?P<driver>\d{3}(?:\.\d+)+)_k(?P<kernel>[\d._]+)")
 # SUSE's packages by the generation of the driver, which its names carry from 560 on as G06, from 590 on as G07.
 _SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-driver-G07"}
 _SIGNED_KMP = re.compile(r"nvidia-open-driver-G\d\d-signed-cuda-kmp-[a-z0-9]+")
 # On one of these all others of a driver hang.
 _TOP = ("nvidia-open", "cuda-drivers", "nvidia-compute-utils-G06", "nvidia-compute-utils-G07")
-_DKMS = re.compile(r"kmod-nvidia-.*dkms|nvidia-open-driver-G\d\d-kmp-.*|nvidia-driver-G\d\d-kmp-.*|dkms-nvidia")
+# What brings modules that are built on the host, or NVIDIA's driver with whatever modules.
+_BUILT = re.compile(r"kmod-nvidia-.*dkms|nvidia-(open-)?driver-G\d\d-kmp-.*|dkms-nvidia|nvidia-open|cuda-drivers")
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,14 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether compiled modules are to be used if there are some.
 
     Unasked where they are made for the very kernels; the others' of Red Hat's family are built anew from its sources.
-    Who has a key of his own for Secure Boot wants modules that he signs.
+    Who has a key of his own for Secure Boot wants modules that he signs. A host stays with those that it has.
     """
     if spec.driver != "packages" or facts.bundle is not None:
         return False
     if spec.kernel_modules != "auto":
         return spec.kernel_modules == "precompiled"
-    return facts.os.id in _MADE_FOR and not facts.kernel.container and not spec.module_signing_key
+    unasked = facts.os.id in _MADE_FOR and not spec.module_signing_key
+    return not facts.kernel.container and (unasked or bool(_in_use(facts)))
 
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
@@ -189,7 +193,7 @@ def _is_built(facts: HostFacts) -> str:
     """Return an installed package whose modules are built on the host."""
     if _in_use(facts):
         return ""
-    return next((name for name in sorted(facts.packages.installed) if _DKMS.fullmatch(name)), "")
+    return next((name for name in sorted(facts.packages.installed) if _BUILT.fullmatch(name)), "")
 
 
 def _is_whole(facts: HostFacts, one: Precompiled) -> bool:
@@ -238,9 +242,11 @@ def _suse(facts: HostFacts, kind: str, packages: Mapping[str, tuple[str, ...]]) 
     for group, prefer in _SUSE.items():
         module, utils = _suse_module(group, kernel["flavour"]), f"nvidia-compute-utils-{group}"
         for version in packages.get(module, ()):
-            driver, _, built_for = version.partition("_k")
-            shared = driver in packages.get(prefer, ()) and driver in packages.get(utils, ())
-            if shared and re.match(rf"{re.escape(base)}(\.|$)", built_for):
+            built = _KMP_VERSION.fullmatch(version)
+            if built is None or not re.match(rf"{re.escape(base)}(\.|$)", built["kernel"]):
+                continue
+            driver = built["driver"]
+            if driver in packages.get(prefer, ()) and driver in packages.get(utils, ()):
                 libraries = tuple(f"{name}={driver}" for name in (utils, "nvidia-persistenced", prefer))
                 found.append(Precompiled(driver, f"{module}={version}", libraries))
     return found

@@ -260,6 +260,32 @@ def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts
     assert cuda.driver_packages(facts, spec()) == ("nvidia-open",)
 
 
+@pytest.mark.parametrize(
+    "package",
+    [
+        "kmod-nvidia-4.18.0-553.el8_10 3:570.86.16-1.el8.x86_64",  # negativo17's
+        "kmod-nvidia-6.9.7-200.fc40.x86_64 3:555.58-1.fc40.x86_64",  # RPM Fusion's
+        "kmod-nvidia-580.105.08-5.14.0-611.24.1;reboot 3:580.105.08-3.el9_7.x86_64",
+        "kmod-nvidia-latest-dkms 3:580.105.08-1.el9.noarch",
+    ],
+)
+def test_packages_of_others_are_none(metal: HostFacts, package: str) -> None:
+    assert precompiled.chosen(offered(rhel(metal), package), spec()) is None
+    name, version = package.split()
+    assert precompiled.problems(rhel(metal, {name: version}), spec(kernel_modules="build")) == ()
+
+
+def test_who_has_them_stays_with_them(metal: HostFacts) -> None:
+    rocky = rhel(metal, _INSTALLED, stream="580", id="rocky")
+    for wanted in (spec(), spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")):
+        assert set(cuda.driver_packages(rocky, wanted)) == set(_INSTALLED)
+        assert cuda.plan_pin(rocky, wanted) == ()
+        assert kernel.packages(rocky, wanted) == ()
+    built = rhel(metal, {"cuda-drivers": "3:580.105.08-1.el9.noarch"}, stream="latest-dkms")
+    assert precompiled.questions(built, spec()) == ()
+    assert cuda.driver_packages(offered(built, kmod("590.48.01")), spec()) == ("cuda-drivers",)
+
+
 def test_without_a_network_they_are_built(metal: HostFacts) -> None:
     facts = replace(offered(rhel(metal), kmod("580.105.08")), bundle=BundleFacts(MANIFEST))
     assert precompiled.chosen(facts, spec()) is None
