@@ -22,6 +22,7 @@ from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange
 from gpuprov.facts import HostFacts, facts_to_json, gather
 from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
+from gpuprov.packaging import locks
 from gpuprov.plan import CHANGE_KINDS, Plan, engine_wishes, make_plan, repository_changes
 from gpuprov.reboot import Reboot
 from gpuprov.reboot_state import forget_asked
@@ -150,9 +151,16 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle:
     spec = _completed(spec, bundle, system)
     facts = _gather(system, spec, bundle, request, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
+    busy = locks.holder(system, facts.packages.manager) if _needs_package_manager(plan) else ""
+    if busy:
+        sink(Note(f"{busy} holds the package manager's lock; a run waits up to {spec.lock_timeout} s for it"))
     count = len(plan.changes)
     summary = f"{count} changes would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
+
+
+def _needs_package_manager(plan: Plan) -> bool:
+    return any(item.step == "packages" for item in plan.changes)
 
 
 def _install(
@@ -164,6 +172,9 @@ def _install(
     spec = _completed(spec, bundle, system)
     facts = _gather(system, spec, bundle, request, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
+    if _needs_package_manager(plan):
+        # Before the first change: a run that must give up here has done nothing yet.
+        locks.wait_for_turn(system, facts.packages.manager, spec.lock_timeout, lambda text, *_: sink(Note(text)))
     count = 0
     if plan.changes:
         journal = interrupted or journal_for(system, request.command, request.run_id)

@@ -6,21 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.events import Event, Finished, Note
+from gpuprov.events import ChangeDone, Event, Finished, Note
 from gpuprov.packaging import apt_offers, offers, rpm_offers
 from gpuprov.packaging.offers import Offers
 from gpuprov.request import Request
 from gpuprov.run import run_request
 from gpuprov.spec import parse_spec, spec_to_json
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
+from tests.unit.test_packages import held_by_another
 
 pytestmark = pytest.mark.root
 _HEADERS = f"linux-headers-{RELEASE}"
 
 
-def install(host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = ()) -> tuple[Finished, list[Event]]:
+def install(
+    host: FakeHost, *, check: bool = False, steps: tuple[str, ...] = (), lock_timeout: int = 300
+) -> tuple[Finished, list[Event]]:
     events: list[Event] = []
-    spec = parse_spec({"driver_version": "550.163.01", "driver_url": "/driver.run"})
+    wanted = {"driver_version": "550.163.01", "driver_url": "/driver.run", "lock_timeout": lock_timeout}
+    spec = parse_spec(wanted)
     write_runfile(host.root / "driver.run")
     run_request(Request("install", spec_to_json(spec), check=check, steps=steps), events.append, host)
     assert isinstance(events[-1], Finished)
@@ -119,3 +123,21 @@ def test_nothing_is_lacking_where_nobody_could_be_asked(tmp_path: Path) -> None:
     answer = offers.ask(host, "apt", ("gcc",), ())
     assert answer.problems
     assert answer.lacking(("gcc",)) == ()
+
+
+def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root", metal=True)
+    with held_by_another(host.root / "var/lib/dpkg/lock-frontend") as holder:
+        _, events = install(host, check=True)
+        (note,) = (one.message for one in events if isinstance(one, Note) and "holds" in one.message)
+        assert f"(pid {holder.pid}" in note or "a process that can't be seen" in note
+        assert note.endswith("holds the package manager's lock; a run waits up to 300 s for it")
+        before = sorted(host.root.rglob("*"))
+        finished, events = install(host, lock_timeout=0)
+        (problem,) = finished.problems
+        assert problem.what == "another program holds the package manager's lock"
+        assert not any(isinstance(one, ChangeDone) for one in events)
+        made = {path.name for path in set(host.root.rglob("*")) - set(before)}
+        assert made <= {"gpuprov", "lock", "gpuprov.lock"}, made
+    _, events = install(host)
+    assert any(isinstance(one, ChangeDone) for one in events)
