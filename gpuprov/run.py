@@ -15,15 +15,15 @@ from gpuprov import __version__
 from gpuprov.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.bundle import use
 from gpuprov.download import unreachable
-from gpuprov.driver import mig, mirror, running_driver
-from gpuprov.driver.availability import questions
+from gpuprov.driver import mirror
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.facts import HostFacts, facts_to_json, gather
 from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
 from gpuprov.packaging import locks
-from gpuprov.plan import CHANGE_KINDS, Plan, engine_wishes, make_plan, repository_changes
+from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
+from gpuprov.plan_facts import gather_for
 from gpuprov.reboot import Reboot
 from gpuprov.reboot_state import forget_asked
 from gpuprov.request import Request
@@ -127,29 +127,10 @@ def _completed(spec: HostSpec, bundle: use.OpenBundle | None, system: System) ->
     return use.completed(mirror.of_bundle(spec, bundle.manifest.driver_version), bundle)
 
 
-def _gather(system: System, spec: HostSpec, bundle: use.OpenBundle | None, request: Request, sink: Sink) -> HostFacts:
-    facts = gather(system, engine_wishes(spec))
-    if running_driver.is_in_the_way(facts, spec):
-        facts = replace(facts, running=running_driver.gather_running(system, facts))
-    if spec.mig_layout:
-        facts = replace(facts, mig=mig.gather_mig(system))
-    if bundle is not None:
-        return replace(facts, bundle=use.gather(system, bundle.manifest))
-    steps = request.steps or ("repositories", "packages")
-    names = questions(facts, spec) if "packages" in steps else ()
-    if not names:
-        return facts
-    from gpuprov.packaging import offers
-
-    sink(Note(f"asking the repositories for {', '.join(names)}"))
-    planned = repository_changes(facts, spec) if "repositories" in steps else ()
-    return replace(facts, offers=offers.ask(system, facts.packages.manager, names, planned, spec.lock_timeout))
-
-
 def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle: use.OpenBundle | None) -> Finished:
     """Say what an installation would do."""
     spec = _completed(spec, bundle, system)
-    facts = _gather(system, spec, bundle, request, sink)
+    facts = gather_for(system, spec, bundle, request.steps, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
     busy = locks.holder(system, facts.packages.manager) if _needs_package_manager(plan) else ""
     if busy:
@@ -170,7 +151,7 @@ def _install(
     forget_resume(system)
     interrupted = take_up(system, CHANGE_KINDS, sink)
     spec = _completed(spec, bundle, system)
-    facts = _gather(system, spec, bundle, request, sink)
+    facts = gather_for(system, spec, bundle, request.steps, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
     if _needs_package_manager(plan):
         # Before the first change: a run that must give up here has done nothing yet.
@@ -218,7 +199,7 @@ def _apply(
             made, stale = made + afresh.made, True
             if afresh.reboot:
                 raise PlanAfresh(made, reboot=True) from None
-        facts = _gather(system, spec, bundle, request, sink)
+        facts = gather_for(system, spec, bundle, request.steps, sink)
         plan = make_plan(facts, spec, request.steps)
         if not stale and not any(isinstance(item.change, Reboot) for item in plan.changes):
             break

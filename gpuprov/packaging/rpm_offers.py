@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuprov.changes import Change, WriteFile
+from gpuprov.changes import Change, RemoveFile, WriteFile
 from gpuprov.commands import Completed
 from gpuprov.packaging.packages_rpm import run_rpm
 from gpuprov.packaging.pgp import armored
@@ -28,18 +28,34 @@ _Versions = Mapping[str, tuple[str, ...]]
 
 def ask(system: System, manager: str, names: Sequence[str], planned: Sequence[Change], lock_timeout: int) -> _Versions:
     """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be asked."""
-    found = _asked(system, manager, (), names, lock_timeout)
-    files = [one for one in planned if isinstance(one, WriteFile) and one.path.startswith(DIRECTORIES[manager])]
-    if not files:
-        return found
+    place = f"{DIRECTORIES[manager]}/"
+    touched = [one for one in planned if isinstance(one, (WriteFile, RemoveFile)) and one.path.startswith(place)]
+    if not touched:
+        return _asked(system, manager, (), names, lock_timeout)
+    files = [one for one in touched if isinstance(one, WriteFile)]
+    keys = [one for one in planned if isinstance(one, InstallRpmKey)]
     work = system.temporary_directory("/var/tmp")
     try:
-        keys = [one for one in planned if isinstance(one, InstallRpmKey)]
-        options = _copy(system, manager, work, files, keys)
-        more = _asked(system, manager, options, names, lock_timeout)
+        found = _asked(system, manager, _without(system, manager, work, touched), names, lock_timeout)
+        more = _asked(system, manager, _copy(system, manager, work, files, keys), names, lock_timeout) if files else {}
     finally:
         system.remove_tree(work)
     return {name: (*found.get(name, ()), *more.get(name, ())) for name in {**found, **more}}
+
+
+def _without(system: System, manager: str, work: str, touched: Sequence[WriteFile | RemoveFile]) -> tuple[str, ...]:
+    """Return the options that leave out the host's repositories that will not be as they are.
+
+    One that is out of reach may be about to be mended.
+    """
+    folder, gone = f"{work}/host.d", {one.path for one in touched}
+    system.make_directory(folder)
+    for name in system.list_directory(DIRECTORIES[manager]):
+        path = f"{DIRECTORIES[manager]}/{name}"
+        content = None if path in gone else system.read_bytes(path)
+        if content is not None:
+            system.write(f"{folder}/{name}", content, mode=0o600)
+    return ("--reposd-dir", folder) if manager == "zypper" else (f"--setopt=reposdir={folder}",)
 
 
 def _copy(
@@ -59,8 +75,9 @@ def _copy(
         system.write(f"{folder}/{file.path.rpartition('/')[2]}", content)
     if manager != "zypper":
         return (f"--setopt=reposdir={folder}", f"--setopt=cachedir={work}/cache")
-    # zypper trusts the keys of rpm's database alone: here one of its own has the pinned ones.
-    for place in places.values():
+    # zypper trusts the keys of rpm's database alone: here one of its own has those that the repositories name.
+    named = (re.findall(r"^gpgkey=file://(\S+)", file.content.decode(), re.MULTILINE) for file in files)
+    for place in {places.get(path, path) for paths in named for path in paths}:
         system.require(("rpm", "--root", work, "--import", place), "rpm does not take the key of a repository")
     return ("--root", work)
 

@@ -107,3 +107,28 @@ def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository,
     answer = offers.ask(host, manager(host), ("site-gpu-tools", "kernel-devel"), planned)
     assert answer.problems == ()
     assert answer.lacking(("site-gpu-tools=1.0", "site-gpu-tools=7.0", "kernel-devel=5.14.0")) == ()
+
+
+def test_a_repository_that_moves_is_asked_at_its_new_place_alone_with_the_key_that_is_there(
+    host: RpmHost, repository: Repository
+) -> None:
+    """As after a run with a wrong address in the inventory: what is to be mended must not stand in the way."""
+    configure(host, repository.spec)
+    shutil.move(repository.folder / "repodata", repository.folder / "moved/repodata")
+    for package in repository.folder.glob("*.rpm"):
+        shutil.move(package, repository.folder / "moved")
+    (site,) = repository.spec.repositories
+    planned = plan_repositories(facts_of(host), HostSpec(repositories=(replace(site, uri=f"{site.uri}/moved"),)))
+    assert [type(change).__name__ for change in planned] == ["WriteFile"]
+    assert offers.ask(host, manager(host), ("site-gpu-tools",), ()).problems
+    answer = offers.ask(host, manager(host), ("site-gpu-tools",), planned)
+    assert answer.problems == ()
+    assert len(answer.found["site-gpu-tools"]) == 1
+
+
+def test_a_repository_that_goes_is_not_asked(host: RpmHost, repository: Repository) -> None:
+    configure(host, repository.spec)
+    shutil.rmtree(repository.folder / "repodata")
+    answer = offers.ask(host, manager(host), ("site-gpu-tools",), plan_repositories(facts_of(host), HostSpec()))
+    assert answer.problems == ()
+    assert answer.lacking(("site-gpu-tools",)) == ("site-gpu-tools",)
