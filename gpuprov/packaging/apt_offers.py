@@ -13,12 +13,14 @@ from gpuprov.system import System
 
 _REFRESH_SECONDS = 600
 _SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d")
-# A host's hooks (command-not-found, appstream) would write into the host (apt.conf(5), APT::Update).
+# A host's hooks (command-not-found, appstream) would write into the host (apt.conf(5), APT::Update). Nobody reads
+# descriptions here, which are as large as all the rest.
 _CONFIGURATION = """\
 #clear APT::Update::Pre-Invoke;
 #clear APT::Update::Post-Invoke;
 #clear APT::Update::Post-Invoke-Success;
 APT::Update::Error-Mode "any";
+Acquire::Languages "none";
 Dir::State::lists "{work}/lists";
 Dir::Cache "{work}/cache";
 Dir::Etc::sourcelist "{work}/sources.list";
