@@ -20,7 +20,7 @@ from gpuprov.boot_files import (
 from gpuprov.boot_program import boot_program
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.driver import mig_plan
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.mig import DISABLED
 from gpuprov.driver_run import installs
 from gpuprov.errors import GpuprovError
@@ -82,7 +82,7 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
 
 def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the host has, or is about to get, the program without a unit of a package."""
-    if facts.boot.persistence_packaged or not builds_modules(facts, spec):
+    if facts.boot.persistence_packaged or not brings_modules(facts, spec):
         return False
     return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
 

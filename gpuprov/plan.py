@@ -32,7 +32,7 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packaging import packages_rpm, repos_rpm, software
-from gpuprov.packaging.packages import HoldPackages, InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packaging.packages import HoldPackages, InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.spec import HostSpec
 
@@ -67,7 +67,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
 
-def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what is to be done to a host's repositories and keys; what they offer then can be asked before."""
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
@@ -75,11 +76,6 @@ def _plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.packages.manager in packages_rpm.MANAGERS:
         return repos_rpm.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
     return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
-
-
-def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what is to be done to a host's repositories and keys: what they offer then can be asked before."""
-    return _plan_repositories(facts, spec)
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -134,7 +130,7 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 STEPS = (
     Step("download", _plan_download),
-    Step("repositories", _plan_repositories),
+    Step("repositories", repository_changes),
     Step("packages", _plan_packages),
     Step("nouveau", nouveau.plan),
     Step("reboot", reboot.plan),
@@ -227,9 +223,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    lacking = packages_rpm.missing if facts.packages.manager in packages_rpm.MANAGERS else missing
     fabric = fabric_plan.wanted_packages(facts, spec)
-    names = lacking(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    names = software.not_installed(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
     installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
     return use.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 

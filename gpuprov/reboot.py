@@ -8,7 +8,7 @@ from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell
 from gpuprov.driver import running_driver
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.nouveau import MODULES, bound
 from gpuprov.driver.release import ReloadDriver
 from gpuprov.driver_run import installs
@@ -32,7 +32,7 @@ def reasons(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 def _loaded_nouveau(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """NVIDIA's installer refuses to go on while nouveau is loaded, even if it has no GPU."""
     there = "nouveau" in facts.kernel.loaded_modules
-    return ("the module nouveau is loaded",) if there and installs(facts, spec) and builds_modules(facts, spec) else ()
+    return ("the module nouveau is loaded",) if there and installs(facts, spec) and brings_modules(facts, spec) else ()
 
 
 def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from gpuprov.events import FactsGathered, Finished, Note, Planned, PlannedChange
 from gpuprov.facts import HostFacts, facts_to_json, gather
 from gpuprov.journal import Journal, journal_for
 from gpuprov.lock import host_lock
-from gpuprov.packaging import locks
+from gpuprov.packaging import turn
 from gpuprov.plan import CHANGE_KINDS, Plan, make_plan
 from gpuprov.plan_facts import gather_for
 from gpuprov.reboot import Reboot
@@ -132,7 +132,7 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle:
     spec = _completed(spec, bundle, system)
     facts = gather_for(system, spec, bundle, request.steps, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
-    busy = locks.holder(system, facts.packages.manager) if _needs_package_manager(plan) else ""
+    busy = turn.holder(system, facts.packages.manager) if _needs_package_manager(plan) else ""
     if busy:
         sink(Note(f"{busy} holds the package manager's lock; a run waits up to {spec.lock_timeout} s for it"))
     count = len(plan.changes)
@@ -155,7 +155,7 @@ def _install(
     plan = _announced_plan(facts, spec, request, sink, system)
     if _needs_package_manager(plan):
         # Before the first change: a run that must give up here has done nothing yet.
-        locks.wait_for_turn(system, facts.packages.manager, spec.lock_timeout, lambda text, *_: sink(Note(text)))
+        turn.wait_for(system, facts.packages.manager, spec.lock_timeout, lambda text, *_: sink(Note(text)))
     count = 0
     if plan.changes:
         journal = interrupted or journal_for(system, request.command, request.run_id)

@@ -6,7 +6,7 @@ from gpuprov.distros import distribution_of
 from gpuprov.driver import kernel, past_kernels, precompiled
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
-from gpuprov.packaging import packages, packages_rpm
+from gpuprov.packaging import software
 from gpuprov.spec import HostSpec
 
 
@@ -28,8 +28,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _lacking_headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    missing = packages_rpm.missing if facts.packages.manager in packages_rpm.MANAGERS else packages.missing
-    return missing(facts.packages, kernel.headers(facts, spec))
+    return software.not_installed(facts.packages, kernel.headers(facts, spec))
 
 
 def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:

@@ -14,7 +14,7 @@ from gpuprov.changes import Change, WriteFile
 from gpuprov.distros import Distribution, distribution_of, nvidia_folder
 from gpuprov.driver import fabric_plan, generations, precompiled
 from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import (
     ChangeDriverPackages,
     ChangeDriverRpms,
@@ -112,7 +112,7 @@ def _unknown_key(row: Distribution, base: str) -> Problem:
 
 
 def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tuple[Problem, ...]:
-    if not builds_modules(facts, spec):
+    if not brings_modules(facts, spec):
         return (
             Problem(
                 "the driver's packages bring kernel modules, and this host's kernel is not its own",
@@ -153,10 +153,6 @@ def _can_pin(row: Distribution) -> bool:
     return row.package_manager == "apt" or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
 
 
-def _module_type(facts: HostFacts, spec: HostSpec) -> str:
-    return generations.packaged_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
-
-
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that are wanted from NVIDIA's repository."""
     return (*driver_packages(facts, spec), *toolkit_packages(spec))
@@ -170,7 +166,7 @@ def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """
     if spec.driver != "packages":
         return ()
-    top = "nvidia-open" if _module_type(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers"
+    top = "nvidia-open" if precompiled.kind_of(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers"
     found = precompiled.chosen(facts, spec)
     if found is None:
         return (top,)
@@ -206,7 +202,7 @@ def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
         return ()
     compiled = precompiled.chosen(facts, spec)
-    stream = compiled.stream if compiled else _stream(spec.driver_version, _module_type(facts, spec))
+    stream = compiled.stream if compiled else _stream(spec.driver_version, precompiled.kind_of(facts, spec))
     found = facts.files.get(STREAM_FILE)
     current = re.search(r"^stream=(\S+)$", found.content.decode("utf-8", "replace") if found else "", re.MULTILINE)
     fits_too = (compiled.latest,) if compiled and not spec.driver_version else ()
@@ -263,7 +259,7 @@ def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the loading of a driver whose packages have just come, or are there and not loaded."""
-    if spec.driver != "packages" or not builds_modules(facts, spec):
+    if spec.driver != "packages" or not brings_modules(facts, spec):
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version
     return () if there and loaded else (LoadDriver(),)

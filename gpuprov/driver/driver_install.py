@@ -10,7 +10,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
 from gpuprov.commands import Completed
 from gpuprov.driver import generations, runfile, running_driver
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.module_proof import prove_modules
 from gpuprov.driver.release import Release, release, start_again, start_all_again, unload_unused
 from gpuprov.driver.run_files import require_digest, require_room
@@ -54,7 +54,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             path=driver_run.source(facts, spec)[1],
             sha256=driver_run.sha256(facts, spec),
             architecture=facts.architecture,
-            kernel_modules=builds_modules(facts, spec),
+            kernel_modules=brings_modules(facts, spec),
             module_type=generations.module_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),

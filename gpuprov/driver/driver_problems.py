@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.driver import generations, running_driver
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver_run import installs
 from gpuprov.errors import Problem
 from gpuprov.facts import CACHE_DIRECTORY, HostFacts
@@ -40,7 +40,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             ),
         )
     unserved: tuple[Problem, ...] = ()
-    if builds_modules(facts, spec):
+    if brings_modules(facts, spec):
         unserved = generations.problems(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
     if not installs(facts, spec):
         return unserved

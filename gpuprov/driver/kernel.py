@@ -10,7 +10,7 @@ from gpuprov.facts import DKMS_SIGNING, HostFacts
 from gpuprov.spec import HostSpec
 
 
-def builds_modules(facts: HostFacts, spec: HostSpec) -> bool:
+def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether kernel modules are to be brought to this host, built there or not.
 
     A system container's kernel belongs to the machine outside: there only the libraries are installed.
@@ -24,7 +24,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what stands in the way of a kernel driver here."""
     if spec.driver == "preinstalled":
         return ()
-    if not builds_modules(facts, spec):
+    if not brings_modules(facts, spec):
         return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
@@ -123,7 +123,7 @@ def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _compiles(facts: HostFacts, spec: HostSpec) -> bool:
-    return spec.driver != "preinstalled" and builds_modules(facts, spec) and precompiled.chosen(facts, spec) is None
+    return spec.driver != "preinstalled" and brings_modules(facts, spec) and precompiled.chosen(facts, spec) is None
 
 
 def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -137,7 +137,7 @@ def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
     """Return the sentence that tells what was decided, or nothing."""
-    if spec.driver != "runfile" or builds_modules(facts, spec):
+    if spec.driver != "runfile" or brings_modules(facts, spec):
         return ""
     if facts.kernel.container:
         return f"inside {facts.kernel.container}: the kernel, and so its driver, is the outer machine's; libraries only"

@@ -12,7 +12,7 @@ from typing import Any
 from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.driver import initramfs
 from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.errors import GpuprovError
 from gpuprov.facts import HostFacts
 from gpuprov.machine import PciGpu
@@ -39,7 +39,7 @@ install_items+=" {BLACKLIST} "
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the blacklist's writing and the rebuilding of each initramfs that lacks it, or nothing."""
     # NVIDIA's packages blacklist nouveau themselves, and know nothing of nova.
-    if spec.driver == "preinstalled" or not builds_modules(facts, spec):
+    if spec.driver == "preinstalled" or not brings_modules(facts, spec):
         return ()
     files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
     if facts.initramfs.dracut:

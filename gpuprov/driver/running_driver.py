@@ -15,7 +15,7 @@ from gpuprov.boot_files import PERSISTENCE
 from gpuprov.changes import Change
 from gpuprov.driver import cuda, fabric_manager
 from gpuprov.driver.holders import Holder, RunningDriver, gather_holders
-from gpuprov.driver.kernel import builds_modules
+from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
 from gpuprov.driver.runfile import knows
 from gpuprov.driver_run import installs
@@ -37,7 +37,7 @@ DISPLAY_MANAGER = "display-manager.service"
 
 def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether a driver is loaded, or a display runs, that another driver can't be loaded beside."""
-    if not builds_modules(facts, spec) or facts.kernel.container:
+    if not brings_modules(facts, spec) or facts.kernel.container:
         return False
     if not _replaces(facts, spec):
         return is_other(facts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpuprov.changes import Change, RemoveFile, WriteFile
+from gpuprov.packaging import planned_keys
 from gpuprov.packaging.apt import TRUST
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.pgp import dearmored
-from gpuprov.repos import InstallKey, fetch_pinned_key
+from gpuprov.repos import InstallKey
 from gpuprov.system import System
 
 _REFRESH_SECONDS = 600
@@ -58,24 +59,16 @@ def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
     # What has not changed since the host's last refresh need not be fetched again.
     for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):
         system.run(("cp", "-a", "--reflink=auto", source, f"{work}/"))
-    keys = {}
+    keys = planned_keys.lay(
+        system, f"{work}/keys", [change for change in planned if isinstance(change, InstallKey)], dearmored
+    )
     for change in planned:
-        if isinstance(change, InstallKey):
-            keys[change.path] = f"{work}/keys/{change.path.rpartition('/')[2]}"
-            system.write(keys[change.path], dearmored(fetch_pinned_key(system, change.url, change.fingerprint)))
-        elif isinstance(change, (WriteFile, RemoveFile)) and change.path.startswith(_SOURCES):
+        if isinstance(change, (WriteFile, RemoveFile)) and change.path.startswith(_SOURCES):
             place = change.path.replace("/etc/apt", work, 1)
             if isinstance(change, RemoveFile):
                 system.remove(place)
             else:
-                system.write(place, _with_keys(change.content, keys), mode=change.mode)
-
-
-def _with_keys(source: bytes, keys: Mapping[str, str]) -> bytes:
-    """Return a source whose keys lie elsewhere yet."""
-    for path, place in keys.items():
-        source = source.replace(path.encode(), place.encode())
-    return source
+                system.write(place, planned_keys.pointed(change.content, keys), mode=change.mode)
 
 
 def parse_madison(text: str) -> Mapping[str, tuple[str, ...]]:

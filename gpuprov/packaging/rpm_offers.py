@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Callable
 
 from gpuprov.changes import Change, RemoveFile, WriteFile
 from gpuprov.commands import Completed
+from gpuprov.packaging import planned_keys
 from gpuprov.packaging.packages_rpm import run_rpm
 from gpuprov.packaging.pgp import armored
 from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey
 from gpuprov.packaging.rpm_failures import finish
-from gpuprov.repos import fetch_pinned_key
 from gpuprov.system import System
 
 _ASK_SECONDS = 600
-# Streams that nobody has enabled hide their packages from all but this question (dnf(8), repoquery).
-_QUERY_FORMAT = "%{name} %{epoch}:%{version}-%{release}.%{arch}\n"
-_DNF = ("repoquery", "--available", "--disable-modular-filtering", "--queryformat", _QUERY_FORMAT)
-_YUM = ("--showduplicates", "list", "available")
-_ZYPPER = ("search", "--details", "--match-exact", "--type", "package")
 # zypper(8): there are no repositories; nothing has that name.
 _NO_REPOSITORIES, _NOTHING_FOUND = 6, 104
 _WHAT = "the package index could not be refreshed"
@@ -62,17 +59,11 @@ def _copy(
     system: System, manager: str, work: str, files: Sequence[WriteFile], keys: Sequence[InstallRpmKey]
 ) -> tuple[str, ...]:
     """Lay planned repositories below `work`; return the options that make these all that the manager knows of."""
-    places = {}
-    for key in keys:
-        places[key.path] = f"{work}/{key.path.rpartition('/')[2]}"
-        system.write(places[key.path], armored(fetch_pinned_key(system, key.url, key.fingerprint)))
+    places = planned_keys.lay(system, work, keys, armored)
     folder = f"{work}{DIRECTORIES['zypper']}" if manager == "zypper" else f"{work}/repos.d"
     system.make_directory(folder)
     for file in files:
-        content = file.content
-        for path, place in places.items():
-            content = content.replace(path.encode(), place.encode())
-        system.write(f"{folder}/{file.path.rpartition('/')[2]}", content)
+        system.write(f"{folder}/{file.path.rpartition('/')[2]}", planned_keys.pointed(file.content, places))
     if manager != "zypper":
         return (f"--setopt=reposdir={folder}", f"--setopt=cachedir={work}/cache")
     # zypper trusts the keys of rpm's database alone: here one of its own has those that the repositories name.
@@ -86,18 +77,17 @@ def _asked(
     system: System, manager: str, options: tuple[str, ...], names: Sequence[str], lock_timeout: int
 ) -> _Versions:
     """Return what one set of repositories has."""
-    verb = {"dnf": _DNF, "yum": _YUM, "zypper": _ZYPPER}[manager]
-    first = {"dnf": ("dnf", "-q", "-y"), "yum": ("yum", "-q", "-y"), "zypper": ("zypper", "--non-interactive")}[manager]
+    how = _QUESTIONS[manager]
     # Asked for packages, zypper passes over repositories that it can't read, and answers from the others.
     if manager == "zypper":
-        refreshed = run_rpm(system, (*first, *options, "refresh"), _tell_nobody, _ASK_SECONDS, lock_timeout)
+        refreshed = run_rpm(system, (*how.command, *options, "refresh"), _tell_nobody, _ASK_SECONDS, lock_timeout)
         if refreshed.returncode == _NO_REPOSITORIES:
             return {}
         finish(refreshed, _WHAT)
-    done = run_rpm(system, (*first, *options, *verb, *names), _tell_nobody, _ASK_SECONDS, lock_timeout)
+    done = run_rpm(system, (*how.command, *options, *how.verb, *names), _tell_nobody, _ASK_SECONDS, lock_timeout)
     if not _is_empty_answer(manager, done):
         finish(done, _WHAT)
-    return _PARSERS[manager](done.stdout)
+    return how.parse(done.stdout)
 
 
 def _is_empty_answer(manager: str, done: Completed) -> bool:
@@ -135,4 +125,21 @@ def _tell_nobody(message: str, done: int, total: int) -> None:
     """The question has its own line of progress."""
 
 
-_PARSERS = {"dnf": parse_repoquery, "yum": parse_yum, "zypper": parse_zypper}
+@dataclass(frozen=True)
+class _Question:
+    """How a package manager is asked; options stand between command and verb. `parse` reads its answer."""
+
+    command: tuple[str, ...]
+    verb: tuple[str, ...]
+    parse: Callable[[str], _Versions]
+
+
+_QUERY_FORMAT = "%{name} %{epoch}:%{version}-%{release}.%{arch}\n"
+# Streams that nobody has enabled hide their packages from all but this question (dnf(8), repoquery).
+_DNF = ("repoquery", "--available", "--disable-modular-filtering", "--queryformat", _QUERY_FORMAT)
+_ZYPPER = ("search", "--details", "--match-exact", "--type", "package")
+_QUESTIONS = {
+    "dnf": _Question(("dnf", "-q", "-y"), _DNF, parse_repoquery),
+    "yum": _Question(("yum", "-q", "-y"), ("--showduplicates", "list", "available"), parse_yum),
+    "zypper": _Question(("zypper", "--non-interactive"), _ZYPPER, parse_zypper),
+}

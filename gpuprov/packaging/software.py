@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from gpuprov import boot
@@ -13,7 +14,15 @@ from gpuprov.driver import cuda, kernel, past_kernels
 from gpuprov.errors import Problem
 from gpuprov.facts import HostFacts
 from gpuprov.packaging import packages_rpm, rpm_locks
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing, own_name, pinned, plan_holds
+from gpuprov.packaging.packages import (
+    InstallPackages,
+    PackageFacts,
+    RefreshPackageIndex,
+    missing,
+    own_name,
+    pinned,
+    plan_holds,
+)
 from gpuprov.spec import HostSpec
 
 # All four of one version, or apt takes the newest of those that only one of them depends on.
@@ -95,7 +104,7 @@ def confinement_packages(manager: str) -> tuple[str, ...]:
 def note(facts: HostFacts, spec: HostSpec) -> str:
     """Return a warning where the next kernel would be without a driver, or nothing."""
     row = distribution_of(facts.os)
-    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.builds_modules(facts, spec):
+    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.brings_modules(facts, spec):
         return ""
     if "dkms" in (*facts.packages.installed, *spec.packages):
         return ""
@@ -133,6 +142,11 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
         return ()
     pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
     return tuple(f"{name}{pin}" for name in _TOOLKIT_PACKAGES)
+
+
+def not_installed(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `names` that are not installed, or not in the version that is asked for, by whatever manager."""
+    return (packages_rpm.missing if packages.manager in packages_rpm.MANAGERS else missing)(packages, names)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:

@@ -14,7 +14,7 @@ def holder(system: System, manager: str) -> str:
     return rpm_lock_holder(system) if manager in MANAGERS else apt.lock_holder(system)
 
 
-def wait_for_turn(system: System, manager: str, lock_timeout: int, tell: Tell) -> None:
+def wait_for(system: System, manager: str, lock_timeout: int, tell: Tell) -> None:
     """Wait until nobody is at work with packages. Raises GpuprovError, naming who is, after `lock_timeout` seconds.
 
     Changes wait for themselves too, for somebody may come in between.
