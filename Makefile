@@ -51,7 +51,7 @@ docs: setup  ## Write the configuration reference from the schema, the pages on 
 	$(BIN)/python -m tests.distributions_page
 	$(BIN)/python -m tests.doctor_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
-	printf '`gpuprov/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
+	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
 bench: setup  ## Measure what is claimed of speed: container starts, first runs, runs that change nothing, a thousand hosts (half an hour).
 	$(BIN)/python -m benchmarks.container_start

@@ -26,9 +26,9 @@ from typing import Any
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
+from gpuprov.core.system import System
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.system import System
 from tests import simgpu
 from tests.deployed import Deployed, bundle_below, deploy_below, program
 

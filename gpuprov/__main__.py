@@ -4,7 +4,7 @@ import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from gpuprov.cli import main as _main  # noqa: E402
+from gpuprov.cli.main import main as _main  # noqa: E402
 
 
 def main() -> None:

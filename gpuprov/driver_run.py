@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.changes import Change, Json, Tell, parent_of
-from gpuprov.download import fetch, masked, published_sha256
-from gpuprov.driver import releases
-from gpuprov.driver.run_files import place_of
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts
-from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.core.changes import Change, Json, Tell, parent_of
+from gpuprov.core.download import fetch, masked, published_sha256
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.run_files import place_of
+from gpuprov.core.system import System
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire import driver_releases
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
 INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
@@ -33,7 +33,7 @@ def sha256(facts: HostFacts, spec: HostSpec) -> str:
     """Return the digest that is asked for, or known of NVIDIA's own file; nothing where one beside the file counts."""
     if spec.driver_sha256 or spec.driver_url:
         return spec.driver_sha256
-    return releases.known_sha256(spec.driver_version, facts.architecture)
+    return driver_releases.known_sha256(spec.driver_version, facts.architecture)
 
 
 def source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:

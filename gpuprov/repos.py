@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from gpuprov.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
-from gpuprov.download import fetch_small, masked
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.packaging.keys import InstallKey, problems_of_any
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.packaging.toolkit_channels import toolkit_channels
-from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec, SiteRepository
 
 if TYPE_CHECKING:
-    from gpuprov.distros import DockerRepository
-    from gpuprov.facts import FileFact
+    from gpuprov.core.changes import FileFact
+    from gpuprov.machine.distros import DockerRepository
 
 _SOURCES = "/etc/apt/sources.list.d"
 _KEYRINGS = "/etc/apt/keyrings"
 _OURS = "gpuprov-"
 # Debian's name of an architecture, from `uname -m`.
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-# Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
-_WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 # What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
 _FOREIGN_SOURCE = re.compile(rf"/etc/apt/sources\.list|{_SOURCES}/(?!{_OURS})[A-Za-z0-9_.-]+\.(list|sources)")
 # NVIDIA's repositories for single distributions, and of nvidia-docker; the one for all has replaced them. Beside it
@@ -107,34 +104,6 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
         for entry in _inseparable(path, file, _unwanted(path, file, wanted, spec))
     )
     return problems_of_any(wanted) + mixed
-
-
-class Named(Protocol):
-    """What all kinds of repositories have."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def key_fingerprint(self) -> str: ...
-
-
-def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
-    """Return what is wrong with repositories of whatever package manager."""
-    withdrawn = tuple(
-        Problem(
-            f"the key of repository {one.name} is withdrawn",
-            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
-            "set the fingerprint of the current key",
-        )
-        for one in wanted
-        if one.key_fingerprint in _WITHDRAWN
-    )
-    names = [one.name for one in wanted]
-    same = tuple(
-        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
-        for name in sorted({name for name in names if names.count(name) > 1})
-    )
-    return withdrawn + same
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
@@ -258,45 +227,3 @@ def _deb822_entries(text: str) -> list[_Entry]:
             field, _, line = line.partition(":")
         stanza.setdefault(field.lower(), []).extend((number, word) for word in line.split())
     return found
-
-
-@dataclass(frozen=True)
-class InstallKey(Change):
-    """The key at a URL shall be trusted, if it is the pinned one and nothing else."""
-
-    path: str
-    url: str
-    fingerprint: str
-
-    def summary(self) -> str:
-        return f"install key {self.fingerprint} to {self.path}"
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return (self.url,)
-
-    def capture(self, system: System) -> Json:
-        return capture_path(system, self.path)
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        key = fetch_pinned_key(system, self.url, self.fingerprint)
-        system.make_directory(parent_of(self.path))
-        system.write(self.path, dearmored(key))
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
-
-
-def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
-    """Return the key at a URL. Raises GpuprovError if it is another one, or not the only one there."""
-    key = fetch_small(system, url)
-    found = fingerprints(key)
-    if found != (fingerprint,):
-        raise GpuprovError(
-            "the repository's key is not the one that is pinned",
-            f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}",
-            "if the repository announced a new key, set its fingerprint; else somebody put another key there",
-        )
-    return key

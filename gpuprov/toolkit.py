@@ -9,14 +9,24 @@ from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference, specification
 from gpuprov.cdi.specification import render_json
-from gpuprov.changes import Change, Json, MakeNode, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import (
+    Change,
+    FileFact,
+    Json,
+    MakeNode,
+    Tell,
+    capture_path,
+    parent_of,
+    restore_path,
+    text_diff,
+)
+from gpuprov.core.system import System
 from gpuprov.driver.cuda import plan_driver
 from gpuprov.driver_run import installs
 from gpuprov.engines.wish import NVIDIA_RUNTIME
-from gpuprov.facts import FileFact, HostFacts
+from gpuprov.facts.host import HostFacts
 from gpuprov.runtime_hook import deploy
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire.spec import HostSpec
 
 CDI_SPECIFICATION = PATH
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"

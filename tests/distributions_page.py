@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpuprov.distros import ROWS, Distribution, KernelPackages
+from gpuprov.machine.distros import ROWS, Distribution, KernelPackages
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/distributions.md"
 _LISTS = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import sys
 
-from gpuprov.events import Event, Finished, to_line
-from gpuprov.request import request_from_line
-from gpuprov.run import run_request
-from gpuprov.system import System
+from gpuprov.agent.run import run_request
+from gpuprov.core.system import System
+from gpuprov.wire.events import Event, Finished, to_line
+from gpuprov.wire.request import request_from_line
 
 
 class SteppingSystem(System):

@@ -7,10 +7,10 @@ import hashlib
 from pathlib import Path
 
 from gpuprov.bundle.format import Contents, Progress
+from gpuprov.bundle.open import opened
 from gpuprov.bundle.signature import parse_fingerprint, require_signed
-from gpuprov.bundle.use import opened
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 
 def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:

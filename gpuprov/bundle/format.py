@@ -21,7 +21,7 @@ from gpuprov.bundle.manifest import (
     manifest_from_bytes,
     manifest_to_bytes,
 )
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 # POSIX.1-1988, ustar: blocks of 512 bytes; an archive ends with two of zeros.
 _BLOCK = 512

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from gpuprov.errors import GpuprovError
-from gpuprov.system import sha256_of
+from gpuprov.core.system import sha256_of
+from gpuprov.wire.errors import GpuprovError
 
 # 2: the repository is signed. 3: the CUDA toolkit may be in it.
 FORMAT = 3
@@ -23,11 +23,6 @@ SIGNING_KEY = f"{KEYS}/bundle.gpg"
 REPOSITORY = "repository"
 CUDA = "cuda"
 REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
-# Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
-# finds and takes away.
-FOLDER = "/var/cache/gpuprov/bundle"
-# apt's only source while a bundle is unpacked; the last file to come.
-SOURCES_LIST = f"{FOLDER}/sources.list"
 LARGEST_MANIFEST = 16 << 20
 
 # No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.
@@ -59,7 +54,7 @@ class BundlePackage:
 
 @dataclass(frozen=True)
 class BundleImage:
-    """A container image as `docker save` wrote it: its name, its identity (images.py), its file."""
+    """A container image as `docker save` wrote it: its name, its identity (engines/image_identity.py), its file."""
 
     reference: str
     identity: str

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 CACHE = "/var/cache/gpuprov"
 
-# As the agent's own (gpuprov/push.py): no single quote, backslash or exclamation mark, for the login shell may be csh
+# As the agent's own (agent/push.py): no single quote, backslash or exclamation mark, for the login shell may be csh
 # or fish; all as root. $1: the bundle's name, $2: its size in bytes.
 # Says how much of it is there; what is too long is none of it.
 ASK = (

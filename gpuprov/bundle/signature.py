@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 from gpuprov.bundle.format import Contents, chunks
 from gpuprov.bundle.manifest import SIGNING_KEY
-from gpuprov.commands import Completed
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
-from gpuprov.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _SECONDS = 300  # a person may have to type a passphrase
 _LARGEST_KEY = 1 << 20

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from gpuprov.bundle.manifest import FOLDER, KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
-from gpuprov.changes import Change
-from gpuprov.distros import find_distribution
-from gpuprov.packaging.packages_rpm import gather_keys
+from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
+from gpuprov.core.changes import Change
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import System
+from gpuprov.machine.distros import find_distribution
 from gpuprov.packaging.pgp import armored, fingerprints
-from gpuprov.packaging.repos_rpm import InstallRpmKey
-from gpuprov.system import System
+from gpuprov.packaging.rpm_packages import gather_keys
+from gpuprov.packaging.rpm_repos import InstallRpmKey
 
 _SOURCES = f"{FOLDER}/repos.d"
 _KEY = f"{FOLDER}/key.asc"

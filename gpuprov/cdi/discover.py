@@ -22,7 +22,7 @@ from gpuprov.cdi.files import (
 )
 from gpuprov.cdi.mig import MigDevice, find_mig_devices
 from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_present, parse_information
-from gpuprov.system import System
+from gpuprov.core.system import System
 
 _PROC = "/proc/driver/nvidia"
 # Sockets of services that programs in containers talk to; MPS has a folder of them.

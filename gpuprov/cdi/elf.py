@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.system import System
+from gpuprov.core.system import System
 
 # No library of a driver has a name as long as this; a hostile one may.
 _LONGEST = 128

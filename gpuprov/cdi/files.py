@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpuprov.cdi.elf import soname
 from gpuprov.cdi.loader_cache import CACHE, CachedLibrary, parse_cache
-from gpuprov.system import System
+from gpuprov.core.system import System
 
 # Where the loader looks by itself, in hosts and in containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
 LIBRARY_DIRECTORIES = (

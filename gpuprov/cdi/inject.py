@@ -9,9 +9,9 @@ from typing import Any
 
 from gpuprov.cdi.registry import Registry
 from gpuprov.cdi.specification import render_json
-from gpuprov.errors import GpuprovError
 from gpuprov.runtime_hook.edits import apply_edits, merge_edits
 from gpuprov.runtime_hook.errors import Refused
+from gpuprov.wire.errors import GpuprovError
 
 
 def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from gpuprov.cdi.nodes import Node, capability_nodes
-from gpuprov.system import System
+from gpuprov.core.system import System
 
 _CAPABILITIES = "/proc/driver/nvidia/capabilities"
 

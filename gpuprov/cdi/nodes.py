@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuprov.system import FileStatus, System
+from gpuprov.core.system import FileStatus, System
 
 # Device majors by their names in /proc/devices; the driver's own is registered, the others are dynamic.
 NVIDIA_MAJOR = 195

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.system import System
+from gpuprov.core.system import System
 
 # A GPU without a persistent client is initialised first: seconds for each.
 _SECONDS = 120

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from gpuprov.cdi.documents import SUFFIXES, parse
 from gpuprov.cdi.specification import Device, Specification
 from gpuprov.cdi.validation import problems
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 FOLDERS = ("/etc/cdi", "/var/run/cdi")
 

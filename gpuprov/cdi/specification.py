@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 VENDOR_CLASS = "nvidia.com/gpu"
 # What a driver's file is mounted with.

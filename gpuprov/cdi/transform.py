@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Specification
 from gpuprov.cdi.validation import is_device_name
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 _Item = TypeVar("_Item")
 # Of these stages' hooks, path or arguments are the container's, not the host's.

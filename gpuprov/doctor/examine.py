@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpuprov.core.system import System
 from gpuprov.doctor.finding import AREAS, ASIDE
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.doctor.summary import summary
-from gpuprov.errors import ExitCode, Problem
-from gpuprov.events import CauseFound, CheckDone, Finished, Note, Sink
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import CauseFound, CheckDone, Finished, Note, Sink
+from gpuprov.wire.spec import HostSpec
 
 
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.doctor.parse import ModuleFile, Unit
-from gpuprov.driver.next_kernel import InstalledKernel
-from gpuprov.facts import HostFacts
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.wire.spec import HostSpec
 
 # Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
 OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"

@@ -9,32 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from gpuprov.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
-from gpuprov.commands import TIMED_OUT
+from gpuprov.core.commands import TIMED_OUT
+from gpuprov.core.journal import unfinished_run
+from gpuprov.core.system import System
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
-from gpuprov.doctor.parse import (
-    docker_lines,
-    host_paths,
-    parse_modinfo,
-    parse_units,
-    telling_lines,
-)
-from gpuprov.driver import fabric_manager
-from gpuprov.driver.next_kernel import gather_kernels
+from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
-from gpuprov.facts import HostFacts
-from gpuprov.facts import gather as gather_host
-from gpuprov.journal import unfinished_run
-from gpuprov.plan import engine_wishes
+from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
+from gpuprov.facts.fabric import UNIT
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.host import gather as gather_host
+from gpuprov.facts.kernels import gather_kernels
+from gpuprov.plan.steps import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
 _SECONDS = 20
@@ -44,7 +38,7 @@ _AUDIT_LOG = "/var/log/audit/audit.log"
 _PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
 _PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
 _LARGEST_TEXT = 1 << 20
-_UNITS = ("docker.service", "containerd.service", PERSISTENCE, fabric_manager.UNIT, NODES, REFRESH)
+_UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH)
 # Folders whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.driver.next_kernel import fault, newest
 from gpuprov.driver.precompiled import module_package
+from gpuprov.facts.kernels import fault, newest
+from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 
 _REFUSED = ("modules-disabled", "key-rejected", "lockdown", "secure-boot-unsigned", "module-of-another-kernel")
 _ABSENT = ("headers-missing", "dkms-failed", "module-missing")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpuprov.boot_files import NODES as NODES_UNIT
 from gpuprov.cdi.discover import missing_nodes
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Finding, Rule
+from gpuprov.facts.boot_files import NODES as NODES_UNIT
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 _WORLD = 0o006

@@ -11,6 +11,7 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Look, Rule
 from gpuprov.doctor.parse import per_gpu
 from gpuprov.driver import fabric_manager
+from gpuprov.facts.fabric import UNIT
 
 _RESET = "systemctl reboot"
 # Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
@@ -93,19 +94,19 @@ def _mig_empty(x: Examined) -> Finding | None:
 
 
 def _fabric_missing(x: Examined) -> Finding | None:
-    unit = x.units.get(fabric_manager.UNIT)
+    unit = x.units.get(UNIT)
     version = _fabric_wanted(x)
     if not version or (unit is not None and unit.active == "active"):
         return None
     if unit is None or unit.load != "loaded":
         return Finding(
             "this machine has NVSwitches, and no fabric manager: CUDA ends with error 802",
-            f"NVSwitches: {', '.join(x.host.fabric.switches)}\nsystemctl show {fabric_manager.UNIT}: not-found",
+            f"NVSwitches: {', '.join(x.host.fabric.switches)}\nsystemctl show {UNIT}: not-found",
             f"{words.install_packages(x, *_fabric_packages(x, version))}; systemctl enable --now nvidia-fabricmanager",
         )
     return Finding(
         "the fabric manager does not run: CUDA ends with error 802",
-        f"systemctl show {fabric_manager.UNIT}: {unit.active}, {unit.result}",
+        f"systemctl show {UNIT}: {unit.active}, {unit.result}",
         "systemctl enable --now nvidia-fabricmanager; journalctl -u nvidia-fabricmanager -n 50",
     )
 

@@ -14,7 +14,7 @@ from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
-from gpuprov.spec import HostSpec
+from gpuprov.wire.spec import HostSpec
 
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _PACKAGES = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpuprov.boot_files import NODES, REFRESH
-from gpuprov.distros import distribution_of, kernel_headers
 from gpuprov.doctor.examined import Examined
-from gpuprov.driver.initramfs import BLACKLIST
 from gpuprov.driver.precompiled import module_package
+from gpuprov.facts.boot_files import NODES, REFRESH
+from gpuprov.facts.initramfs import BLACKLIST
+from gpuprov.machine.distros import distribution_of, kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 # Package manager → its words to install, to install again over what is there, and to remove.

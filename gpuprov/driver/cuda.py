@@ -9,25 +9,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from gpuprov.bundle import use
-from gpuprov.changes import Change, WriteFile
-from gpuprov.distros import Distribution, distribution_of, nvidia_folder
+from gpuprov.bundle.source import apt_options
+from gpuprov.core.changes import Change, WriteFile
 from gpuprov.driver import fabric_plan, generations, precompiled
-from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.packaged import (
-    ChangeDriverPackages,
-    ChangeDriverRpms,
-    EnableStream,
-    LoadDriver,
-    SwitchPin,
-    fits,
-)
-from gpuprov.errors import Problem
-from gpuprov.facts import HostFacts
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, missing
-from gpuprov.packaging.packages_rpm import RefreshRpmIndex
-from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
+from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
+from gpuprov.facts.host import HostFacts
+from gpuprov.machine.distros import Distribution, distribution_of, nvidia_folder
+from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, missing
+from gpuprov.packaging.rpm_packages import RefreshRpmIndex
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec, SiteRepository
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
@@ -215,7 +208,7 @@ def _plan_apt_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = missing(facts.packages, pin_packages(spec))
     if not names:
         return ()
-    options = use.apt_options(facts.bundle)
+    options = apt_options(facts.bundle)
     others = tuple(sorted(name for name in facts.packages.installed if name.startswith(PINNING)))
     pin = SwitchPin(names, options=options, instead=others) if others else InstallPackages(names, options=options)
     return (RefreshPackageIndex(options=options), pin)

@@ -10,18 +10,18 @@ import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from gpuprov.boot import capture_path_itself
-from gpuprov.bundle.manifest import FOLDER, Manifest
-from gpuprov.changes import Change, Json, Tell, restore_path
-from gpuprov.commands import Completed
-from gpuprov.download import masked
-from gpuprov.driver.cuda_facts import version_in
-from gpuprov.driver.run_files import place_of, require_digest, require_room
+from gpuprov.bundle.manifest import Manifest
+from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path
+from gpuprov.core.commands import Completed
+from gpuprov.core.download import masked
+from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
+from gpuprov.core.run_files import place_of, require_digest, require_room
+from gpuprov.core.system import System
 from gpuprov.driver_run import FetchRunfile
-from gpuprov.errors import GpuprovError, Problem
-from gpuprov.facts import CACHE_DIRECTORY, HostFacts
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.facts.cuda import version_in
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec
 
 LINK = "/usr/local/cuda"
 _LOG = "/var/log/cuda-installer.log"

@@ -7,22 +7,23 @@ from typing import ClassVar
 
 from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
-from gpuprov.changes import Change, Json, Tell, capture_path, restore_path
-from gpuprov.commands import Completed
+from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.run_files import require_digest, require_room
+from gpuprov.core.system import System
 from gpuprov.driver import generations, runfile, running_driver
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.module_proof import prove_modules
 from gpuprov.driver.release import Release, release, start_again, start_all_again, unload_unused
-from gpuprov.driver.run_files import require_digest, require_room
 from gpuprov.driver.supported_gpus import module_type as choose_modules
 from gpuprov.driver.supported_gpus import read_supported_gpus
 from gpuprov.driver_run import INCOMPLETE_MARK, installs
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import CACHE_DIRECTORY, HostFacts
-from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The installer's own record of what it has installed.

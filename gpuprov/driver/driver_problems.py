@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.driver import generations, running_driver
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver_run import installs
-from gpuprov.errors import Problem
-from gpuprov.facts import CACHE_DIRECTORY, HostFacts
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
 
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
 _ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}

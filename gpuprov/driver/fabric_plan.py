@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gpuprov.bundle import use, use_rpm
-from gpuprov.changes import Change
+from gpuprov.bundle import use_rpm
+from gpuprov.bundle.source import apt_options
+from gpuprov.core.changes import Change
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
-from gpuprov.errors import Problem
-from gpuprov.facts import HostFacts
-from gpuprov.packaging import packages_rpm
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts
+from gpuprov.packaging import rpm_packages
+from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
 
 # NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch, which a driver from a .run
 # does not enable: dnf would not see it (dnf.conf(5), module_hotfixes).
@@ -51,12 +52,12 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = wanted_packages(facts, spec)
     if not names:
         return changes
-    if facts.packages.manager in packages_rpm.MANAGERS:
+    if facts.packages.manager in rpm_packages.MANAGERS:
         words = use_rpm.options(facts.bundle) or _ALL_STREAMS.get(facts.packages.manager, ())
-        installation = packages_rpm.plan(facts.packages, names, lock_timeout=spec.lock_timeout, options=words)
+        installation = rpm_packages.plan(facts.packages, names, lock_timeout=spec.lock_timeout, options=words)
         keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
         return (*keys, *installation, *changes)
-    words = use.apt_options(facts.bundle)
+    words = apt_options(facts.bundle)
     refresh, install = (
         RefreshPackageIndex(spec.lock_timeout, words),
         InstallPackages(names, (), spec.lock_timeout, words),

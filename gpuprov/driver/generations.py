@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.driver.runfile import version_key
-from gpuprov.errors import Problem
+from gpuprov.wire.errors import Problem
 
 # First branch with open kernel modules for all GPUs that have a GSP; first whose installer prefers them; first without
 # proprietary ones.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpuprov.changes import Change, RemoveFile, WriteFile
-from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.driver import precompiled
-from gpuprov.errors import Problem
-from gpuprov.facts import DKMS_SIGNING, HostFacts
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import DKMS_SIGNING, HostFacts
+from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
 
 
 def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:

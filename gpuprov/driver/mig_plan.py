@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpuprov.changes import Change
+from gpuprov.core.changes import Change
 from gpuprov.driver.mig import DivideGpus, is_right, wanted_for
 from gpuprov.driver_run import installs
-from gpuprov.errors import Problem
-from gpuprov.facts import HostFacts
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:

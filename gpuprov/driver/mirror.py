@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gpuprov.download import fetch_small, masked
-from gpuprov.driver import releases
+from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.system import System
 from gpuprov.driver.runfile import version_key
-from gpuprov.errors import GpuprovError
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire import driver_releases
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
@@ -49,7 +49,7 @@ def of_bundle(spec: HostSpec, version: str) -> HostSpec:
     if not spec.driver_mirror or not spec.driver_version or "." in spec.driver_version:
         return spec
     matches = spec.driver_version in ("latest", version.split(".")[0])
-    return replace(spec, driver_version=version if matches else releases.resolved(spec.driver_version))
+    return replace(spec, driver_version=version if matches else driver_releases.resolved(spec.driver_version))
 
 
 def _places(mirror: str) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def _nested(version: str, architecture: str) -> str:
 
 def _with_file(spec: HostSpec, base: str, version: str, path: str, architecture: str) -> HostSpec:
     # A digest that is known of NVIDIA's own file holds for a mirror's copy of it.
-    digest = spec.driver_sha256 or releases.known_sha256(version, architecture)
+    digest = spec.driver_sha256 or driver_releases.known_sha256(version, architecture)
     return replace(spec, driver_version=version, driver_url=f"{base}/{path}", driver_sha256=digest)
 
 
@@ -91,7 +91,7 @@ def _words(text: str) -> Iterator[str]:
 
 def newest(wanted: str, versions: Mapping[str, str]) -> str:
     """Return the newest version of a branch; of `latest` the long-term branch's, or of all where that is not there."""
-    branch = releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
+    branch = driver_releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
     ordered = sorted(versions, key=version_key)
     of_branch = [version for version in ordered if version.split(".")[0] == branch]
     if not of_branch and wanted == "latest":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 
 def prove_modules(system: System, version: str, *, dkms: bool) -> None:

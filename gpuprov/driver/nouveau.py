@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
-from gpuprov.driver import initramfs
-from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.system import System
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts
-from gpuprov.machine import PciGpu
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.facts import initramfs
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
+from gpuprov.machine.machine import PciGpu
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 
 # In the order in which they can be unloaded: nova_drm stands on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")

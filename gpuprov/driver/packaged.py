@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.system import System
 from gpuprov.driver import precompiled
-from gpuprov.errors import GpuprovError
-from gpuprov.packaging import apt, packages_rpm, rpm_failures
+from gpuprov.packaging import apt, rpm_failures, rpm_packages
 from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.packages import InstallPackages
-from gpuprov.packaging.packages_rpm import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
-from gpuprov.system import System
+from gpuprov.packaging.apt_packages import InstallPackages
+from gpuprov.packaging.rpm_packages import InstallRpmPackages, added, installed_rpms, package_name, run_rpm
+from gpuprov.wire.errors import GpuprovError
 
 _INSTALL_SECONDS = 600
 # What the driver's packages are called, in any of its branches and distributions (NVIDIA's Driver Installation Guide).
@@ -118,7 +118,7 @@ class ChangeDriverRpms(InstallRpmPackages):
         command = (self.manager, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
-        version = packages_rpm.gather_packages(system, self.manager).installed.get(self.names[0], "")
+        version = rpm_packages.gather_packages(system, self.manager).installed.get(self.names[0], "")
         _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
         return {"added": sorted(added(before, installed_rpms(system))), "reboot": False}

@@ -6,21 +6,20 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.boot_main import load_driver
 from gpuprov.cdi.discover import discover
-from gpuprov.changes import Change, Json, Tell
-from gpuprov.driver.holders import Holder, gather_holders
-from gpuprov.errors import GpuprovError
-from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.system import System
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.places import STOPPED
+from gpuprov.core.system import System
+from gpuprov.driver.load import load_driver
+from gpuprov.facts.holders import Holder, gather_holders
+from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.wire.errors import GpuprovError
 
 # In the order of unloading: each before what it stands on (modinfo --field=depends).
 MODULES = (
     "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
 )  # fmt: skip
-# What is stopped now and shall run again; it outlives a run that is killed.
-STOPPED = f"{STATE_DIRECTORY}/stopped.json"
 _STOP_SECONDS = 180
 _UNLOAD_SECONDS = 60
 # A process that was told to end may take this long to let go of its GPU.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {

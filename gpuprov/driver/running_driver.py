@@ -11,25 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.boot_files import PERSISTENCE
-from gpuprov.changes import Change
-from gpuprov.driver import cuda, fabric_manager
-from gpuprov.driver.holders import Holder, RunningDriver, gather_holders
+from gpuprov.core.changes import Change
+from gpuprov.core.places import STOPPED
+from gpuprov.core.system import System
+from gpuprov.driver import cuda
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.release import MODULES, STOPPED, Release, StartContainers, stopped_containers
+from gpuprov.driver.release import MODULES, Release, StartContainers, stopped_containers
 from gpuprov.driver.runfile import knows
 from gpuprov.driver_run import installs
-from gpuprov.errors import Problem
-from gpuprov.facts import HostFacts
-from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.facts.boot_files import PERSISTENCE
+from gpuprov.facts.fabric import UNIT
+from gpuprov.facts.holders import Holder, RunningDriver, gather_holders
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
 
 # In the order of stopping: who asks, then who is asked (units of NVIDIA's packages, and of dcgm-exporter's).
 UNITS = (
     "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",
     "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
-    fabric_manager.UNIT, PERSISTENCE,
+    UNIT, PERSISTENCE,
 )  # fmt: skip
 # An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
 DISPLAY_MANAGER = "display-manager.service"

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from gpuprov.errors import GpuprovError, Problem
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError, Problem
 
 _MEMBER = "supported-gpus/supported-gpus.json"
 # What a payload begins with, and how tarfile calls it; none needs the whole in memory.

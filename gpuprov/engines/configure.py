@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gpuprov.changes import parent_of
+from gpuprov.core.changes import parent_of
+from gpuprov.core.system import System
 from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Request
-from gpuprov.errors import GpuprovError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError, from_os_error
 
 
 def configuration(system: System, request: Request) -> Configuration:

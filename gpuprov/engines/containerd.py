@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.changes import parent_of
+from gpuprov.core.changes import parent_of
 from gpuprov.engines.wants import Path, Wants, table_at
 from gpuprov.engines.wish import RuntimeWish
 

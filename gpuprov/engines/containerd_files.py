@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpuprov.changes import parent_of
+from gpuprov.core.changes import parent_of
+from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wants import Wants, joined
 from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _TAKE_UP = "systemctl restart containerd"
 _Edits = tuple[FileEdit, ...]

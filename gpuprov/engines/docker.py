@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuprov.changes import Change
+from gpuprov.core.changes import Change
+from gpuprov.core.system import System
 from gpuprov.engines.docker_change import ReconfigureDocker, version_key
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config, render_config, with_runtime
-from gpuprov.errors import Problem
-from gpuprov.system import System
+from gpuprov.wire.errors import Problem
 
 _SNAP = "/snap/bin/docker"
 

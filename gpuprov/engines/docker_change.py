@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.system import System
 from gpuprov.engines.docker_config import DAEMON_JSON
-from gpuprov.errors import GpuprovError, from_os_error
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError, from_os_error
 
 _UNIT = "docker.service"
 _COMES_UP_SECONDS = 60

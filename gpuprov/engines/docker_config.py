@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.errors import Problem
+from gpuprov.wire.errors import Problem
 
 DAEMON_JSON = "/etc/docker/daemon.json"
 _VALIDATE = f"dockerd --validate --config-file {DAEMON_JSON}"

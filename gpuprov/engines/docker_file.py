@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gpuprov.core.system import System
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.engines.json_text import with_member, without_member
 from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 _RELOAD = "systemctl reload docker"
 # Devices by CDI are set up when docker starts.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from gpuprov.core.system import System
 from gpuprov.engines import podman
 from gpuprov.engines.wish import Configuration, FileEdit
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _TAKE_UP = {"crio": "systemctl restart crio"}
 

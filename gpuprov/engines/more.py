@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuprov.changes import Change, Json, Tell, capture_path, restore_path, text_diff
+from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path, text_diff
+from gpuprov.core.system import System
 from gpuprov.engines.wish import FileEdit, Request, RuntimeWish
-from gpuprov.errors import GpuprovError, Problem
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError, Problem
 
 # Engine → its program, and the unit that reads its files when it starts; podman has none.
 ENGINES = {

@@ -6,12 +6,12 @@ among them, so a template must not write the same table again: containerd could 
 
 from __future__ import annotations
 
+from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import Distribution
 from gpuprov.engines.toml_files import edited, read, read_text
 from gpuprov.engines.wish import Configuration, Request
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
 

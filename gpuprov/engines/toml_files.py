@@ -6,12 +6,12 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuprov.changes import parent_of
+from gpuprov.core.changes import parent_of
+from gpuprov.core.system import System
 from gpuprov.engines import toml_text
 from gpuprov.engines.wants import Wants
 from gpuprov.engines.wish import FileEdit
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 
 def read_text(system: System, path: str) -> str | None:

@@ -17,7 +17,7 @@ from tomlkit.container import Container, OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError, TOMLKitError
 
 from gpuprov.engines.wants import Path, Wants, difference, has_table, is_table, joined, says, table_at, with_all
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 _BEGIN = "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
 _BEGIN_FILE = "# gpuprov begin, new file: `gpuprov runtime configure --unset` takes this out"

@@ -14,13 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpuprov
-from gpuprov.errors import GpuprovError
 from gpuprov.fleet.agent_run import Agent
+from gpuprov.wire.errors import GpuprovError
 
 # The host side's own dependencies, the lines marked [host] in pyproject.toml; theirs are found through their metadata.
 HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
-_CONTROLLER_ONLY = ("cli.py", "__main__.py", "fleet")
+# The folders that travel; `cli`, `fleet` and `bundling` are the controller's alone.
+_HOST_FOLDERS = (
+    "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "packaging", "plan",
+    "runtime_hook", "verify", "wire",
+)  # fmt: skip
+_HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
 _CACHE = "~/.cache/gpuprov"
 
@@ -77,7 +82,7 @@ def unpack(archive, folder):
 
 
 sys.path[0] = unpacked()
-from gpuprov.agent import main  # noqa: E402
+from gpuprov.agent.agent import main  # noqa: E402
 
 sys.exit(main())
 '''
@@ -157,7 +162,7 @@ def _files() -> Iterator[tuple[str, bytes]]:
     package = Path(gpuprov.__file__).parent
     for path in package.rglob("*"):
         place = path.relative_to(package)
-        if path.is_file() and place.parts[0] not in _CONTROLLER_ONLY and _travels(path):
+        if path.is_file() and place.parts[0] in (*_HOST_FOLDERS, *_HOST_FILES) and _travels(path):
             yield f"gpuprov/{place.as_posix()}", path.read_bytes()
     for name in host_distributions():
         distribution = _distribution(name)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuprov.commands import Completed
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import Finished, Note, Sink, from_line
+from gpuprov.agent.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.agent.push import STORE, agent_command, said, unfinished_problem
+from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
-from gpuprov.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
-from gpuprov.push import STORE, agent_command, said, unfinished_problem
-from gpuprov.request import Request, request_to_line
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import Finished, Note, Sink, from_line
+from gpuprov.wire.request import Request, request_to_line
 
 if TYPE_CHECKING:
     from fabric import Connection

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 _Result = TypeVar("_Result")
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from gpuprov.bundle.place import ASK, CACHE, STORE, Place, parse_there
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError, Problem
-from gpuprov.events import Note, Sink
+from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.events import Note, Sink
 
 _CHUNK = 1 << 18
 

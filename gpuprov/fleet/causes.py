@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpuprov.errors import Problem
 from gpuprov.fleet.result import HostResult, told
+from gpuprov.wire.errors import Problem
 
 # What names one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.
 # The bounds keep a flood of letters from a host from costing quadratic time.

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.download import masked
-from gpuprov.errors import ExitCode, GpuprovError, Problem
+from gpuprov.core.download import masked
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.beside import begun_beside
 from gpuprov.fleet.history import Run, moment, new_identifier, save
@@ -24,8 +23,9 @@ from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.fleet.text import one_line
-from gpuprov.request import Request
-from gpuprov.spec import parse_spec, spec_to_json
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import parse_spec, spec_to_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from gpuprov import __version__
-from gpuprov.errors import Problem
+from gpuprov.wire.errors import Problem
 
 
 def write_log(error: BaseException) -> Problem:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov import __version__
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import CheckDone, PlannedChange
 from gpuprov.fleet.result import HostResult, MadeChange, overall_exit_code
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import CheckDone, PlannedChange
 
 MOST_RUNS = 50
 _FORMAT = 1

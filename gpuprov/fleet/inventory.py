@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.fleet.ansible_messages import (
     EXTRA_VARS_HINT,
     ansible_error,
@@ -29,7 +28,8 @@ from gpuprov.fleet.ansible_routing import keep_routing
 from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.spec import PREFIX, spec_from_variables
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.spec import PREFIX, spec_from_variables
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
 _PYTHON = re.compile(r"[A-Za-z0-9/._+-]+")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gpuprov.errors import Problem
+from gpuprov.wire.errors import Problem
 
 _TOO_LARGE = 1 << 20
 _SHOWN = 3

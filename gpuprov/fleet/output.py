@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpuprov.errors import from_os_error
+from gpuprov.wire.errors import from_os_error
 
 
 class _Lasting(io.FileIO):

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 
 def ask(what: str, *, wanted: bool) -> str:

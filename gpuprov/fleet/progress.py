@@ -17,8 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.errors import ExitCode
-from gpuprov.events import (
+from gpuprov.fleet.text import counted, one_line, plain
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import (
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -31,7 +32,6 @@ from gpuprov.events import (
     Started,
     to_line,
 )
-from gpuprov.fleet.text import counted, one_line, plain
 
 
 class Progress(Protocol):

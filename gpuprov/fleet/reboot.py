@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet import remote
 from gpuprov.fleet.ssh import SshSettings, connected
 from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from fabric import Connection

@@ -6,7 +6,7 @@ import json
 import textwrap
 from dataclasses import dataclass, fields
 
-from gpuprov.spec import PREFIX, HostSpec, spec_to_json
+from gpuprov.wire.spec import PREFIX, HostSpec, spec_to_json
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
 
 if TYPE_CHECKING:
     from fabric import Connection

@@ -13,12 +13,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.errors import ExitCode
-from gpuprov.events import CheckDone
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.text import counted, listed, one_line, plain, shortened
 from gpuprov.fleet.versions import Spread, fact, spreads
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import CheckDone
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
            "not run": "yellow"}  # fmt: skip

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet import history
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.text import counted, plain
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 
 def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:

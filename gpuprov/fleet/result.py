@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuprov.errors import ExitCode, Problem
-from gpuprov.events import CheckDone, PlannedChange
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import CheckDone, PlannedChange
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import (
+from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.batches import Batch, Rollout, make_batches
+from gpuprov.fleet.reboot import wait_for_boot
+from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.ssh import SshSettings, close, connected
+from gpuprov.fleet.target import HostTarget
+from gpuprov.fleet.text import counted
+from gpuprov.fleet.versions import versions_of_facts
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import (
     ChangeDone,
     ChangeStarted,
     CheckDone,
@@ -23,16 +31,8 @@ from gpuprov.events import (
     Planned,
     Sink,
 )
-from gpuprov.fleet.agent_run import Agent, run_agent
-from gpuprov.fleet.batches import Batch, Rollout, make_batches
-from gpuprov.fleet.reboot import wait_for_boot
-from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.fleet.ssh import SshSettings, close, connected
-from gpuprov.fleet.target import HostTarget
-from gpuprov.fleet.text import counted
-from gpuprov.fleet.versions import versions_of_facts
-from gpuprov.request import Request
-from gpuprov.spec import spec_to_json
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import spec_to_json
 
 # A host that asks for more has a fault that reboots do not mend.
 _MOST_REBOOTS = 3
@@ -54,7 +54,7 @@ class RunSettings:
     bootstrap_python: bool = False
     forks: int = 20
     rollout: Rollout = field(default_factory=Rollout)
-    # Seconds; longer than the longest command on a host may be quiet (gpuprov/packaging/packages.py: 3900).
+    # Seconds; longer than the longest command on a host may be quiet (packaging/apt_packages.py: 3900).
     host_timeout: float = 4500.0
 
 
@@ -265,7 +265,7 @@ def _adding(made: int, sink: Sink) -> Sink:
 
 def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:
     """Run the request on this machine, in this process."""
-    from gpuprov.run import run_request
+    from gpuprov.agent.run import run_request
 
     run_request(request, sink, stop_requested=stop_requested)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuprov.errors import ExitCode, GpuprovError, Problem
 from gpuprov.fleet import remote
 from gpuprov.fleet.host_keys import (
     SYSTEM_FILES,
@@ -23,6 +22,7 @@ from gpuprov.fleet.host_keys import (
 )
 from gpuprov.fleet.ssh_config import config_for
 from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 if TYPE_CHECKING:
     from fabric import Config, Connection

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig

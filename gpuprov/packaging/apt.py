@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuprov.changes import Tell
-from gpuprov.commands import Completed
+from gpuprov.core.changes import Tell
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.packaging import package_lock
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.package_lock import LOCK_SECONDS
-from gpuprov.system import System
 
 INSTALL_SECONDS = 3600
 # In the order in which apt and dpkg take them.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from gpuprov.commands import Completed
-from gpuprov.driver.past_kernels import Advice, require_known
-from gpuprov.errors import GpuprovError
+from gpuprov.core.commands import Completed
+from gpuprov.packaging.past_kernels import Advice, require_known
+from gpuprov.wire.errors import GpuprovError
 
 
 @dataclass(frozen=True)

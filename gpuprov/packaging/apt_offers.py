@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpuprov.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.system import System
 from gpuprov.packaging import planned_keys
 from gpuprov.packaging.apt import TRUST
 from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.pgp import dearmored
-from gpuprov.repos import InstallKey
-from gpuprov.system import System
 
 _REFRESH_SECONDS = 600
 _SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d")

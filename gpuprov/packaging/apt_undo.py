@@ -6,11 +6,11 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuprov.changes import Json, capture_path, restore_path
+from gpuprov.core.changes import Json, capture_path, restore_path
+from gpuprov.core.system import System
 from gpuprov.packaging import apt
 from gpuprov.packaging.apt import Package
 from gpuprov.packaging.apt_failures import finish
-from gpuprov.system import System
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).

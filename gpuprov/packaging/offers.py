@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpuprov.changes import Change
-from gpuprov.errors import GpuprovError, Problem
+from gpuprov.core.changes import Change
+from gpuprov.core.system import System
 from gpuprov.packaging import apt_offers, rpm_offers
 from gpuprov.packaging.package_lock import LOCK_SECONDS
-from gpuprov.packaging.packages_rpm import MANAGERS, versions
-from gpuprov.system import System
+from gpuprov.packaging.rpm_packages import MANAGERS, versions
+from gpuprov.wire.errors import GpuprovError, Problem
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Callable
 
-from gpuprov.changes import Tell
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.changes import Tell
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 # Longer than unattended-upgrades usually takes.
 LOCK_SECONDS = 300

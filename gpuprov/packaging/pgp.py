@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import re
 
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 _PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
 _ARMOR = re.compile(

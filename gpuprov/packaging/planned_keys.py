@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Callable, Protocol
 
-from gpuprov.repos import fetch_pinned_key
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.packaging.keys import fetch_pinned_key
 
 
 class PlannedKey(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from gpuprov.commands import Completed
-from gpuprov.driver.past_kernels import Advice, require_known
-from gpuprov.errors import GpuprovError
+from gpuprov.core.commands import Completed
+from gpuprov.packaging.past_kernels import Advice, require_known
+from gpuprov.wire.errors import GpuprovError
 
 NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"
 # Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
-from gpuprov.journal import STATE_DIRECTORY
-from gpuprov.system import System
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.system import System
 
 # The packages that gpuprov holds, under apt too; those that somebody else holds are none of its business.
 HELD_LIST = f"{STATE_DIRECTORY}/held"

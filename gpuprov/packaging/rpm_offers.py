@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.changes import Change, RemoveFile, WriteFile
-from gpuprov.commands import Completed
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.packaging import planned_keys
-from gpuprov.packaging.packages_rpm import run_rpm
 from gpuprov.packaging.pgp import armored
-from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey
 from gpuprov.packaging.rpm_failures import finish
-from gpuprov.system import System
+from gpuprov.packaging.rpm_packages import run_rpm
+from gpuprov.packaging.rpm_repos import DIRECTORIES, InstallRpmKey
 
 _ASK_SECONDS = 600
 # zypper(8): there are no repositories; nothing has that name.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpuprov.changes import Tell
+from gpuprov.core.changes import Tell
+from gpuprov.core.system import System
 from gpuprov.packaging import apt
 from gpuprov.packaging.package_lock import wait_until_free
-from gpuprov.packaging.packages_rpm import MANAGERS, rpm_lock_holder
-from gpuprov.system import System
+from gpuprov.packaging.rpm_packages import MANAGERS, rpm_lock_holder
 
 
 def holder(system: System, manager: str) -> str:

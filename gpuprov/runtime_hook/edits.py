@@ -8,6 +8,7 @@ from __future__ import annotations
 import posix
 
 from .errors import Refused
+from .paths import normal_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,17 +62,6 @@ def drop_nvidia_hooks(config: dict[str, Any]) -> None:
     kept = [hook for hook in before if str(hook.get("path", "")).rpartition("/")[2] not in _NVIDIA_HOOKS]
     if len(kept) != len(before):
         hooks["prestart"] = kept
-
-
-def normal_path(path: str) -> str:
-    """Return a path without `.`, `..` and doubled slashes, as Go's filepath.Clean does."""
-    parts: list[str] = []
-    for part in path.split("/"):
-        if part == ".." and parts and parts[-1] != "..":
-            parts.pop()
-        elif part not in ("", ".") and not (part == ".." and path.startswith("/")):
-            parts.append(part)
-    return ("/" if path.startswith("/") else "") + "/".join(parts) or "."
 
 
 def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ resources, IMEX channels, MIG. Each that decides something says so in one senten
 from __future__ import annotations
 
 from . import driver_files
-from .edits import normal_path
 from .errors import Refused
+from .paths import normal_path
 from .settings import Settings
 
 TYPE_CHECKING = False

@@ -5,20 +5,20 @@ from __future__ import annotations
 from gpuprov import toolkit
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
-from gpuprov.distros import distribution_of, kernel_headers, next_kernel_headers
-from gpuprov.driver.fabric_manager import UNIT, FabricFacts, gather_fabric
-from gpuprov.driver.next_kernel import fault, gather_kernels, newest
+from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
 from gpuprov.engines import docker
-from gpuprov.events import Sink
-from gpuprov.facts import gather_software
-from gpuprov.machine import gather_kernel, gather_os
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric
+from gpuprov.facts.host import gather_software
+from gpuprov.facts.kernels import fault, gather_kernels, newest
+from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Checks, Failed, Shown, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
+from gpuprov.wire.events import Sink
+from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
 # nvidia-smi's exit codes and what to do; its message comes on stdout.

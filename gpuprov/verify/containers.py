@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.commands import TIMED_OUT, Completed
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.core.commands import TIMED_OUT, Completed
+from gpuprov.core.system import System
 from gpuprov.verify.image import verification_image
 from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
 from gpuprov.verify.smi import SmiReport, compare, parse_smi
+from gpuprov.wire.spec import HostSpec
 
 _CONTAINER_SECONDS = 120
 _TORCH_SECONDS = 600

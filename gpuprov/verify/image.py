@@ -10,8 +10,8 @@ import io
 import re
 import tarfile
 
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 REPOSITORY = "gpuprov-verify"
 _PROGRAMS = ("sh", "ls", "cat")

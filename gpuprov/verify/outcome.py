@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Callable
 
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError
-from gpuprov.events import CheckDone, Sink
+from gpuprov.core.commands import Completed
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import CheckDone, Sink
 
 _LONGEST_LINE = 400
 # What a check that went well has to show: of the host, of the container.

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpuprov.commands import Completed
-from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import System
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE

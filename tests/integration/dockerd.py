@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuprov.commands import Completed
-from gpuprov.system import System
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 
 _STARTS_SECONDS = 30
 _STOPS_SECONDS = 20

@@ -27,8 +27,8 @@ from typing import Any
 import asyncssh
 from asyncssh.connection import SSHServerConnection
 
-from gpuprov.errors import Problem
-from gpuprov.events import (
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.events import (
     ChangeDone,
     ChangeProgress,
     ChangeStarted,

@@ -11,12 +11,12 @@ import json
 import sys
 from typing import Any
 
-from gpuprov.apply import apply_changes
+from gpuprov.core.apply import apply_changes
+from gpuprov.core.journal import STATE_DIRECTORY, new_journal
+from gpuprov.core.system import System
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.errors import GpuprovError
-from gpuprov.events import Event
-from gpuprov.journal import STATE_DIRECTORY, new_journal
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event
 
 
 def _ignore(event: Event) -> None:

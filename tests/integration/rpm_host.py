@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.commands import Completed
-from gpuprov.system import System
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from tests.lab.rpm_repository import BASE, RPM_MACROS, build_package
 
 OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging.packages_rpm import (
-    InstallRpmPackages,
-    RefreshRpmIndex,
-)
-from gpuprov.packaging.repos_rpm import plan_repositories
-from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.rpm_repos import plan_repositories
+from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import (

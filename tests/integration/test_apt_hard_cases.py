@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.apply import apply_changes, last_undoable_run, roll_back, take_up
-from gpuprov.changes import Change
-from gpuprov.errors import GpuprovError
-from gpuprov.events import Event
-from gpuprov.facts import gather, gather_files
-from gpuprov.journal import new_journal
-from gpuprov.packaging.packages import (
+from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.core.changes import Change
+from gpuprov.core.journal import new_journal
+from gpuprov.facts.host import gather, gather_files
+from gpuprov.packaging.apt_packages import (
     InstallPackages,
     RefreshPackageIndex,
     gather_packages,
@@ -28,10 +26,12 @@ from gpuprov.packaging.packages import (
     plan_holds,
     repair,
 )
-from gpuprov.packaging.software import plan
-from gpuprov.plan import CHANGE_KINDS
+from gpuprov.plan.software import plan
+from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
-from gpuprov.spec import HostSpec
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event
+from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign
 

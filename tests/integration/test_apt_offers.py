@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.changes import Change
-from gpuprov.events import Event, Finished
-from gpuprov.facts import gather_files
+from gpuprov.agent.run import run_request
+from gpuprov.core.changes import Change
+from gpuprov.facts.host import gather_files
 from gpuprov.packaging import offers
-from gpuprov.packaging.packages import RefreshPackageIndex
+from gpuprov.packaging.apt_packages import RefreshPackageIndex
 from gpuprov.repos import plan_repositories
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import parse_spec, spec_to_json
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 
 pytestmark = [

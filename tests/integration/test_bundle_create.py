@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.bundle.create import Collected, collect
 from gpuprov.bundle.manifest import BundlePackage
-from gpuprov.bundle.recipe import Recipe, RunFile
-from gpuprov.errors import GpuprovError
+from gpuprov.bundling.create import Collected, collect
+from gpuprov.bundling.recipe import Recipe, RunFile
+from gpuprov.core.system import System
 from gpuprov.packaging.pgp import fingerprints
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 from tests.lab.repository import PACKAGE, build_repository
 from tests.unit.fake_host import write_runfile
@@ -123,7 +123,7 @@ def test_a_package_that_nobody_has_is_told(mirror: Path, tmp_path: Path) -> None
 def test_a_key_that_is_not_on_this_machine_is_told(
     mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuprov.bundle.sources import ARCHIVES, default_sources
+    from gpuprov.bundling.sources import ARCHIVES, default_sources
 
     archive = dataclasses.replace(ARCHIVES["debian", "12"], keyring="/usr/share/keyrings/no-such-key.gpg")
     monkeypatch.setitem(ARCHIVES, ("debian", "12"), archive)

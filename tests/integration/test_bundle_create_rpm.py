@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.bundle import use
-from gpuprov.bundle.create import Collected, collect
-from gpuprov.bundle.recipe import Recipe
-from gpuprov.bundle.rpm_sources import RpmSource
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging import software
-from gpuprov.packaging.packages_rpm import gather_keys
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.bundle.open import OpenBundle
+from gpuprov.bundling.create import Collected, collect
+from gpuprov.bundling.recipe import Recipe
+from gpuprov.bundling.rpm_sources import RpmSource
+from gpuprov.core.system import System
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging.rpm_packages import gather_keys
+from gpuprov.plan import software, with_bundle
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
@@ -52,10 +52,12 @@ def collected(folder: Path, sources: tuple[RpmSource, ...], *packages: str) -> C
     return collect(System(), recipe, b"an agent", str(work), str(folder / "cache"), tell)
 
 
-def facts_of(host: RpmHost, bundle: use.OpenBundle) -> HostFacts:
+def facts_of(host: RpmHost, bundle: OpenBundle) -> HostFacts:
     """Return what the host is; docker is there already."""
     found = gather(host)
-    return replace(found, docker=replace(found.docker, installed=True), bundle=use.gather(host, bundle.manifest))
+    return replace(
+        found, docker=replace(found.docker, installed=True), bundle=with_bundle.gather(host, bundle.manifest)
+    )
 
 
 @pytest.mark.parametrize("os_release", ["rocky-9.5", "opensuse-tumbleweed"])
@@ -73,7 +75,7 @@ def test_all_that_is_asked_for_comes_along_and_can_be_installed(
     spec = HostSpec(packages=names, docker="preinstalled", driver="preinstalled")
     facts = facts_of(host, bundle)
     changes = software.plan(facts, spec)
-    with use.unpacked(host, bundle, changes):
+    with with_bundle.unpacked(host, bundle, changes):
         assert bundle.manifest.repository_key in gather_keys(host)
         for change in changes:
             change.apply(host, tell)
@@ -104,7 +106,7 @@ def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
     spec = HostSpec(packages=("site-gpu-tools",), docker="preinstalled", driver="preinstalled")
     changes = software.plan(facts_of(host, bundle), spec)
-    with pytest.raises(GpuprovError), use.unpacked(host, bundle, changes):
+    with pytest.raises(GpuprovError), with_bundle.unpacked(host, bundle, changes):
         damage(host.path("/var/cache/gpuprov/bundle"))
         for change in changes:
             change.apply(host, tell)

@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.bundle import use
-from gpuprov.bundle.create import collect
-from gpuprov.bundle.recipe import RunFile, Wishes, make_recipe
+from gpuprov.bundle.open import OpenBundle
+from gpuprov.bundling.create import collect
+from gpuprov.bundling.recipe import RunFile, Wishes, make_recipe
+from gpuprov.core.system import System
 from gpuprov.driver import cuda, fabric_plan
-from gpuprov.driver.fabric_manager import FabricFacts, RunFabricManager, parse_version
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging import repos_rpm
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.driver.fabric_manager import RunFabricManager
+from gpuprov.facts.fabric import FabricFacts, parse_version
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging import rpm_repos
+from gpuprov.plan import with_bundle
+from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.opened_bundle import opened
 from tests.integration.rpm_host import RpmHost
@@ -46,7 +48,7 @@ def gnupg(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("gpgconf", "--homedir", str(tmp_path / "gnupg"), "--kill", "all"), check=True)
 
 
-def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> use.OpenBundle:
+def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> OpenBundle:
     """Return a bundle with the fabric manager, and without the driver."""
     recipe = make_recipe(Wishes(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
     work = folder / "work"
@@ -55,11 +57,11 @@ def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) 
     return opened(made)
 
 
-def facts_of(host: System, bundle: use.OpenBundle) -> HostFacts:
+def facts_of(host: System, bundle: OpenBundle) -> HostFacts:
     """Return what a machine with NVSwitches is like here."""
     found = gather(host)
     kernel = replace(found.kernel, container="")
-    return replace(found, kernel=kernel, fabric=SWITCHES, bundle=use.gather(host, bundle.manifest))
+    return replace(found, kernel=kernel, fabric=SWITCHES, bundle=with_bundle.gather(host, bundle.manifest))
 
 
 def specification(folder: Path, fingerprint: str) -> HostSpec:
@@ -88,7 +90,7 @@ def test_by_apt_in_the_drivers_version_though_there_is_a_newer_one(tmp_path: Pat
     (tmp_path / "host").mkdir()
     with chroot_host("bookworm", tmp_path / "host") as host:
         changes = fabric_plan.plan(facts_of(host, bundle), spec)
-        with use.unpacked(host, bundle, changes):
+        with with_bundle.unpacked(host, bundle, changes):
             # The last one starts it, and no systemd runs here.
             for change in changes[:-1]:
                 change.apply(host, tell)
@@ -113,7 +115,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
     shutil.move(tmp_path / "cuda", connected.path("/opt/cuda"))
 
     changes = fabric_plan.plan(facts_of(host, bundle), spec)
-    with use.unpacked(host, bundle, changes):
+    with with_bundle.unpacked(host, bundle, changes):
         for change in changes[:-1]:
             change.apply(host, tell)
     # The maker's key stays, the bundle's was for this run.
@@ -121,7 +123,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = repos_rpm.plan_repositories(facts, cuda.with_repository(facts, spec))
+    repositories = rpm_repos.plan_repositories(facts, cuda.with_repository(facts, spec))
     for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):

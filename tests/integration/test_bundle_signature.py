@@ -16,8 +16,8 @@ from gpuprov.bundle.check import checked
 from gpuprov.bundle.format import write_bundle
 from gpuprov.bundle.manifest import SIGNING_KEY, Manifest, manifest_to_bytes
 from gpuprov.bundle.signature import export_key, parse_fingerprint, sign
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, listed
 from tests.gpg import signing_key
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import GpuprovError
-from gpuprov.events import Event, Finished, Note
 from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.ssh import SshSettings, connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.request import Request
-from gpuprov.spec import HostSpec
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event, Finished, Note
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.test_fleet import fake_agent
 

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.apply import apply_changes, take_up
-from gpuprov.changes import Change
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather, gather_files
-from gpuprov.journal import new_journal, read_runs
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex, gather_packages
-from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.repos_rpm import plan_repositories as plan_rpm_repositories
-from gpuprov.plan import CHANGE_KINDS
+from gpuprov.core.apply import apply_changes, take_up
+from gpuprov.core.changes import Change
+from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.system import System
+from gpuprov.facts.host import gather, gather_files
+from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
+from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.rpm_repos import plan_repositories as plan_rpm_repositories
+from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.driver.module_proof import dkms_states
-from gpuprov.request import Request, request_to_line
+from gpuprov.wire.request import Request, request_to_line
 from tests import simgpu
 from tests.lab import Host, HostRequest, Lab
 from tests.lab.fixtures import DRIVER, GPUPROV
@@ -50,13 +50,13 @@ import json
 import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
-from gpuprov.apply import PlanAfresh, apply_changes
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather
-from gpuprov.journal import new_journal
-from gpuprov.plan import make_plan
-from gpuprov.spec import parse_spec
-from gpuprov.system import System
+from gpuprov.core.apply import PlanAfresh, apply_changes
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.facts.host import gather
+from gpuprov.core.journal import new_journal
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.spec import parse_spec
+from gpuprov.core.system import System
 
 class Metal(System):
     def kernel_release(self):

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.changes import Json
+from gpuprov.core.changes import Json
+from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
 from gpuprov.verify.image import verification_image
+from gpuprov.wire.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
 
 pytestmark = [

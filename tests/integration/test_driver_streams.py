@@ -16,11 +16,11 @@ import pytest
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.driver import cuda
 from gpuprov.driver.packaged import EnableStream
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging import repos_rpm
-from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging import rpm_repos
+from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
@@ -65,7 +65,7 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     facts = facts_of(host)
     assert cuda.problems(facts, spec) == ()
     streams = [change for change in cuda.plan_pin(facts, spec) if isinstance(change, EnableStream)]
-    repositories = repos_rpm.plan_repositories(facts, cuda.with_repository(facts, spec))
+    repositories = rpm_repos.plan_repositories(facts, cuda.with_repository(facts, spec))
     names = cuda.packages(facts, spec)
     for change in (*repositories, RefreshRpmIndex("dnf"), *streams, InstallRpmPackages("dnf", names)):
         change.apply(host, tell)
@@ -85,7 +85,7 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     before = host.read_text(cuda.STREAM_FILE)
     change = EnableStream("570-open")
     facts = facts_of(host)
-    for one in repos_rpm.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
+    for one in rpm_repos.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)

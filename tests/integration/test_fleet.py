@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.events import Event, Finished, Note, Started, from_line
 from gpuprov.fleet.agent_build import build_agent, pack
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import SshSettings, connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.request import Request
-from gpuprov.spec import HostSpec
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished, Note, Started, from_line
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
 
 pytestmark = pytest.mark.root

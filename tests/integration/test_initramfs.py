@@ -20,12 +20,12 @@ _BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
 _KEEP_OUT = """
 from dataclasses import replace
 from gpuprov.driver import nouveau
-from gpuprov.apply import apply_changes
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather
-from gpuprov.journal import new_journal
-from gpuprov.spec import parse_spec
-from gpuprov.system import System
+from gpuprov.core.apply import apply_changes
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.facts.host import gather
+from gpuprov.core.journal import new_journal
+from gpuprov.wire.spec import parse_spec
+from gpuprov.core.system import System
 
 system = System()
 facts = gather(system)
@@ -41,11 +41,11 @@ journal.end("done")
 """
 
 _NEXT_KERNEL = """
-from gpuprov.distros import distribution_of, next_kernel_headers
-from gpuprov.machine import gather_os
-from gpuprov.driver.next_kernel import gather_kernels
-from gpuprov.packaging.packages import gather_packages
-from gpuprov.system import System
+from gpuprov.machine.distros import distribution_of, next_kernel_headers
+from gpuprov.machine.machine import gather_os
+from gpuprov.facts.kernels import gather_kernels
+from gpuprov.packaging.apt_packages import gather_packages
+from gpuprov.core.system import System
 
 (kernel,) = gather_kernels(System())
 row, installed = distribution_of(gather_os(System())), gather_packages(System()).installed

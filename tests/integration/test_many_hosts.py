@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov.errors import ExitCode
-from gpuprov.events import Event
 from gpuprov.fleet import remote
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import SshSettings
-from gpuprov.request import Request
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import Event
+from gpuprov.wire.request import Request
 from tests.integration.fake_hosts import KINDS, playing
 
 GPUPROV = str(Path(sys.executable).parent / "gpuprov")

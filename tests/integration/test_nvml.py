@@ -10,8 +10,8 @@ import pytest
 from gpuprov.cdi import nvml
 from gpuprov.cdi.elf import soname
 from gpuprov.cdi.nvml import GpuAnswer, MigAnswer, parse_answers
+from gpuprov.core.system import System
 from gpuprov.fleet.agent_build import build_agent
-from gpuprov.system import System
 from tests.integration.test_simgpu import on_host
 from tests.simgpu import build_libraries, gpu, mig_uuid
 from tests.simgpu.layout import driver_files

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.packaging import offers
-from gpuprov.packaging.repos_rpm import plan_repositories
-from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.packaging.rpm_repos import plan_repositories
+from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     NEEDS,

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.run import run_request
 from gpuprov.cdi import elf, files
-from gpuprov.disk import temporary_name
-from gpuprov.journal import RUNS_DIRECTORY, read_runs
-from gpuprov.request import Request
-from gpuprov.run import run_request
+from gpuprov.core.disk import temporary_name
+from gpuprov.core.journal import RUNS_DIRECTORY, read_runs
+from gpuprov.core.system import System
 from gpuprov.runtime_hook import deploy
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec
 from tests.disk import FILE_SYSTEMS, MEMORY, Disk
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.changes import Change
-from gpuprov.driver import availability, cuda
+from gpuprov.core.changes import Change
+from gpuprov.driver import cuda
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
-from gpuprov.facts import HostFacts, gather
-from gpuprov.machine import PciGpu
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import PciGpu
 from gpuprov.packaging import offers
-from gpuprov.packaging.packages_rpm import InstallRpmPackages
-from gpuprov.plan import make_plan, preflight, repository_changes
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.packaging.rpm_packages import InstallRpmPackages
+from gpuprov.plan import availability
+from gpuprov.plan.steps import make_plan, preflight, repository_changes
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository

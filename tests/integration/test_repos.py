@@ -14,14 +14,15 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.changes import WriteFile
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather_files
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
-from gpuprov.repos import AptRepository, InstallKey, plan_repositories
-from gpuprov.spec import HostSpec, SiteRepository
-from gpuprov.system import System
+from gpuprov.core.changes import WriteFile
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.facts.host import gather_files
+from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.keys import InstallKey
+from gpuprov.repos import AptRepository, plan_repositories
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import QuietHandler, served
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.shell import run

@@ -13,12 +13,12 @@ from typing import Callable
 
 import pytest
 
-from gpuprov.changes import RemoveFile
-from gpuprov.distros import distribution_of, kernel_headers
-from gpuprov.driver import past_kernels
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather
-from gpuprov.packaging.packages_rpm import (
+from gpuprov.core.changes import RemoveFile
+from gpuprov.core.system import System
+from gpuprov.facts.host import gather
+from gpuprov.machine.distros import distribution_of, kernel_headers
+from gpuprov.packaging import past_kernels
+from gpuprov.packaging.rpm_packages import (
     MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
@@ -26,8 +26,8 @@ from gpuprov.packaging.packages_rpm import (
     missing,
     rpm_lock_holder,
 )
-from gpuprov.packaging.repos_rpm import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
-from gpuprov.system import System
+from gpuprov.packaging.rpm_repos import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
+from gpuprov.wire.errors import GpuprovError
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     HOSTS,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging import software
-from gpuprov.packaging.packages_rpm import missing
-from gpuprov.spec import HostSpec
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging.rpm_packages import missing
+from gpuprov.plan import software
+from gpuprov.wire.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     HOSTS,

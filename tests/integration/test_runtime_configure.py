@@ -18,7 +18,7 @@ import pytest
 import tomllib
 from click.testing import CliRunner
 
-from gpuprov.cli import cli
+from gpuprov.cli.main import cli
 from gpuprov.engines import containerd as engine
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench
 from tests.integration.dockerd import docker_host

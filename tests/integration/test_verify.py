@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuprov.commands import TIMED_OUT
-from gpuprov.errors import GpuprovError
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.core.commands import TIMED_OUT
+from gpuprov.core.system import System
 from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.image import REPOSITORY, verification_image
 from gpuprov.verify.outcome import Failed
 from gpuprov.verify.smi import SmiReport
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.simgpu import build_libraries
 

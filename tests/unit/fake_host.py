@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuprov.commands import NOT_FOUND, Completed
-from gpuprov.system import System
+from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.core.system import System
 from tests import simgpu
 
 RELEASE = "6.1.0-13-amd64"

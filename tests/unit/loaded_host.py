@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpuprov.agent.run import run_request
 from gpuprov.cdi.discover import discover
-from gpuprov.commands import Completed
-from gpuprov.driver.holders import gather_holders, parse_cgroup
-from gpuprov.events import Event, Finished
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import parse_spec, spec_to_json
+from gpuprov.core.commands import Completed
+from gpuprov.facts.holders import gather_holders, parse_cgroup
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

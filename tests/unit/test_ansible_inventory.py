@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.playbook_task import task_request
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.target import HostTarget
-from gpuprov.playbook_task import task_request
-from gpuprov.spec import spec_to_json
+from gpuprov.wire.spec import spec_to_json
 
 CLONE = Path(__file__).parents[2]
 EXAMPLE = CLONE / "inventories/example"

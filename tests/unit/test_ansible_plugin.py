@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 import yaml
 
+from gpuprov.agent.playbook_task import TASK_COMMANDS
 from gpuprov.fleet.agent_build import build_agent, pack
-from gpuprov.playbook_task import TASK_COMMANDS
-from gpuprov.spec import PREFIX
+from gpuprov.wire.spec import PREFIX
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 
@@ -41,7 +41,7 @@ def test_a_clones_plugin_pushes_the_command_lines_agent(plugin: ModuleType, tmp_
     agent = build_agent()
     assert plugin._agent() == (agent.content, agent.digest)
     assert sys.path[0] == str(tmp_path / "gpuprov/modules")
-    assert (tmp_path / "gpuprov/modules/gpuprov/playbook_task.py").exists()
+    assert (tmp_path / "gpuprov/modules/gpuprov/agent/playbook_task.py").exists()
 
 
 def test_the_agent_is_looked_for_once_in_a_run(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

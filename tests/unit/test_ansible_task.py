@@ -10,21 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import (
-    ChangeDone,
-    CheckDone,
-    Event,
-    FactsGathered,
-    Finished,
-    Note,
-    Planned,
-    PlannedChange,
-    Started,
-    to_line,
-)
-from gpuprov.plan import STEPS
-from gpuprov.playbook_task import (
+from gpuprov.agent.playbook_task import (
     BOOTSTRAP_VARIABLE,
     BUNDLE_KEY_VARIABLE,
     BUNDLE_VARIABLE,
@@ -37,8 +23,22 @@ from gpuprov.playbook_task import (
     task_request,
     task_result,
 )
-from gpuprov.request import Request, request_from_line, request_to_line
-from gpuprov.spec import PLAY_VARIABLES, parse_spec
+from gpuprov.plan.steps import STEPS
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import (
+    ChangeDone,
+    CheckDone,
+    Event,
+    FactsGathered,
+    Finished,
+    Note,
+    Planned,
+    PlannedChange,
+    Started,
+    to_line,
+)
+from gpuprov.wire.request import Request, request_from_line, request_to_line
+from gpuprov.wire.spec import PLAY_VARIABLES, parse_spec
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 VARIABLES = {"gpuprov_driver_version": "550.163.01", "ansible_user": "ops", "gpuprov_play_serial": 4}

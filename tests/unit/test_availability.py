@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.events import ChangeDone, Event, Finished, Note
+from gpuprov.agent.run import run_request
 from gpuprov.packaging import apt_offers, offers, rpm_offers
 from gpuprov.packaging.offers import Offers
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import parse_spec, spec_to_json
+from gpuprov.wire.events import ChangeDone, Event, Finished, Note
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
 from tests.unit.test_packages import held_by_another
 

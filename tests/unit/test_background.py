@@ -10,11 +10,11 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.background import Job, begin, job_from_line, job_to_line
-from gpuprov.errors import GpuprovError
-from gpuprov.events import Event, FactsGathered, Finished, to_line
-from gpuprov.playbook_task import for_a_job, task_request
-from gpuprov.request import Request
+from gpuprov.agent.background import Job, begin, job_from_line, job_to_line
+from gpuprov.agent.playbook_task import for_a_job, task_request
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event, FactsGathered, Finished, to_line
+from gpuprov.wire.request import Request
 
 
 def says(*events: Event) -> Callable[[Request, int], int]:

@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from gpuprov import boot, boot_files, boot_main
-from gpuprov.boot_files import MODULES, NODES, PERSISTENCE, REFRESH, UDEV_RULES, UNITS, WATCH
-from gpuprov.boot_program import boot_program
+from gpuprov.boot import prepare, program_main
+from gpuprov.boot.program import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import FileFact, HostFacts, gather
-from gpuprov.lock import LOCK_PATH, try_lock
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.core.changes import FileFact
+from gpuprov.core.lock import LOCK_PATH, try_lock
+from gpuprov.facts import boot_files
+from gpuprov.facts.boot_files import MODULES, NODES, PERSISTENCE, REFRESH, UDEV_RULES, UNITS, WATCH
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
@@ -49,9 +51,9 @@ def metal(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     return gather(FakeHost(tmp_path_factory.mktemp("metal") / "root", metal=True))
 
 
-def prepared(facts: HostFacts, wanted: HostSpec) -> boot.PrepareBoot:
-    (change,) = boot.plan(facts, wanted)
-    assert isinstance(change, boot.PrepareBoot)
+def prepared(facts: HostFacts, wanted: HostSpec) -> prepare.PrepareBoot:
+    (change,) = prepare.plan(facts, wanted)
+    assert isinstance(change, prepare.PrepareBoot)
     return change
 
 
@@ -64,12 +66,12 @@ EVERYWHERE = {boot_files.PROGRAM, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}", f"{U
 
 def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: HostFacts) -> None:
     assert written(container, spec()) == EVERYWHERE
-    assert boot.packages(container, spec()) == ()
+    assert prepare.packages(container, spec()) == ()
 
 
 def test_a_machine_with_its_own_kernel_does_both(metal: HostFacts) -> None:
     assert written(metal, spec()) == EVERYWHERE | {MODULES, f"{UNITS}/{PERSISTENCE}"}
-    assert boot.packages(metal, spec()) == ("libtirpc3",)
+    assert prepare.packages(metal, spec()) == ("libtirpc3",)
 
 
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
@@ -88,7 +90,7 @@ def test_our_unit_goes_when_a_package_brings_its_own(metal: HostFacts) -> None:
 
 def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
     prepared(gather(host), spec()).apply(host, lambda *words: None)
-    assert boot.plan(gather(host), spec()) == ()
+    assert prepare.plan(gather(host), spec()) == ()
     host.remove(f"{boot_files.WANTS}/{WATCH}")
     change = prepared(gather(host), spec())
     assert (change.files, change.links) == ((), (WATCH,))
@@ -116,7 +118,7 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
     path.write_bytes(boot_program())
     names = [name[:-3].replace("/", ".") for name in zipfile.ZipFile(BytesIO(boot_program())).namelist()]
     ours = [name for name in names if name.startswith("gpuprov.") and not name.endswith("__init__")]
-    assert {"gpuprov.boot_main", "gpuprov.cdi.generate", "gpuprov.cdi.nvml_child"} <= set(ours)
+    assert {"gpuprov.boot.program_main", "gpuprov.cdi.generate", "gpuprov.cdi.nvml_child"} <= set(ours)
     code = f"import sys; sys.path[:0] = [{str(path)!r}]; import elftools.elf.elffile, {', '.join(ours)}"
     done = subprocess.run(
         ("/usr/bin/python3", "-I", "-S", "-c", code), capture_output=True, text=True, timeout=60, check=False
@@ -125,38 +127,38 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
 
 
 def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
-    assert boot_main.make_nodes(host) == "8 device nodes, 8 of them made now"
+    assert program_main.make_nodes(host) == "8 device nodes, 8 of them made now"
     status = host.status("/dev/nvidia1")
     assert status is not None
     assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
-    assert boot_main.make_nodes(host) == "8 device nodes, 0 of them made now"
+    assert program_main.make_nodes(host) == "8 device nodes, 0 of them made now"
 
 
 def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root", metal=True)
     with pytest.raises(GpuprovError, match="driver is not loaded"):
-        boot_main.make_nodes(host)
+        program_main.make_nodes(host)
 
 
 def test_refresh_writes_what_has_changed_and_nothing_else(host: FakeHost) -> None:
-    assert boot_main.refresh(host) == f"written anew: {CDI} (it is missing)"
+    assert program_main.refresh(host) == f"written anew: {CDI} (it is missing)"
     assert difference(host.read_bytes(CDI) or b"", discover(host)) == ""
     before = host.status(CDI)
-    assert boot_main.refresh(host) == "nothing has changed"
+    assert program_main.refresh(host) == "nothing has changed"
     assert host.status(CDI) == before
 
 
 def test_refresh_sees_another_driver(host: FakeHost) -> None:
-    boot_main.refresh(host)
+    program_main.refresh(host)
     library = next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink())
     library.unlink()
-    assert "written anew" in boot_main.refresh(host)
+    assert "written anew" in program_main.refresh(host)
     assert "libnvidia-encode" not in (host.read_text(CDI) or "")
 
 
 def test_refresh_leaves_half_a_driver_alone(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
-    assert "is not whole" in boot_main.refresh(host)
+    assert "is not whole" in program_main.refresh(host)
     assert not host.exists(CDI)
 
 
@@ -164,5 +166,5 @@ def test_refresh_leaves_the_specification_to_a_run_that_goes_on(host: FakeHost) 
     assert host.path(LOCK_PATH).parent.is_dir()
     with try_lock(host) as ours:
         assert ours
-        assert "a gpuprov run is going on" in boot_main.refresh(host)
+        assert "a gpuprov run is going on" in program_main.refresh(host)
     assert not host.exists(CDI)

@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpuprov.cdi.discover import (
-    DriverFacts,
-    Gpu,
-    discover,
-    missing_nodes,
-    parse_kernel_version,
-)
+from gpuprov.cdi.discover import DriverFacts, Gpu, discover, missing_nodes, parse_kernel_version
 from gpuprov.cdi.files import Library
 from gpuprov.cdi.generate import host_facts, specification
 from gpuprov.cdi.nodes import Node, expected_nodes, parse_devices, parse_information
 from gpuprov.cdi.specification import Device, Edits, Specification, render_json
+from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.system import System
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 
 VERSION = "550.163.01"

@@ -14,13 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpuprov import __version__
-from gpuprov.cli import cli
-from gpuprov.errors import ExitCode, Problem
+from gpuprov.cli.main import cli
 from gpuprov.fleet import command
 from gpuprov.fleet.command import Options
 from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
-from gpuprov.spec import option_names
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.spec import option_names
 
 COMMANDS = (
     "install", "verify", "doctor", "facts", "rollback", "uninstall", "report", "options", "agent", "bundle",
@@ -90,7 +90,7 @@ def test_every_option_says_what_it_does() -> None:
 def test_quick_answers_load_nothing_heavy(words: tuple[str, ...]) -> None:
     heavy = "ansible", "fabric", "paramiko", "requests", "marshmallow", "rich", "asyncio"
     code = (
-        "import sys\nfrom gpuprov.cli import main\nsys.argv[1:] = " + repr(list(words)) + "\n"
+        "import sys\nfrom gpuprov.cli.main import main\nsys.argv[1:] = " + repr(list(words)) + "\n"
         "try: main()\nexcept SystemExit: pass\n"
         f"print('LOADED', sorted(set({heavy!r}) & set(sys.modules)))"
     )
@@ -165,7 +165,7 @@ def test_a_name_that_dns_cannot_have_is_not_known() -> None:
 
 
 def test_this_machine_needs_root() -> None:
-    code = "import os; os.geteuid = lambda: 1000; from gpuprov.cli import main; main()"
+    code = "import os; os.geteuid = lambda: 1000; from gpuprov.cli.main import main; main()"
     done = subprocess.run((sys.executable, "-c", code, "install"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "run it with sudo: sudo gpuprov install" in done.stderr
@@ -175,7 +175,7 @@ def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "pwd.py").write_text("def getpwuid(_): raise KeyError\n")  # as in a container with a user id of its own
     code = (
         "import os, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
-        "from gpuprov.cli import main; main()"
+        "from gpuprov.cli.main import main; main()"
     )
     done = subprocess.run(
         (sys.executable, "-c", code), capture_output=True, text=True, timeout=60,
@@ -205,7 +205,7 @@ def test_passwords_that_nobody_can_type_are_told(piped: str, said: str) -> None:
 
 def test_unexpected_exception_leaves_a_log_and_no_traceback(tmp_path: Path) -> None:
     code = (
-        "import gpuprov.fleet.reference as r\nfrom gpuprov.cli import main\n"
+        "import gpuprov.fleet.reference as r\nfrom gpuprov.cli.main import main\n"
         "def broken(columns): raise ZeroDivisionError('oh')\nr.as_text = broken\nmain()"
     )
     done = subprocess.run(
@@ -318,7 +318,7 @@ def test_ctrl_c_while_modules_load_leaves_no_traceback() -> None:
         "import os, runpy, signal, sys\n"
         "class Early:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'gpuprov.errors': os.kill(os.getpid(), signal.SIGINT)\n"
+        "        if name == 'gpuprov.wire.errors': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Early())\nrunpy.run_module('gpuprov', run_name='__main__')"
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from gpuprov.cli import cli
-from gpuprov.errors import GpuprovError
+from gpuprov.cli.main import cli
+from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 
 CONFIG = '{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=all"]}}'

@@ -10,24 +10,18 @@ from typing import Any, Callable
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.changes import WriteFile
-from gpuprov.commands import Completed
+from gpuprov.core.changes import FileFact, WriteFile
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.driver import cuda
-from gpuprov.driver.cuda_facts import OTHER_PROFILE, PROFILE
-from gpuprov.driver.packaged import (
-    ChangeDriverPackages,
-    ChangeDriverRpms,
-    EnableStream,
-    LoadDriver,
-    foreign_removals,
-)
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import FileFact, HostFacts, gather
-from gpuprov.machine import PciGpu
-from gpuprov.packaging.packages import InstallPackages, PackageFacts, RefreshPackageIndex
-from gpuprov.plan import make_plan
-from gpuprov.spec import HostSpec, parse_spec
-from gpuprov.system import System
+from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
+from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import PciGpu
+from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

@@ -12,20 +12,20 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.apply import last_undoable_run, roll_back
-from gpuprov.changes import Change
-from gpuprov.commands import Completed
+from gpuprov.agent.run import run_request
+from gpuprov.core.apply import last_undoable_run, roll_back
+from gpuprov.core.changes import Change
+from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda, cuda_run
-from gpuprov.driver.cuda_facts import PROFILE
 from gpuprov.driver.cuda_run import InstallCudaToolkit, LinkCudaToolkit
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.events import Event, Finished
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.plan import CHANGE_KINDS
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.facts.cuda import PROFILE
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.simgpu.cuda_run import build_cuda_run
 from tests.unit.fake_host import FakeHost

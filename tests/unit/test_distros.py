@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.distros import (
+from gpuprov.core.system import System
+from gpuprov.machine.distros import (
     ROWS,
     Distribution,
     derivative_note,
@@ -21,8 +22,7 @@ from gpuprov.distros import (
     nvidia_folder,
     supported_names,
 )
-from gpuprov.machine import OperatingSystem, gather_os
-from gpuprov.system import System
+from gpuprov.machine.machine import OperatingSystem, gather_os
 
 OS_RELEASES = Path(__file__).resolve().parents[1] / "data/os-release"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.download import fetch, fetch_small, masked, published_sha256, unreachable
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, unreachable
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 CONTENT = bytes(range(256)) * 12_000  # 3 MB, so that it comes in several pieces
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.apply import apply_changes
 from gpuprov.cdi.discover import discover
+from gpuprov.core.apply import apply_changes
+from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK
-from gpuprov.errors import GpuprovError
-from gpuprov.journal import new_journal, read_runs
+from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprov.errors import Problem
-from gpuprov.events import (
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.events import (
     ChangeProgress,
     CheckDone,
     Event,

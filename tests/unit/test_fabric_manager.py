@@ -9,24 +9,17 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda, fabric_plan
-from gpuprov.driver.fabric_manager import (
-    UNIT,
-    FabricFacts,
-    RunFabricManager,
-    gather_fabric,
-    packages,
-    parse_version,
-    problems,
-)
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.machine import gather_gpus
-from gpuprov.packaging.packages import PackageFacts, missing
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
+from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import gather_gpus
+from gpuprov.packaging.apt_packages import PackageFacts, missing
 from gpuprov.verify import checks
 from gpuprov.verify.outcome import Failed
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

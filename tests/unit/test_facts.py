@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import ExitCode
-from gpuprov.events import Finished
-from gpuprov.facts import facts_to_json, gather
-from gpuprov.machine import gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.system import System
+from gpuprov.agent.run import run_request
+from gpuprov.core.system import System
+from gpuprov.facts.host import facts_to_json, gather
+from gpuprov.machine.machine import gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import Finished
+from gpuprov.wire.request import Request
 from tests.unit.fake_host import FakeHost
 
 DEVICES = {

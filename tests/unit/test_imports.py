@@ -11,7 +11,7 @@ import pytest
 _EXAMPLE = Path(__file__).parents[2] / "inventories/example"
 _READ = f"from gpuprov.fleet.command import Options, _read; _read(Options('install', hosts=({str(_EXAMPLE)!r},)))"
 _GATHER = (
-    "from gpuprov.run import run_request; from gpuprov.request import Request; "
+    "from gpuprov.agent.run import run_request; from gpuprov.wire.request import Request; "
     "run_request(Request('facts'), lambda event: None)"
 )
 
@@ -19,14 +19,17 @@ _GATHER = (
 @pytest.mark.parametrize(
     ("code", "without"),
     [
-        (_READ, ("ansible", "gpuprov.facts", "gpuprov.plan", "gpuprov.run", "requests", "tomlkit", "rich.progress")),
+        (
+            _READ,
+            ("ansible", "gpuprov.facts", "gpuprov.plan", "gpuprov.agent.run", "requests", "tomlkit", "rich.progress"),
+        ),
         (
             _GATHER,
             (
                 "gpuprov.fleet",
                 "gpuprov.verify",
                 "gpuprov.doctor",
-                "gpuprov.uninstall",
+                "gpuprov.agent.uninstall",
                 "requests",
                 "tomlkit",
                 "pynvml",

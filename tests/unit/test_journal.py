@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import pytest
 
-from gpuprov.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
-from gpuprov.changes import Change, Json, Tell, WriteFile
-from gpuprov.errors import GpuprovError
-from gpuprov.events import Event
-from gpuprov.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
-from gpuprov.system import System
+from gpuprov.core.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.core.changes import Change, Json, Tell, WriteFile
+from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.apply import apply_changes, last_undoable_run, roll_back
-from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeDone, Event, Finished, Planned
-from gpuprov.facts import gather
-from gpuprov.journal import new_journal, read_runs
-from gpuprov.plan import CHANGE_KINDS, STEPS, make_plan
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.system import System
+from gpuprov.agent.run import run_request
+from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.system import System
+from gpuprov.facts.host import gather
+from gpuprov.plan.steps import CHANGE_KINDS, STEPS, make_plan
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.lab.repository import build_repository
 from tests.unit.fake_host import FakeHost, write_runfile

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import GpuprovError
-from gpuprov.lock import LOCK_PATH, host_lock
-from gpuprov.system import System
+from gpuprov.core.lock import LOCK_PATH, host_lock
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 HOLD = """
 import sys, time
-from gpuprov.lock import host_lock
-from gpuprov.system import System
+from gpuprov.core.lock import host_lock
+from gpuprov.core.system import System
 class Below(System):
     def read_text(self, path):
         return System().read_text(path) if path.startswith("/proc") else super().read_text(path)

@@ -9,24 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov import boot_files
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
 from gpuprov.driver import mig_plan
-from gpuprov.driver.mig import (
-    DivideGpus,
-    MigGpu,
-    gather_mig,
-    is_right,
-    parse_instances,
-    parse_modes,
-    parse_profiles,
-    profiles_of,
-    wanted_for,
-)
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.plan import make_plan
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.driver.mig import DivideGpus, is_right, profiles_of, wanted_for
+from gpuprov.facts import boot_files
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.mig import MigGpu, gather_mig, parse_instances, parse_modes, parse_profiles
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

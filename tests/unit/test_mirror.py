@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.driver import mirror, releases
+from gpuprov.agent.run import run_request
+from gpuprov.core.system import System
+from gpuprov.driver import mirror
 from gpuprov.driver_run import source
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.events import Event, Finished
-from gpuprov.facts import gather
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, parse_spec, spec_to_json
-from gpuprov.system import System
+from gpuprov.facts.host import gather
+from gpuprov.wire import driver_releases
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -110,7 +111,7 @@ def test_a_branch_becomes_a_release_with_its_file_and_known_digest(server: Serve
     found = mirror.resolved(System(), spec("550", server.url + slash), "x86_64")
     assert found.driver_version == "550.163.01"
     assert found.driver_url == f"{server.url}/550.163.01/NVIDIA-Linux-x86_64-550.163.01.run"
-    assert found.driver_sha256 == releases.known_sha256("550.163.01", "x86_64")
+    assert found.driver_sha256 == driver_releases.known_sha256("550.163.01", "x86_64")
     assert mirror.resolved(System(), found, "x86_64") == found
 
 
@@ -137,7 +138,7 @@ def test_a_branch_that_is_not_there_is_told_with_those_that_are(server: Served) 
     [
         ("580", "580.95.05", "580.95.05"),
         ("latest", "550.163.01", "550.163.01"),
-        ("580", "550.163.01", releases.resolved("580")),
+        ("580", "550.163.01", driver_releases.resolved("580")),
         ("565.77", "550.163.01", "565.77"),
     ],
 )

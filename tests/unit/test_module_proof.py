@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.driver.module_proof import dkms_states, prove_modules
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 VERSION = "550.163.01"
 KERNEL = "6.1.0-55-cloud-amd64"

@@ -8,20 +8,13 @@ from pathlib import Path
 import pytest
 
 from gpuprov.driver import kernel
-from gpuprov.driver.next_kernel import (
-    InstalledKernel,
-    fault,
-    flavour,
-    gather_kernels,
-    has_module,
-    newest,
-)
 from gpuprov.driver.precompiled import module_package
-from gpuprov.events import CheckDone, Event
-from gpuprov.facts import gather
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.facts.host import gather
+from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, has_module, newest
+from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.verify import verify
+from gpuprov.wire.events import CheckDone, Event
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from gpuprov.apply import apply_changes, last_undoable_run, roll_back
-from gpuprov.changes import Change
-from gpuprov.driver import initramfs, nouveau
-from gpuprov.driver.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather
-from gpuprov.journal import new_journal
-from gpuprov.plan import CHANGE_KINDS
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
+from gpuprov.core.changes import Change
+from gpuprov.core.journal import new_journal
+from gpuprov.driver import nouveau
+from gpuprov.facts import initramfs
+from gpuprov.facts.host import gather
+from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image, kernel_of
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.packaging.apt_failures import listed_under
-from gpuprov.packaging.apt_undo import parse_conffiles
-from gpuprov.packaging.packages import (
+from gpuprov.packaging.apt_packages import (
     HoldPackages,
     InstallPackages,
     PackageFacts,
@@ -27,7 +26,8 @@ from gpuprov.packaging.packages import (
     parse_dpkg,
     plan_holds,
 )
-from gpuprov.system import System
+from gpuprov.packaging.apt_undo import parse_conffiles
+from gpuprov.wire.errors import GpuprovError
 
 DPKG = """installed adduser 3.134
 config-files old-kernel 6.1.0-9

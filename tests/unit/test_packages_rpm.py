@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.packaging.packages_rpm import (
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.pgp import armored, dearmored, fingerprints
+from gpuprov.packaging.rpm_packages import (
     MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
@@ -23,8 +24,7 @@ from gpuprov.packaging.packages_rpm import (
     plan,
     rpm_lock_holder,
 )
-from gpuprov.packaging.pgp import armored, dearmored, fingerprints
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 from tests.unit.test_packages import held_by_another
 
 RPM = """gpg-pubkey 96055b96-6b0152d9.(none) gpg(lab) gpg(16f6ab6a96055b96)

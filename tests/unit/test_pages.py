@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from gpuprov.cli import cli
-from gpuprov.spec import option_names
+from gpuprov.cli.main import cli
+from gpuprov.wire.spec import option_names
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.changes import WriteFile
-from gpuprov.commands import Completed
-from gpuprov.distros import ROWS, Distribution, find_distribution
-from gpuprov.driver.past_kernels import Advice, advice, past_releases
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.machine import OperatingSystem
-from gpuprov.packaging import apt_failures, rpm_failures, software
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.packaging.repos_rpm import InstallRpmKey
-from gpuprov.plan import make_plan
-from gpuprov.spec import parse_spec
+from gpuprov.core.changes import WriteFile
+from gpuprov.core.commands import Completed
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.distros import ROWS, Distribution, find_distribution
+from gpuprov.machine.machine import OperatingSystem
+from gpuprov.packaging import apt_failures, rpm_failures
+from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.past_kernels import Advice, advice, past_releases
+from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.plan import software
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import parse_spec
 from tests.unit.fake_host import FakeHost
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.errors import GpuprovError
 from gpuprov.packaging.pgp import dearmored, fingerprints, key_ids
+from gpuprov.wire.errors import GpuprovError
 
 
 @dataclass(frozen=True)

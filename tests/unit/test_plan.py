@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.changes import RemoveFile, WriteFile
-from gpuprov.driver import kernel, releases
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.core.system import System
+from gpuprov.driver import kernel
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, gather
-from gpuprov.machine import PciGpu, gather_displays
-from gpuprov.packaging import software
-from gpuprov.packaging.packages import InstallPackages, PackageFacts
-from gpuprov.plan import make_plan, preflight
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import PciGpu, gather_displays
+from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
+from gpuprov.plan import software
+from gpuprov.plan.steps import make_plan, preflight
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.spec import HostSpec, parse_spec
-from gpuprov.system import System
 from gpuprov.toolkit import HandOverHook, InstallRuntime
+from gpuprov.wire import driver_releases
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import RELEASE, FakeHost
 
 pytestmark = pytest.mark.root
@@ -223,7 +224,7 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
 
 def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
     wanted = spec(driver_version="580")
-    known = releases.known_sha256(wanted.driver_version, "x86_64")
+    known = driver_releases.known_sha256(wanted.driver_version, "x86_64")
     assert planned(metal, wanted, FetchRunfile).sha256 == known != ""
     # Another place may hold another file of that name: what lies beside it says which.
     assert planned(metal, spec(driver_version="580", driver_url="https://a.example/x.run"), FetchRunfile).sha256 == ""

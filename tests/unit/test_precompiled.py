@@ -10,16 +10,18 @@ import pytest
 
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts
-from gpuprov.driver import availability, cuda, kernel, precompiled
+from gpuprov.core.changes import FileFact
+from gpuprov.driver import cuda, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
-from gpuprov.errors import Problem
-from gpuprov.facts import FileFact, HostFacts, gather
-from gpuprov.machine import PciGpu, has_key_of
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import PciGpu, has_key_of
+from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.offers import Offers
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.packaging.packages_rpm import InstallRpmPackages
-from gpuprov.plan import make_plan
-from gpuprov.spec import HostSpec, parse_spec
+from gpuprov.packaging.rpm_packages import InstallRpmPackages
+from gpuprov.plan import availability
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.bundle.test_rpm import MANIFEST
 from tests.unit.fake_host import FakeHost
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from gpuprov import reboot
-from gpuprov.commands import Completed
-from gpuprov.errors import ExitCode
-from gpuprov.events import Event, Finished, Planned
-from gpuprov.facts import HostFacts, gather
-from gpuprov.journal import read_runs
-from gpuprov.plan import make_plan
-from gpuprov.reboot_state import RebootFacts
-from gpuprov.request import Request, request_from_line
-from gpuprov.resume import UNIT, leave_resume
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.agent.resume import UNIT, leave_resume
+from gpuprov.agent.run import run_request
+from gpuprov.boot import reboot
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import read_runs
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.reboot_state import RebootFacts
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import Event, Finished, Planned
+from gpuprov.wire.request import Request, request_from_line
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

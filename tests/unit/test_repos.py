@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.changes import RemoveFile, WriteFile
-from gpuprov.facts import FileFact
-from gpuprov.repos import InstallKey, plan_repositories, problems, repositories
-from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.packaging.keys import InstallKey
+from gpuprov.repos import plan_repositories, problems, repositories
+from gpuprov.wire.spec import HostSpec, SiteRepository
 
 URI = "https://apt.example.org/gpu"
 KEY_URL = "https://apt.example.org/gpu/key.asc"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.changes import RemoveFile, WriteFile
-from gpuprov.distros import docker_repository, find_distribution
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.facts import FileFact, HostFacts, gather
-from gpuprov.machine import OperatingSystem
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.packaging.packages_rpm import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.distros import docker_repository, find_distribution
+from gpuprov.machine.machine import OperatingSystem
+from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints
-from gpuprov.packaging.repos_rpm import (
+from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
+from gpuprov.packaging.rpm_repos import (
     DIRECTORIES,
     InstallRpmKey,
     RpmRepository,
@@ -24,8 +24,8 @@ from gpuprov.packaging.repos_rpm import (
     problems,
     repositories,
 )
-from gpuprov.plan import make_plan, preflight
-from gpuprov.spec import HostSpec, SiteRepository, parse_spec
+from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.wire.spec import HostSpec, SiteRepository, parse_spec
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY
 

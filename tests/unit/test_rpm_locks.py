@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.packaging.rpm_locks import (
     HELD_LIST,
     LOCK_TOOLS,
@@ -19,7 +20,6 @@ from gpuprov.packaging.rpm_locks import (
     held_names,
     plan,
 )
-from gpuprov.system import System
 
 NAME, EVR = "nvidia-container-toolkit", "0:1.17.8-1"
 # As dnf-plugins-core 4.3 and zypper 1.14 write them; the others by dnf5-versionlock(8) and yum-versionlock(1).

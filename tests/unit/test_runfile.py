@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.driver.runfile import explain_failure, install_arguments, knows, parse_header, version_key
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"

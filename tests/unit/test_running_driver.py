@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpuprov.apply import last_undoable_run, roll_back
-from gpuprov.driver.holders import Holder, gather_holders, mapped_device, parse_cgroup
-from gpuprov.driver.release import STOPPED
+from gpuprov.core.apply import last_undoable_run, roll_back
+from gpuprov.core.places import STOPPED
+from gpuprov.core.system import System
 from gpuprov.driver.running_driver import parse_containers
-from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeDone, Planned
-from gpuprov.plan import CHANGE_KINDS
-from gpuprov.reboot_state import IN_USE_MARK
-from gpuprov.system import System
+from gpuprov.facts.holders import Holder, gather_holders, mapped_device, parse_cgroup
+from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import ChangeDone, Planned
 from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
 pytestmark = pytest.mark.root

@@ -10,9 +10,9 @@ import pytest
 import tomllib
 from click.testing import CliRunner, Result
 
-from gpuprov.cli import cli
+from gpuprov.cli.main import cli
 from gpuprov.engines import containerd
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 CONFIG = 'version = 2\n\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause"  # why\n'
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.system import System
 from gpuprov.driver import driver_install
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver.runfile import parse_header
 from gpuprov.driver.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
-from gpuprov.errors import GpuprovError
-from gpuprov.facts import gather
-from gpuprov.machine import PciGpu
-from gpuprov.spec import parse_spec
-from gpuprov.system import System
+from gpuprov.facts.host import gather
+from gpuprov.machine.machine import PciGpu
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

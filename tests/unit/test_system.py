@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.commands import NOT_FOUND, TIMED_OUT
-from gpuprov.disk import temporary_name
-from gpuprov.system import System, sha256_of
+from gpuprov.core.commands import NOT_FOUND, TIMED_OUT
+from gpuprov.core.disk import temporary_name
+from gpuprov.core.system import System, sha256_of
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.commands import Completed
-from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
-from gpuprov.journal import STATE_DIRECTORY, read_runs
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, spec_to_json
+from gpuprov.agent.run import run_request
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import STATE_DIRECTORY, read_runs
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, Tree, write_runfile
 

@@ -17,13 +17,13 @@ from gpuprov import toolkit
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
-from gpuprov.commands import Completed
-from gpuprov.errors import GpuprovError
-from gpuprov.events import CheckDone, Event
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.verify import verify
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import CheckDone, Event
+from gpuprov.wire.spec import HostSpec
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 
 # `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.

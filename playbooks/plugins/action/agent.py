@@ -57,8 +57,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             }
         )[1]
         agent, digest = _agent()
-        from gpuprov import playbook_task
-        from gpuprov.errors import GpuprovError
+        from gpuprov.agent import playbook_task
+        from gpuprov.wire.errors import GpuprovError
 
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
@@ -97,7 +97,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the gpuprov_ variables, their templates resolved."""
-        from gpuprov.errors import ExitCode, GpuprovError
+        from gpuprov.wire.errors import ExitCode, GpuprovError
 
         found = {}
         for name in sorted(task_vars):
@@ -114,10 +114,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool
     ) -> dict[str, Any]:
         """Let the agent work on behind our back (`async`); Ansible's async_status finds what came of it."""
-        from gpuprov.agent import JOB
-        from gpuprov.background import Job, job_to_line
-        from gpuprov.push import agent_command
-        from gpuprov.request import request_to_line
+        from gpuprov.agent.agent import JOB
+        from gpuprov.agent.background import Job, job_to_line
+        from gpuprov.agent.push import agent_command
+        from gpuprov.wire.request import request_to_line
 
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
         job = Job(
@@ -134,10 +134,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _ask(self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool) -> str:
         """Send the request to the host's agent, put there first if it is missing; return what it prints."""
-        from gpuprov.errors import GpuprovError
-        from gpuprov.playbook_task import split_output
-        from gpuprov.push import agent_command, unfinished_problem
-        from gpuprov.request import request_to_line
+        from gpuprov.agent.playbook_task import split_output
+        from gpuprov.agent.push import agent_command, unfinished_problem
+        from gpuprov.wire.errors import GpuprovError
+        from gpuprov.wire.request import request_to_line
 
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
         line = f"{request_to_line(request)}\n".encode()
@@ -151,10 +151,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
     ) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
-        from gpuprov.errors import GpuprovError
-        from gpuprov.playbook_task import BOOTSTRAP_OPTION
-        from gpuprov.probe import BOOTSTRAP, python_problem
-        from gpuprov.push import STORE
+        from gpuprov.agent.playbook_task import BOOTSTRAP_OPTION
+        from gpuprov.agent.probe import BOOTSTRAP, python_problem
+        from gpuprov.agent.push import STORE
+        from gpuprov.wire.errors import GpuprovError
 
         variables = _connection_variables(task_vars, self._task.delegate_to)
         named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
@@ -177,9 +177,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
+        from gpuprov.agent.push import said
         from gpuprov.bundle.place import ASK, CACHE, TAKE, Place, parse_there
-        from gpuprov.errors import GpuprovError
-        from gpuprov.push import said
+        from gpuprov.wire.errors import GpuprovError
 
         place = Place(request.bundle_digest, Path(request.bundle).stat().st_size)
         asked = self._on_host(shlex.join(place.command(ASK)), b"", become=True)
@@ -200,7 +200,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _wait_for_boot(self, left: str) -> None:
         """Return once the host answers from another boot than the one it has left."""
-        from gpuprov.errors import ExitCode, GpuprovError
+        from gpuprov.wire.errors import ExitCode, GpuprovError
 
         deadline = time.monotonic() + _BOOT_SECONDS
         while time.monotonic() < deadline:
@@ -220,9 +220,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         )  # fmt: skip
 
     def _probe(self, digest: str, named_python: str) -> Any:
-        from gpuprov.errors import GpuprovError
-        from gpuprov.probe import PROBE, PYTHONS, parse_probe
-        from gpuprov.push import said
+        from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
+        from gpuprov.agent.push import said
+        from gpuprov.wire.errors import GpuprovError
 
         pythons = (named_python,) if named_python else PYTHONS
         done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
@@ -235,15 +235,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return probe
 
     def _require(self, done: Any, what: str, next_step: str) -> None:
-        from gpuprov.errors import GpuprovError
-        from gpuprov.push import said
+        from gpuprov.agent.push import said
+        from gpuprov.wire.errors import GpuprovError
 
         if not done.ok:
             raise GpuprovError(what, said(done), next_step)
 
     def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
         """Run a command with bytes on its standard input, as the task's become says or as the login user."""
-        from gpuprov.commands import Completed
+        from gpuprov.core.commands import Completed
 
         if self._connection.has_pipelining:
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
@@ -299,8 +299,8 @@ def _run_id() -> str:
 
 def _bundle(variables: dict[str, Any]) -> tuple[str, str]:
     """Return the bundle that the variables name, and its digest; one that is not right is refused before it travels."""
+    from gpuprov.agent.playbook_task import BUNDLE_KEY_VARIABLE, BUNDLE_VARIABLE
     from gpuprov.bundle.check import digest_once
-    from gpuprov.playbook_task import BUNDLE_KEY_VARIABLE, BUNDLE_VARIABLE
 
     named, key = (str(variables.get(name) or "") for name in (BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE))
     path = str(Path(named).expanduser().absolute()) if named else ""

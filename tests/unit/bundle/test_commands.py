@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from gpuprov.bundle.manifest import digest_of
-from gpuprov.cli import cli
-from gpuprov.errors import ExitCode, GpuprovError
+from gpuprov.cli.main import cli
+from gpuprov.wire.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
 
 

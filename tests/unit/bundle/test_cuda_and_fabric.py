@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
-from gpuprov.bundle.recipe import Recipe, RunFile, Wishes, make_recipe
+from gpuprov.agent.run import run_request
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundling.recipe import Recipe, RunFile, Wishes, make_recipe
+from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_plan
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.events import Event, Finished
-from gpuprov.facts import HostFacts, gather
-from gpuprov.packaging.packages import InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.repos_rpm import InstallRpmKey
-from gpuprov.plan import StepChange, _once, preflight
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, parse_spec, spec_to_json
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.plan.steps import StepChange, _once, preflight
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, listed, write_test_bundle
 from tests.simgpu.cuda_run import build_cuda_run

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpack, verify_files
 from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
 from gpuprov.bundle.manifest import Manifest, digest_of, is_safe_path, manifest_from_bytes, manifest_to_bytes
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed
 
 BUNDLE = bundle_bytes()

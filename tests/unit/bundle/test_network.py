@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from gpuprov import run as running
-from gpuprov.bundle.manifest import FOLDER, SOURCES_LIST, BundleFacts, BundlePackage, Manifest
-from gpuprov.changes import Change
-from gpuprov.commands import Completed
+from gpuprov.agent import run as running
+from gpuprov.agent.run import run_request
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
+from gpuprov.core.changes import Change
+from gpuprov.core.commands import Completed
+from gpuprov.core.places import FOLDER, SOURCES_LIST
 from gpuprov.driver.cuda import plan_pin
-from gpuprov.errors import ExitCode
-from gpuprov.events import Event, Finished
-from gpuprov.facts import gather
-from gpuprov.packaging.packages import InstallPackages
-from gpuprov.plan import make_plan
-from gpuprov.request import Request, request_from_line
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, SiteRepository, spec_to_json
+from gpuprov.facts.host import gather
+from gpuprov.packaging.apt_packages import InstallPackages
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request, request_from_line
+from gpuprov.wire.spec import HostSpec, SiteRepository, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, write_test_bundle
 from tests.unit.bundle.test_use import BUNDLE, SPEC, BundleHost, problem, run, with_image

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
-from gpuprov.bundle.sources import ARCHIVES, default_sources
-from gpuprov.distros import find_distribution
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.spec import HostSpec, SiteRepository
+from gpuprov.bundling.recipe import Recipe, Wishes, make_recipe
+from gpuprov.bundling.sources import ARCHIVES, default_sources
+from gpuprov.machine.distros import find_distribution
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec, SiteRepository
 
 WISHES = Wishes("debian-12", "x86_64")
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)

@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle import use, use_rpm
-from gpuprov.bundle.manifest import FOLDER, BundleFacts, BundleFile, BundlePackage, Manifest
-from gpuprov.bundle.recipe import Recipe, Wishes, make_recipe
-from gpuprov.bundle.rpm_sources import RpmSource, rpm_sources
-from gpuprov.commands import Completed
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.facts import HostFacts, gather
-from gpuprov.machine import OperatingSystem
-from gpuprov.packaging import packages_rpm
-from gpuprov.packaging.packages import PackageFacts
-from gpuprov.packaging.repos_rpm import InstallRpmKey
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.bundle import use_rpm
+from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
+from gpuprov.bundling.recipe import Recipe, Wishes, make_recipe
+from gpuprov.bundling.rpm_sources import RpmSource, rpm_sources
+from gpuprov.core.commands import Completed
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import System
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.machine.machine import OperatingSystem
+from gpuprov.packaging import rpm_packages
+from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.plan import with_bundle
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec
 from tests.unit.fake_host import FakeHost
 
 KEY, OTHER = "A" * 40, "B" * 40
@@ -116,7 +118,7 @@ def on_host(facts: HostFacts, version: str = "9.5", manifest: Manifest = MANIFES
 
 
 def said(host: HostFacts, *packages: str) -> str:
-    return "\n".join(str(one) for one in use.problems(host, HostSpec(), packages, installs_driver=False))
+    return "\n".join(str(one) for one in with_bundle.problems(host, HostSpec(), packages, installs_driver=False))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_bundle_is_the_only_source(tmp_path: Path, distribution: str, versio
     manifest = dataclasses.replace(MANIFEST, distribution=distribution, version=version)
     host = Recording(str(tmp_path))
     manager = use_rpm.manager_of(manifest)
-    for change in packages_rpm.plan(PackageFacts(manager, {}), ["gcc"], options=use_rpm.options(BundleFacts(manifest))):
+    for change in rpm_packages.plan(PackageFacts(manager, {}), ["gcc"], options=use_rpm.options(BundleFacts(manifest))):
         change.apply(host, lambda message, done, total: None)
     asked = [command for command in host.commands if command[0] == manager]
     assert [list(command[: len(words)]) for command in asked] == [words, words]

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundle.images import LoadImage, image_identity
-from gpuprov.bundle.manifest import FOLDER, BundleImage, Manifest
-from gpuprov.errors import ExitCode
-from gpuprov.events import ChangeDone, Event, Finished, Planned
-from gpuprov.journal import read_runs
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, spec_to_json
-from gpuprov.system import sha256_of
+from gpuprov.agent.run import run_request
+from gpuprov.bundle.manifest import BundleImage, Manifest
+from gpuprov.core.journal import read_runs
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import sha256_of
+from gpuprov.engines.image_identity import image_identity
+from gpuprov.plan.images import LoadImage
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests.bundles import DRIVER, FILES, KEY, MANIFEST, bundle_bytes, listed, write_test_bundle
 from tests.unit.fake_host import RELEASE, FakeHost
 
@@ -264,6 +266,6 @@ def test_an_image_that_is_not_the_manifests_is_an_error(host: BundleHost) -> Non
 
 def test_the_request_of_an_older_controller_still_works(host: BundleHost) -> None:
     """A request without the two fields is one without a bundle."""
-    from gpuprov.request import request_from_line
+    from gpuprov.wire.request import request_from_line
 
     assert request_from_line(json.dumps({"command": "facts"})) == Request("facts", bundle="", bundle_digest="")

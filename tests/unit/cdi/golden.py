@@ -8,7 +8,7 @@ from pathlib import Path
 from gpuprov.cdi.discover import ask_nvml, discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
-from gpuprov.system import System
+from gpuprov.core.system import System
 from tests.simgpu import install_tree, write_kernel_tree
 from tests.unit.cdi.test_discover import DATA, Host, lay, make_nodes, mounts
 

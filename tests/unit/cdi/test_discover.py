@@ -22,8 +22,8 @@ from gpuprov.cdi.nodes import Node, expected_nodes
 from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
 from gpuprov.cdi.specification import render_json
 from gpuprov.cdi.validation import problems
-from gpuprov.commands import Completed
-from gpuprov.system import System
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
 from tests.unit.test_cdi import reached
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.files import find_firmware
-from gpuprov.system import System
+from gpuprov.core.system import System
 from tests import simgpu
 
 VERSION = simgpu.DRIVER_VERSION

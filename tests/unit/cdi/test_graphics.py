@@ -10,7 +10,7 @@ from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.validation import problems
-from gpuprov.system import System
+from gpuprov.core.system import System
 from tests import simgpu
 
 VIDEO = 44

@@ -10,8 +10,8 @@ import pytest
 
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import specification
-from gpuprov.changes import MakeNode
-from gpuprov.system import System
+from gpuprov.core.changes import MakeNode
+from gpuprov.core.system import System
 from tests import simgpu
 
 pytestmark = pytest.mark.root

@@ -12,8 +12,8 @@ import pytest
 from gpuprov import toolkit
 from gpuprov.cdi.other_devices import MODES, PATHS, specification_of, specifications
 from gpuprov.cdi.validation import problems
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from gpuprov.cdi.inject import inject
 from gpuprov.cdi.registry import Registry, read_registry
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
 
 
 def write(folder: Path, name: str, kind: str, common: dict[str, Any] | None = None, **devices: str) -> None:

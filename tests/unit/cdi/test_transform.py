@@ -6,7 +6,7 @@ import pytest
 
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification
 from gpuprov.cdi.transform import deduplicated, in_order, simplified, with_merged_device, with_root
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 
 def of(common: Edits, **devices: Edits) -> Specification:

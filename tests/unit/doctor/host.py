@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.commands import Completed
+from gpuprov.agent.run import run_request
+from gpuprov.core.commands import Completed
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import HostSpec, spec_to_json
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 

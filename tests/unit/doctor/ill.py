@@ -9,9 +9,9 @@ from typing import Any, Callable
 from gpuprov.doctor.examined import Examined, Smi
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
-from gpuprov.driver.fabric_manager import FabricFacts
-from gpuprov.driver.next_kernel import InstalledKernel
-from gpuprov.machine import PciGpu
+from gpuprov.facts.fabric import FabricFacts
+from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.machine.machine import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
 from tests.unit.fake_host import RELEASE

@@ -13,10 +13,10 @@ from gpuprov.cdi.generate import PATH
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
 from gpuprov.engines.more import EngineFacts
 from gpuprov.engines.wish import FileEdit
-from gpuprov.errors import Problem
-from gpuprov.reboot_state import RebootFacts
+from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from gpuprov.wire.errors import Problem
 from tests.unit.doctor.ill import (
     AVC,
     CONFIG_TOML,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from gpuprov.doctor.examined import KEYS
 from gpuprov.doctor.finding import ASIDE, LIKELY
 from gpuprov.doctor.parse import ModuleFile
-from gpuprov.driver.initramfs import BLACKLIST
-from gpuprov.driver.next_kernel import InstalledKernel
+from gpuprov.facts.initramfs import BLACKLIST
+from gpuprov.facts.kernels import InstalledKernel
 from tests.unit.doctor.host import with_driver, with_kernel
 from tests.unit.doctor.ill import (
     DKMS,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.agent.run import run_request
 from gpuprov.doctor import examine
 from gpuprov.doctor.finding import AREAS
-from gpuprov.errors import ExitCode
-from gpuprov.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
-from gpuprov.request import Request
-from gpuprov.run import run_request
-from gpuprov.spec import spec_to_json
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import CauseFound, CheckDone, Event, Finished, Note, from_line, to_line
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import spec_to_json
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, healthy
 
 pytestmark = pytest.mark.root

@@ -9,8 +9,8 @@ import pytest
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.machine import OperatingSystem
-from gpuprov.spec import HostSpec
+from gpuprov.machine.machine import OperatingSystem
+from gpuprov.wire.spec import HostSpec
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
 
 pytestmark = pytest.mark.root

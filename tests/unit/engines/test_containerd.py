@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import tomllib
 
+from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.configure import configuration, write
 from gpuprov.engines.wish import Configuration, Request, RuntimeWish
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 OLD = "#!/bin/sh\necho 'containerd github.com/containerd/containerd v1.7.24 abc'\n"
 NEW = "#!/bin/sh\necho 'containerd github.com/containerd/containerd/v2 2.1.9+unknown '\n"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import tomllib
 
+from gpuprov.core.system import System
 from gpuprov.engines import configure, crio, podman
 from gpuprov.engines.wish import Request, RuntimeWish
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 WISH = RuntimeWish("nvidia", "/usr/bin/x")
 # As CRI-O's own packages bring it: 10-crio.conf names crun as the default.

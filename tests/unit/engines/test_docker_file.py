@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.engines.docker_file import configuration, configured
 from gpuprov.engines.json_text import with_member, without_member
 from gpuprov.engines.wish import Request, RuntimeWish
-from gpuprov.errors import GpuprovError
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
 
 WISH = RuntimeWish("nvidia", "/usr/bin/x")
 ENTRY = '{"path": "/usr/bin/x", "args": []}'

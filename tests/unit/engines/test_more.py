@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpuprov.commands import Completed
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.engines import more
 from gpuprov.engines.more import ConfigureEngine, gather, plan, problems
-from gpuprov.errors import GpuprovError
-from gpuprov.plan import engine_wishes
+from gpuprov.plan.steps import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.spec import parse_spec
-from gpuprov.system import System
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import parse_spec
 
 CONTAINERD = 'version = 2\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'
 WISHES = {"containerd": LAUNCHER_PATH, "podman": LAUNCHER_PATH}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_wants, without_ours
 from gpuprov.engines.wants import Wants, says
-from gpuprov.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
 WANTS: Wants = (

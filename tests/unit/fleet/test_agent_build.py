@@ -65,10 +65,22 @@ def test_dependencies_of_dependencies_travel_too() -> None:
 def test_nothing_of_the_controller_travels(agent: Agent) -> None:
     tops = {name.split("/")[0] for name in names(agent)}
     assert tops.isdisjoint({"click", "rich", "fabric", "paramiko", "ansible", "jinja2", "yaml"})
-    assert not [
-        name for name in names(agent) if name.startswith(("gpuprov/cli.py", "gpuprov/fleet", "gpuprov/__main__"))
-    ]
-    assert "gpuprov/agent.py" in names(agent)
+
+
+def test_what_travels_of_gpuprov_is_these_folders_and_files(agent: Agent) -> None:
+    parts = {name.split("/")[1] for name in names(agent) if name.startswith("gpuprov/")}
+    assert parts == {
+        "__init__.py", "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "driver_run.py", "engines",
+        "facts", "machine", "packaging", "plan", "repos.py", "runtime_hook", "toolkit.py", "verify", "wire",
+    }  # fmt: skip
+    assert "gpuprov/agent/agent.py" in names(agent)
+
+
+def test_no_module_that_travels_names_a_package_of_the_controller(agent: Agent) -> None:
+    archive = zipfile.ZipFile(io.BytesIO(agent.content))
+    ours = {name: archive.read(name).decode() for name in names(agent) if name.startswith("gpuprov/")}
+    words = re.compile(r"^\s*(?:from|import) (click|rich|fabric|paramiko|ansible|jinja2)\b", re.MULTILINE)
+    assert {name: words.findall(text) for name, text in ours.items() if words.search(text)} == {}
 
 
 def test_nothing_compiled_travels(agent: Agent) -> None:
@@ -92,7 +104,16 @@ def small(tmp_path: Path) -> Path:
     """Return a zipapp with the agent's real start and hardly anything to start; its cache lies in tmp_path/place."""
     start = re.sub(r"PLACE = .*", f"PLACE = {str(tmp_path / 'place')!r}", MAIN.replace("{digest}", "d1"))
     path = tmp_path / "agent.pyz"
-    path.write_bytes(pack({"__main__.py": start.encode(), "gpuprov/__init__.py": b"", "gpuprov/agent.py": SAY}))
+    path.write_bytes(
+        pack(
+            {
+                "__main__.py": start.encode(),
+                "gpuprov/__init__.py": b"",
+                "gpuprov/agent/__init__.py": b"",
+                "gpuprov/agent/agent.py": SAY,
+            }
+        )
+    )
     return path
 
 
@@ -103,7 +124,7 @@ def start(path: Path) -> tuple[int, str]:
 
 
 def test_agent_unpacks_itself_once(small: Path, tmp_path: Path) -> None:
-    assert start(small) == (5, f"{tmp_path}/place/agent-d1/gpuprov/agent.py")
+    assert start(small) == (5, f"{tmp_path}/place/agent-d1/gpuprov/agent/agent.py")
     inode = (tmp_path / "place/agent-d1").stat().st_ino
     assert start(small)[0] == 5
     assert (tmp_path / "place/agent-d1").stat().st_ino == inode
@@ -118,12 +139,12 @@ def test_folder_that_others_may_write_is_not_trusted(small: Path, tmp_path: Path
     evil.mkdir(exist_ok=True)
     evil.chmod(0o777)
     (evil / "planted").write_text("")
-    assert start(small) == (5, f"{small}/gpuprov/agent.py")
+    assert start(small) == (5, f"{small}/gpuprov/agent/agent.py")
 
 
 def test_link_in_place_of_the_folder_is_not_followed(small: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere/gpuprov").mkdir(parents=True)
-    (tmp_path / "elsewhere/gpuprov/agent.py").write_text("def main(): return 99\n")
+    (tmp_path / "elsewhere/gpuprov/agent").mkdir(parents=True)
+    (tmp_path / "elsewhere/gpuprov/agent/agent.py").write_text("def main(): return 99\n")
     (tmp_path / "place").mkdir(mode=0o700)
     (tmp_path / "place/agent-d1").symlink_to(tmp_path / "elsewhere")
     assert start(small)[0] == 5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.batches import Share, make_batches, parse_rollout
 from gpuprov.fleet.target import HostTarget
-from gpuprov.spec import HostSpec
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec
 
 
 def hosts(number: int) -> list[HostTarget]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.beside import begun_beside
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _EXAMPLE = Path(__file__).parents[3] / "inventories/example"
 

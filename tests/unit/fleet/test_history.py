@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpuprov.cli import cli
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import CheckDone, PlannedChange
+from gpuprov.cli.main import cli
 from gpuprov.fleet import history
 from gpuprov.fleet.history import Run, load, save, without_secrets
 from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import CheckDone, PlannedChange
 
 RESULT = HostResult(
     "gpu1", ExitCode.FAILED, 3, 2.5, (Problem("full", "df", "make room"),), "s", {"driver": "550"},

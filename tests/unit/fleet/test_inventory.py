@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.origins import find_variable
 from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 DRIVER = "gpuprov_driver_version=550.163.01"
 

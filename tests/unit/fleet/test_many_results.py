@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gpuprov.errors import ExitCode, Problem
-from gpuprov.events import CheckDone
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.text import listed, shortened
 from gpuprov.fleet.versions import spreads, versions_of_facts
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import CheckDone
 
 
 def failed(host: str, what: str, evidence: str = "", next_step: str = "") -> HostResult:

@@ -13,8 +13,12 @@ import pytest
 from rich.console import Console
 
 import gpuprov
-from gpuprov.errors import ExitCode, Problem
-from gpuprov.events import (
+from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
+from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.text import listed, one_line, plain
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import (
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -27,10 +31,6 @@ from gpuprov.events import (
     PlannedChange,
     Started,
 )
-from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
-from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
-from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.text import listed, one_line, plain
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
 

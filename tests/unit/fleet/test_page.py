@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from gpuprov.errors import ExitCode, Problem
-from gpuprov.events import CheckDone, PlannedChange
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.page import render
 from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import CheckDone, PlannedChange
 
 VOID = {"meta", "br"}
 EVIL = "\"'></title></style></td><script>alert(1)</script><img src=http://evil.example onerror=a>\x1b[2J\u202e&lt;"

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.errors import ExitCode, GpuprovError, Problem
-from gpuprov.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
 from gpuprov.fleet.ssh import SshSettings
 from gpuprov.fleet.target import HostTarget
-from gpuprov.request import Request
-from gpuprov.spec import HostSpec
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec
 
 HOSTS = [HostTarget(f"lab-{letter}", HostSpec(), connection="local") for letter in "abcdef"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.agent.probe import PROBE, PYTHONS, Probe, Python, parse_probe, probe_problem, python_problem
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, matching_keys, preferred_key_types
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.ssh_config import config_for, expanded
 from gpuprov.fleet.target import HostTarget
-from gpuprov.probe import PROBE, PYTHONS, Probe, Python, parse_probe, probe_problem, python_problem
-from gpuprov.spec import HostSpec
+from gpuprov.wire.spec import HostSpec
 
 ARGUMENTS = [
     ("", SshArguments()),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook.edits import apply_edits, drop_nvidia_hooks, merge_edits, normal_path
+from gpuprov.runtime_hook.edits import apply_edits, drop_nvidia_hooks, merge_edits
 from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.paths import normal_path
 
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from gpuprov.errors import ExitCode, GpuprovError
-from gpuprov.hook_commands import hook
+from gpuprov.cli.hook import hook
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 # As a host has it: the table under `--host-*` stands in the hook's arguments.
 SPECIFICATION = {

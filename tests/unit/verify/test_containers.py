@@ -9,12 +9,12 @@ from typing import Any, Callable
 
 import pytest
 
-from gpuprov.commands import TIMED_OUT, Completed
-from gpuprov.spec import HostSpec
-from gpuprov.system import System
+from gpuprov.core.commands import TIMED_OUT, Completed
+from gpuprov.core.system import System
 from gpuprov.verify import containers, parse_smi
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Failed
+from gpuprov.wire.spec import HostSpec
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 TWO = parse_smi(REPORT)

@@ -1,0 +1,1 @@
+"""One request on one host: run, resume, uninstall, the entry of the zipapp, what pushes and probes it."""

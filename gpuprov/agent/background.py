@@ -1,0 +1,118 @@
+"""A request that is worked on after the controller has gone: Ansible's `async`; its result lies in a job's file.
+
+The file is the one that Ansible's async_status reads (ansible-core, modules/async_wrapper.py and async_status.py): as
+long as it has the key `started`, the job runs; then it is the task's result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+from gpuprov.agent.worker import start_worker
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished, from_line
+from gpuprov.wire.request import Request
+
+# Runs a request in a session of its own and writes its events into a pipe; returns its exit code.
+Work = Callable[[Request, int], int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the controller says of a job: its id, where its file lies, what it is for, how many seconds it may take."""
+
+    id: str
+    folder: str
+    command: str
+    seconds: float
+    local_facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder).expanduser() / self.id
+
+    def started(self) -> dict[str, Any]:
+        """Return what the controller is told at once."""
+        return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": str(self.path)}
+
+
+_REPORT = "controller and agent do not understand each other: make the collection anew, or report it"
+
+
+def job_to_line(job: Job) -> str:
+    """Return a job as it travels to the host."""
+    return json.dumps(asdict(job))
+
+
+def job_from_line(line: str) -> Job:
+    """Return the job that a controller sent. Raises GpuprovError: its id becomes a file's name."""
+    try:
+        job = Job(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise GpuprovError("this is no job", str(error), _REPORT, exit_code=ExitCode.USAGE) from None
+    if not job.id.replace(".", "").isalnum() or job.id.startswith("."):
+        raise GpuprovError("a job's id is letters, digits and dots", repr(job.id), _REPORT, exit_code=ExitCode.USAGE)
+    return job
+
+
+def begin(request: Request, job: Job, work: Work) -> None:
+    """Say on stdout that the job has begun, and work on behind the caller's back; returns in the caller alone."""
+    job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(job.path, {"started": 1, "finished": 0, "ansible_job_id": job.id})
+    sys.stdout.write(json.dumps(job.started()) + "\n")
+    sys.stdout.flush()
+    if os.fork() != 0:
+        return
+    # Nothing of the connection may be held, or the controller would wait for its end.
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    try:
+        _write(job.path, {**_result(job, _events(request, job.seconds, work)), "ansible_job_id": job.id})
+    finally:
+        os._exit(0)
+
+
+def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
+    """Return the events of the whole run; behind its time it is asked to stop, which it does between two changes."""
+    worker, reading = start_worker(request, work)
+    too_late = threading.Timer(seconds, os.kill, (worker, signal.SIGTERM))
+    too_late.daemon = True
+    too_late.start()
+    with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
+        events = tuple(event for line in lines if (event := from_line(line)) is not None)
+    too_late.cancel()
+    os.waitpid(worker, 0)
+    return events
+
+
+def _result(job: Job, events: tuple[Event, ...]) -> dict[str, Any]:
+    from gpuprov.agent.playbook_task import failure, task_result
+
+    if not any(isinstance(event, Finished) for event in events):
+        return failure(
+            GpuprovError(
+                "the agent ended without a result",
+                "the job's process was killed, or the host went down",
+                "run the same task again; it takes up what was begun",
+            )
+        )
+    return task_result(job.command, events, job.local_facts)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Replace the file whole: it is read while the job runs."""
+    temporary = path.with_name(f".{path.name}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    temporary.replace(path)

@@ -1,0 +1,159 @@
+"""One task of a playbook as a request, and what the agent answered as a task's result; never imports Ansible.
+
+The action plugin (playbooks/plugins/action/agent.py) carries the two to a host and back. This module travels inside the
+agent, so that the plugin finds it wherever it finds the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import ChangeDone, CheckDone, Event, FactsGathered, Finished, Note, Planned, from_line
+from gpuprov.wire.request import COMMANDS, Request
+from gpuprov.wire.spec import spec_from_variables, spec_to_json
+
+PLAN = "plan"
+TASK_COMMANDS = (PLAN, *COMMANDS)
+BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
+BUNDLE_VARIABLE = "gpuprov_play_bundle"
+BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
+BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
+# These heed `check` or change nothing. What any other would do cannot be told without doing it.
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "uninstall")
+
+
+def task_request(
+    command: str,
+    variables: Mapping[str, Any],
+    *,
+    steps: Iterable[str] = (),
+    check: bool = False,
+    diff: bool = False,
+    run_id: str = "",
+    bundle: str = "",
+    bundle_digest: str = "",
+) -> Request:
+    """Return the request of a task. `plan` is an installation in check mode that is never told as a change.
+
+    `bundle` is the path of a bundle here, not yet on the host; only what installs is given it.
+    Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
+    """
+    if command not in TASK_COMMANDS:
+        raise GpuprovError(
+            f"there is no command {command!r}", "", f"commands: {', '.join(TASK_COMMANDS)}", exit_code=ExitCode.USAGE
+        )
+    return Request(
+        command="install" if command == PLAN else command,
+        spec=spec_to_json(spec_from_variables(variables)),
+        check=check or command == PLAN,
+        diff=diff,
+        steps=tuple(steps),
+        run_id=run_id,
+        bundle=bundle if installs(command) else "",
+        bundle_digest=bundle_digest if installs(command) else "",
+        # The plugin waits for a host that reboots, and asks again.
+        caller_returns=True,
+    )
+
+
+def for_a_job(request: Request) -> Request:
+    """Return the request for a host on which nobody waits (`async`). Raises GpuprovError if the host may reboot."""
+    if request.spec.get("reboot") == "if-needed":
+        raise GpuprovError(
+            "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed allows",
+            "",
+            "take async from the task (it waits by itself), or set gpuprov_reboot: never",
+            exit_code=ExitCode.USAGE,
+        )
+    return replace(request, caller_returns=False)
+
+
+def installs(command: str) -> bool:
+    """Say whether the command makes a plan, for which a bundle may stand in for the network."""
+    return command in (PLAN, "install")
+
+
+def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
+    """Return the result of a task that check mode leaves out, or None if it goes to the host."""
+    if command in _IN_CHECK_MODE:
+        return None
+    reason = "it starts containers" if command == "verify" else "it has no dry run"
+    return {"skipped": True, "msg": f"check mode: {command} is left out, {reason}"}
+
+
+def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
+    """Return the events in what the agent printed, and the lines that are none."""
+    lines = [(from_line(line), line) for line in text.splitlines()]
+    return tuple(event for event, _ in lines if event is not None), [line for event, line in lines if event is None]
+
+
+def left_boot(events: Iterable[Event]) -> str:
+    """Return the boot that the host is leaving by a reboot of ours, nothing if it stays up."""
+    return next((event.left_boot for event in events if isinstance(event, Finished)), "")
+
+
+def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Return the events of a run that a reboot cut in two, such that those of its second half may follow."""
+    return tuple(event for event in events if not isinstance(event, Finished))
+
+
+def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the result of a task in Ansible's keys, and `changes`, `checks`, `problems`, `versions` as data.
+
+    `local_facts` is the host's `ansible_local`, to which its facts are added.
+    """
+    result: dict[str, Any] = {"changed": False, "changes": [], "checks": [], "problems": [], "diff": []}
+    warnings: list[str] = []
+    done = 0
+    for event in events:
+        if isinstance(event, Planned):
+            result["changes"] = [{"step": change.step, "summary": change.summary} for change in event.changes]
+            result["diff"] = [{"prepared": f"{change.diff}\n"} for change in event.changes if change.diff]
+        elif isinstance(event, ChangeDone):
+            done += 1
+        elif isinstance(event, CheckDone):
+            result["checks"].append(asdict(event))
+        elif isinstance(event, FactsGathered):
+            result["ansible_facts"] = {"ansible_local": {**(local_facts or {}), "gpuprov": dict(event.facts)}}
+        elif isinstance(event, Note) and event.level == "warning":
+            warnings.append(event.message)
+        elif isinstance(event, Finished):
+            result.update(_end(command, event, done, result["checks"]))
+    return {**result, "warnings": warnings} if warnings else result
+
+
+def _end(command: str, finished: Finished, done: int, checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the last event says. A run that failed tells the changes that it made before."""
+    failed = finished.exit_code != ExitCode.DONE
+    changed = done if failed else max(done, finished.changed)
+    problems = finished.problems or tuple(map(_check_problem, _failed(checks)))
+    return {
+        "failed": failed,
+        "changed": changed > 0 and command != PLAN,
+        "msg": problem_text(problems) if failed and problems else finished.summary,
+        "problems": [asdict(problem) for problem in problems],
+        "versions": dict(finished.versions),
+        "reboot_needed": finished.exit_code == ExitCode.REBOOT_NEEDED,
+    }
+
+
+def _failed(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [check for check in checks if check["status"] == "failed"]
+
+
+def _check_problem(check: Mapping[str, Any]) -> Problem:
+    seen = f"host: {check['host']}, container: {check['container']}" if check["container"] else str(check["host"])
+    return Problem(f"{check['name']}: {check['reason']}", seen)
+
+
+def problem_text(problems: Iterable[Problem]) -> str:
+    """Return what failed, on which evidence, and what to do next, as `msg` shows it."""
+    return "\n".join(str(problem) for problem in problems)
+
+
+def failure(error: GpuprovError) -> dict[str, Any]:
+    """Return the result of a task that failed before the agent could say so."""
+    return {"failed": True, "msg": str(error), "problems": [asdict(problem) for problem in error.problems]}

@@ -1,0 +1,147 @@
+"""The first round trip to a host: one shell script that says what is there, and the reading of its answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.wire.errors import Problem
+
+OLDEST_PYTHON = (3, 9)
+PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)), "/usr/libexec/platform-python")
+BOOTSTRAP_OPTION = "--bootstrap-python"
+
+# Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
+# the interpreters to try; what reaches this command line passed an allow-list.
+PROBE = r"""
+umask 077
+LC_ALL=C; export LC_ALL
+digest=$1; shift
+echo "gpuprov-probe 1"
+echo "system $(uname -s) $(uname -m)"
+echo "uid $(id -u)"
+echo "cache $HOME/.cache/gpuprov"
+echo "agent $(sha256sum "$HOME/.cache/gpuprov/agent-$digest.pyz" 2>/dev/null | cut -c1-64)"
+for python in "$@"; do
+  path=$(command -v "$python") || continue
+  version=$("$path" -E -s -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
+  echo "python ${version:-0.0.0} $path"
+  case $version in 3.9.*|3.[1-9][0-9]*) break;; esac
+done
+if [ "$(id -u)" != 0 ]; then
+  said=$(sudo -n true 2>&1 </dev/null); code=$?
+  echo "sudo $code $(echo "$said" | head -n 1)"
+fi
+echo "end"
+"""
+
+# EL 8's python3 is 3.6, SLES 15's too; their newer ones have names of their own. One line, for the login shell's sake.
+BOOTSTRAP = (
+    "if command -v apt-get >/dev/null; then DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; "
+    "apt-get -q update && apt-get -q -y install python3; "
+    "elif command -v dnf >/dev/null; then "
+    "dnf -q -y install python3.12 || dnf -q -y install python39 || dnf -q -y install python3; "
+    "elif command -v zypper >/dev/null; then zypper -q -n install python311 || zypper -q -n install python3; "
+    "elif command -v yum >/dev/null; then yum -q -y install python3; "
+    "else echo no apt-get, dnf, zypper or yum here >&2; exit 1; fi"
+)
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter that the host has."""
+
+    path: str
+    version: tuple[int, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        return self.version >= OLDEST_PYTHON
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root."""
+
+    system: str
+    uid: int
+    cache: str
+    agent_digest: str = ""
+    pythons: tuple[Python, ...] = ()
+    sudo_code: int | None = None
+    sudo_said: str = ""
+
+    @property
+    def python(self) -> Python | None:
+        """The interpreter to use."""
+        return next((python for python in self.pythons if python.is_usable), None)
+
+
+def parse_probe(text: str) -> Probe | None:
+    """Return what the script printed, whatever a login banner printed before; None if it did not run to its end."""
+    _, found, answer = text.partition("gpuprov-probe 1\n")
+    values: dict[str, list[str]] = {}
+    for line in answer.splitlines():
+        word, _, rest = line.partition(" ")
+        values.setdefault(word, []).append(rest)
+    if not found or "end" not in values or not values.get("uid", [""])[0].isdecimal():
+        return None
+    code, _, said = values.get("sudo", [""])[0].partition(" ")
+    return Probe(
+        system=values.get("system", [""])[0],
+        uid=int(values["uid"][0]),
+        cache=values.get("cache", [""])[0],
+        agent_digest=values.get("agent", [""])[0],
+        pythons=tuple(filter(None, map(_python, values.get("python", ())))),
+        sudo_code=int(code) if code.isdecimal() else None,
+        sudo_said=said,
+    )
+
+
+def _python(text: str) -> Python | None:
+    version, _, path = text.partition(" ")
+    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", version)
+    return Python(path, tuple(map(int, numbers.groups()))) if numbers and path else None
+
+
+def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
+    """Return what keeps the agent from running on this host, apart from a missing Python; None if nothing does."""
+    if not probe.system.startswith("Linux "):
+        return Problem(
+            "this host does not run Linux", f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'"
+        )
+    if probe.uid == 0:
+        return None
+    if not become:
+        return Problem(
+            "gpuprov needs root on the host, and ansible_become is false",
+            f"logged in with user id {probe.uid}",
+            "set ansible_become to true, or ansible_user to root",
+        )
+    if probe.sudo_code == 127:
+        return Problem(
+            "there is no sudo on the host, and we are not root there",
+            f"`sudo -n true` exited 127: {probe.sudo_said}",
+            "install sudo, or set ansible_user to root",
+        )
+    if probe.sudo_code != 0 and not has_password:
+        return Problem(
+            "sudo on the host wants a password",
+            f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_said}",
+            "run again with -K to be asked for it, or set ansible_become_password",
+        )
+    return None
+
+
+def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTION) -> Problem | None:
+    """Return what is wrong with the host's Python, or None. `option`: what makes us install it."""
+    if probe.python is not None:
+        return None
+    seen = ", ".join(f"{python.path} is {'.'.join(map(str, python.version))}" for python in probe.pythons)
+    looked = f"looked for {named_python or ', '.join(PYTHONS)}"
+    get = f"run again with {option} to install it with the host's package manager, or by hand: " \
+          "apt-get install python3 | dnf install python3.12 | zypper install python311"  # fmt: skip
+    if named_python:
+        get = f"set ansible_python_interpreter to a Python ≥ 3.9, or leave it out; else {get}"
+    what = "the host's Python is older than 3.9" if seen else "there is no Python on the host"
+    return Problem(what, seen or looked, get)

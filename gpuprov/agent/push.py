@@ -1,0 +1,50 @@
+"""What a controller types on a host to put the agent there and to run it, and what a broken end of it means; pure.
+
+Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
+"""
+
+from __future__ import annotations
+
+from gpuprov.agent.probe import Probe
+from gpuprov.core.commands import Completed
+from gpuprov.wire.errors import Problem
+
+# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
+# may be csh or fish. Old agents go, except those that a run may still be using.
+STORE = (
+    'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
+    'cat > "$t" || { rm -f "$t"; exit 1; }; '
+    'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
+    'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
+)
+
+
+def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
+    """Return the command that runs the agent which STORE has stored; its request goes to standard input."""
+    assert probe.python is not None
+    return (probe.python.path, "-I", f"{probe.cache}/agent-{digest}.pyz")
+
+
+def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False, ended: str = "") -> Problem:
+    """Return why a run ended without saying how it ended. `lost`: the connection broke; `ended`: said() knows it."""
+    if lost:
+        return Problem(
+            "the connection to the host dropped during the run",
+            done.stderr.strip().rpartition("\n")[2],
+            "the agent on the host goes on; run the same command again to take up its result",
+        )
+    if "ModuleNotFoundError" in done.stderr:
+        return Problem(
+            "the host's Python lacks a part of its standard library", said(done, ended=ended),
+            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
+        )  # fmt: skip
+    return Problem(
+        "the agent ended without a result", said(done, strays, ended=ended),
+        "run the same command again; it takes up what was begun",
+    )  # fmt: skip
+
+
+def said(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:
+    """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
+    lines = (done.stderr.strip() or "\n".join(output or ())).splitlines()[-8:]
+    return "\n".join([ended or f"exit code {done.returncode}", *lines])

@@ -1,0 +1,176 @@
+"""What each boot must bring: the driver loaded, its nodes made, the specification right; installs what sees to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.boot.program import boot_program
+from gpuprov.core.changes import (
+    Change,
+    Json,
+    Tell,
+    capture_path_itself,
+    parent_of,
+    restore_path,
+    text_diff,
+)
+from gpuprov.core.system import System
+from gpuprov.driver import mig_plan
+from gpuprov.driver.kernel import brings_modules
+from gpuprov.driver.mig import DISABLED
+from gpuprov.driver.services import service_packages
+from gpuprov.driver_run import installs
+from gpuprov.facts import boot_files
+from gpuprov.facts.boot_files import (
+    MIG,
+    MODULES,
+    NODES,
+    PERSISTENCE,
+    PERSISTENCE_PROGRAM,
+    REFRESH,
+    UDEV_RULES,
+    UNITS,
+    WANTS,
+    WATCH,
+)
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
+
+_START_SECONDS = 180
+
+
+def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages that a driver's services need."""
+    return service_packages(facts.os.id, facts.os.version) if _has_persistence(facts, spec) else ()
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the installation of what is missing, and the removal of what is no longer wanted, or nothing."""
+    wanted = _wanted(facts, spec)
+    wrong = tuple((path, content) for path, content in wanted.items() if not _is_there(facts, path, content))
+    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
+    links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
+    stale = tuple(
+        path
+        for path in boot_files.MANAGED
+        if path not in wanted and (found := facts.files.get(path)) is not None and boot_files.is_ours(found.content)
+    )
+    return (PrepareBoot(wrong, links, stale, units),) if wrong or links or stale else ()
+
+
+def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
+    """Return path → content of all that belongs on this host."""
+    texts = {
+        f"{UNITS}/{NODES}": boot_files.NODES_TEXT,
+        f"{UNITS}/{REFRESH}": boot_files.REFRESH_TEXT,
+        f"{UNITS}/{WATCH}": boot_files.WATCH_TEXT,
+        UDEV_RULES: boot_files.UDEV_TEXT,
+    }
+    # A system container's kernel, with its modules and its GPUs, is the machine's outside.
+    if facts.kernel.takes_modules and not facts.kernel.container:
+        texts[MODULES] = boot_files.MODULES_TEXT
+    divided = tuple(one for one in mig_plan.wanted(facts, spec) if one[1] != DISABLED)
+    if divided:
+        texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
+    if _has_persistence(facts, spec):
+        texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
+    return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
+
+
+def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the host has, or is about to get, the program without a unit of a package."""
+    if facts.boot.persistence_packaged or not brings_modules(facts, spec):
+        return False
+    return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
+
+
+def _is_there(facts: HostFacts, path: str, content: bytes) -> bool:
+    found = facts.files.get(path)
+    return found is not None and (found.content, found.mode, found.uid) == (content, 0o644, 0)
+
+
+@dataclass(frozen=True)
+class PrepareBoot(Change):
+    """These files shall be there, these units be started at every boot and now; what is stale shall go.
+
+    `files`: path, content; `links`: units to enable; `units`: all that shall run.
+    """
+
+    files: tuple[tuple[str, bytes], ...]
+    links: tuple[str, ...]
+    stale: tuple[str, ...]
+    units: tuple[str, ...]
+
+    def summary(self) -> str:
+        return f"prepare the next boot: {', '.join(self.units)}"
+
+    @property
+    def key(self) -> str:
+        return "prepare the next boot"
+
+    def diff(self, system: System) -> str:
+        texts = [
+            f"+{path}" if path == boot_files.PROGRAM else text_diff(path, system.read_bytes(path), content)
+            for path, content in self.files
+        ]
+        removed = [text_diff(path, system.read_bytes(path), None) for path in self.stale]
+        return "\n".join([*texts, *removed, *(f"+{WANTS}/{name}" for name in self.links)])
+
+    def capture(self, system: System) -> Json:
+        links = (f"{WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
+        paths = (*(path for path, _ in self.files), *self.stale, *links)
+        return {"files": [capture_path_itself(system, path) for path in paths], "units": list(self.units)}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        for path, content in self.files:
+            system.make_directory(parent_of(path))
+            system.write(path, content, mode=0o644, owner=(0, 0))
+        gone = tuple(filter(None, map(_name_of, self.stale)))
+        if gone:
+            system.run(("systemctl", "stop", *gone), timeout=_START_SECONDS)
+        for path in (*self.stale, *(f"{WANTS}/{name}" for name in gone)):
+            system.remove(path)
+        for name in self.links:
+            system.make_directory(WANTS)
+            system.make_link(f"{WANTS}/{name}", f"{UNITS}/{name}")
+        _reload(system)
+        self._start(system, tell)
+        return {}
+
+    def _start(self, system: System, tell: Tell) -> None:
+        """Start the units now: what does not run now will not run at boot."""
+        for name in self.units:
+            # `restart`: the nodes' unit stays active after its work, and may be an older one.
+            done = system.run(("systemctl", "restart", name), timeout=_START_SECONDS)
+            if done.ok:
+                continue
+            said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", name)).stdout.strip()
+            # Without the driver in the kernel, which a reboot may bring, the one has nothing to do, nor the other.
+            if name == PERSISTENCE or system.read_text("/proc/driver/nvidia/version") is None:
+                tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
+                continue
+            raise GpuprovError(f"{name} did not start", f"{done.evidence()}\n{said}", f"systemctl status {name}")
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        system.run(("systemctl", "stop", *before["units"]), timeout=_START_SECONDS)
+        for image in before["files"]:
+            restore_path(system, image)
+        _reload(system)
+        there = [name for name in before["units"] if system.exists(f"{UNITS}/{name}")]
+        if there:
+            system.run(("systemctl", "restart", *there), timeout=_START_SECONDS)
+
+
+def _name_of(path: str) -> str:
+    """Return the unit that a path is the file of, nothing for another file."""
+    folder, _, name = path.rpartition("/")
+    return name if folder == UNITS else ""
+
+
+def _reload(system: System) -> None:
+    """Let systemd and udev read their files anew."""
+    system.run(("systemctl", "daemon-reload"), timeout=60)
+    if system.which("udevadm") is not None:
+        system.run(("udevadm", "control", "--reload"), timeout=60)

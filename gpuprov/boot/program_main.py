@@ -1,0 +1,92 @@
+"""The program that a host runs itself, without a controller: at each boot, and when its driver or its GPUs change.
+
+`nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
+anew if they no longer say what is there. It asks no network, and travels as one file (program.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gpuprov.cdi.discover import DriverFacts, ask_nvml, discover, missing_nodes
+from gpuprov.core.changes import parent_of
+from gpuprov.core.lock import try_lock
+from gpuprov.core.system import System
+from gpuprov.driver.load import load_driver
+from gpuprov.runtime_hook.dev_char import link_nodes
+from gpuprov.wire.errors import GpuprovError
+
+
+def main() -> None:
+    """Do what the first word says; end with 1 and a sentence if it can't be done."""
+    actions = {"nodes": make_nodes, "refresh": refresh}
+    action = actions.get(sys.argv[1] if len(sys.argv) == 2 else "")
+    if action is None:
+        sys.exit(f"usage: {sys.argv[0]} {'|'.join(actions)}")
+    try:
+        print(action(System()))  # noqa: T201 (for the journal)
+    except GpuprovError as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"gpuprov: {error}")
+
+
+def make_nodes(system: System) -> str:
+    """Load the driver if nothing has yet; make the nodes and links that are missing; return what was done.
+
+    Raises GpuprovError if there is no driver to make nodes for.
+    """
+    load_driver(system)
+    driver = discover(system)
+    if not driver.kernel_version:
+        raise GpuprovError(
+            "the NVIDIA driver is not loaded, so there are no device nodes to make",
+            "there is no /proc/driver/nvidia/version",
+            "modprobe nvidia; dmesg | grep -i nvrm",
+        )
+    made = _make_missing(system, driver)
+    return f"{len(driver.nodes) + len(driver.capability_nodes)} device nodes, {made} of them made now"
+
+
+def _make_missing(system: System, driver: DriverFacts) -> int:
+    missing = missing_nodes(driver)
+    for node in missing:
+        system.make_directory(parent_of(node.path))
+        system.remove(node.path)
+        system.make_node(node.path, node.major, node.minor, node.mode, node.gid)
+    link_nodes([{"path": str(system.path(node.path))} for node in (*driver.nodes, *driver.capability_nodes)])
+    return len(missing)
+
+
+def refresh(system: System) -> str:
+    """Write the CDI specifications anew if they no longer say what is there; return what was done."""
+    # Here, because making nodes, which docker waits for at boot, needs none of it.
+    from gpuprov.cdi import other_devices
+    from gpuprov.cdi.generate import PATH, difference, specification
+    from gpuprov.cdi.specification import render_json
+
+    with try_lock(system) as ours:
+        if not ours:
+            return "a gpuprov run is going on: it writes the specification itself"
+        driver = discover(system)
+        if not driver.kernel_version or driver.kernel_version != driver.library_version:
+            versions = f"loaded: {driver.kernel_version or 'none'}, libraries: {driver.library_version or 'none'}"
+            return f"the driver is not whole ({versions}): the specification is left as it is"
+        if _make_missing(system, driver):
+            driver = discover(system)
+        wanted = dict(other_devices.specifications(system))
+        found = system.read_bytes(PATH)
+        reason = "it is missing" if found is None else difference(found, driver)
+        if reason:
+            wanted[PATH] = render_json(specification(ask_nvml(system, driver)))
+        changed = {path: content for path, content in wanted.items() if system.read_bytes(path) != content}
+        for path, content in changed.items():
+            system.make_directory(parent_of(path))
+            system.write(path, content, mode=0o644, owner=(0, 0))
+    if not changed:
+        return "nothing has changed"
+    return f"written anew: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
+
+
+if __name__ == "__main__":
+    main()

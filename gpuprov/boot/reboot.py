@@ -1,0 +1,126 @@
+"""When a reboot is needed and why, and the change that asks for it; never reboots: that is run.py's, if allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.cdi.discover import discover
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.system import System
+from gpuprov.driver import running_driver
+from gpuprov.driver.kernel import brings_modules
+from gpuprov.driver.load import load_driver
+from gpuprov.driver.nouveau import MODULES, bound
+from gpuprov.driver.release import ReloadDriver
+from gpuprov.driver_run import installs
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.reboot_state import note_asked
+from gpuprov.machine.machine import gather_gpus, gather_kernel
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec
+
+_UNLOAD_SECONDS = 60
+
+
+def reasons(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return why this host can't go on without a reboot; none inside a system container, whose kernel stays."""
+    if facts.kernel.container:
+        return ()
+    return (*bound(facts.gpus), *_loaded_nouveau(facts, spec), *_other_driver_loaded(facts, spec))
+
+
+def _loaded_nouveau(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """NVIDIA's installer refuses to go on while nouveau is loaded, even if it has no GPU."""
+    there = "nouveau" in facts.kernel.loaded_modules
+    return ("the module nouveau is loaded",) if there and installs(facts, spec) and brings_modules(facts, spec) else ()
+
+
+def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """NVML and CUDA refuse a kernel module of another version than theirs (NVML error 18)."""
+    if installs(facts, spec) or not running_driver.is_other(facts):
+        return ()
+    return (f"the kernel still runs driver {facts.driver_loaded_version}, installed is "
+            f"{facts.driver_installed_version}",)  # fmt: skip
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what a reboot, already made for it, has not changed: a second one would not either."""
+    known = facts.reboot
+    if known.asked_in in ("", known.boot_id):
+        return ()
+    still = tuple(reason for reason in reasons(facts, spec) if reason in known.asked_for)
+    return tuple(
+        Problem(
+            f"{reason}, and a reboot has not changed that",
+            f"kernel {facts.kernel.release}, command line: {facts.kernel.command_line}",
+            "what loads it so early? dmesg | grep -i -e nouveau -e nova -e nvrm; lsinitramfs /boot/initrd.img-$(uname "
+            "-r) | grep modprobe.d",
+        )
+        for reason in still
+    )
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the reboot that what follows needs, or nothing."""
+    found = reasons(facts, spec)
+    if not found:
+        return ()
+    way = running_driver.way(facts, spec)
+    if way.release is not None and found == _other_driver_loaded(facts, spec):
+        return (ReloadDriver(way.release, facts.driver_installed_version),)
+    return (Reboot(found, facts.reboot.boot_id, spec.reboot == "if-needed", facts.docker.running_containers),)
+
+
+@dataclass(frozen=True)
+class Reboot(Change):
+    """The host shall have booted anew. `allowed`: by us; else the run ends here and says so."""
+
+    reasons: tuple[str, ...]
+    boot_id: str
+    allowed: bool
+    containers: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        stops = f"; containers that stop: {', '.join(self.containers)}" if self.containers else ""
+        what = "reboot" if self.allowed else "stop until somebody has rebooted this host"
+        return f"{what} ({'; '.join(self.reasons)}){stops}"
+
+    @property
+    def key(self) -> str:
+        return "reboot"
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        """Look whether it can be done without; else write down why. What `reboot` returns, apply.py acts on."""
+        if _goes_without(system):
+            tell("no reboot is needed after all: nothing used the module, and it is unloaded", 0, 0)
+            return {"reboot": False}
+        note_asked(system, self.boot_id, self.reasons)
+        if self.allowed:
+            return {"reboot": True}
+        stops = f" (it stops the containers {', '.join(self.containers)})" if self.containers else ""
+        raise GpuprovError(
+            "this host needs a reboot before the rest can be done",
+            "\n".join(self.reasons),
+            f"reboot it{stops}: systemctl reboot; then run the same command again. With gpuprov_reboot: if-needed "
+            "gpuprov does both",
+            exit_code=ExitCode.REBOOT_NEEDED,
+        )
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Nothing: a boot can't be taken back."""
+
+
+def _goes_without(system: System) -> bool:
+    """Unload nouveau and nova where nothing uses them, which modprobe itself sees; say whether the GPUs are free."""
+    loaded = [name for name in MODULES if system.exists(f"/sys/module/{name}")]
+    if not loaded or not system.run(("modprobe", "-r", *loaded), timeout=_UNLOAD_SECONDS).ok:
+        return False
+    if discover(system).library_version:
+        load_driver(system)
+    modules, driver = gather_kernel(system).loaded_modules, discover(system)
+    return (
+        not bound(gather_gpus(system))
+        and "nouveau" not in modules
+        and driver.kernel_version in ("", driver.library_version)
+    )

@@ -1,0 +1,1 @@
+"""Making bundles, on a machine with network."""

@@ -1,0 +1,163 @@
+"""Collects what a recipe names, on a machine with a network; needs no root and changes nothing but its own folder.
+
+The packages are chosen, and their signatures checked, by the hosts' own package manager (repository_apt.py,
+repository_rpm.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gpuprov import __version__
+from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
+from gpuprov.bundling.recipe import Recipe, RunFile
+from gpuprov.bundling.repository_apt import collect_apt
+from gpuprov.bundling.repository_key import new_key
+from gpuprov.bundling.repository_rpm import collect_rpm
+from gpuprov.core.changes import Tell
+from gpuprov.core.download import fetch, masked, published_sha256
+from gpuprov.core.system import System, sha256_of
+from gpuprov.driver import cuda_run, runfile
+from gpuprov.engines.image_identity import image_identity
+from gpuprov.wire.errors import GpuprovError
+
+_DOWNLOAD_SECONDS = 7200
+_HEADER_BYTES = 8192
+AGENT = "agent/gpuprov-agent.pyz"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A manifest, and where each of its files lies on this machine."""
+
+    manifest: Manifest
+    places: Mapping[str, str]
+
+
+def collect(system: System, recipe: Recipe, agent: bytes, work: str, cache: str, tell: Tell) -> Collected:
+    """Return what the recipe names, collected in the folder `work`; large downloads are kept in `cache`.
+
+    `agent` is gpuprov's own zipapp. Raises GpuprovError, naming what can't be had.
+    """
+    places = {AGENT: f"{work}/agent.pyz"}
+    system.write(places[AGENT], agent)
+    driver = _collect_driver(system, recipe, cache, tell, places)
+    cuda = _collect_cuda(system, recipe, cache, tell, places)
+    packages, repository_key = _collect_packages(system, recipe, work, tell, places)
+    images = _collect_images(system, recipe, work, tell, places)
+    files = tuple(_described(system, path, places[path]) for path in sorted(places))
+    manifest = Manifest(
+        distribution=recipe.distribution,
+        version=recipe.version,
+        architecture=recipe.architecture,
+        gpuprov=__version__,
+        driver_version=recipe.driver.version,
+        driver_file=driver,
+        cuda_version=recipe.cuda.version,
+        cuda_file=cuda,
+        repository_key=repository_key,
+        packages=packages,
+        images=images,
+        files=files,
+        inputs=recipe.inputs(),
+    )
+    return Collected(manifest, places)
+
+
+def _collect_packages(
+    system: System, recipe: Recipe, work: str, tell: Tell, places: dict[str, str]
+) -> tuple[tuple[BundlePackage, ...], str]:
+    """Return the packages, and the fingerprint of the key that signed the repository of them."""
+    if not recipe.packages:
+        return (), ""
+    collect_them = collect_rpm if recipe.rpm_sources else collect_apt
+    with new_key(system, f"{work}/gnupg") as key:
+        return collect_them(system, recipe, work, key, tell, places), key.fingerprint
+
+
+def with_file(system: System, collected: Collected, path: str, place: str) -> Collected:
+    """Return the same with one more file."""
+    places = {**collected.places, path: place}
+    files = tuple(sorted((*collected.manifest.files, _described(system, path, place)), key=lambda one: one.path))
+    return Collected(replace(collected.manifest, files=files), places)
+
+
+def _described(system: System, path: str, place: str) -> BundleFile:
+    status = system.status(place)
+    return BundleFile(path, status.size if status else 0, system.sha256(place))
+
+
+# -- .run files ------------------------------------------------------------------------------------------------------
+
+
+def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
+    driver = recipe.driver
+    if not driver.url:
+        return ""
+    place = _fetched(system, driver, "driver", cache, tell)
+    found = runfile.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    if (found.version, found.architecture) != (driver.version, recipe.architecture):
+        raise GpuprovError(
+            f"the driver file is {found.version} for {found.architecture}, "
+            f"asked for is {driver.version} for {recipe.architecture}",
+            f"{masked(driver.url)}: {found.label}",
+            "correct --driver, --arch or gpuprov_driver_url",
+        )
+    path = f"driver/NVIDIA-Linux-{recipe.architecture}-{driver.version}.run"
+    places[path] = place
+    return path
+
+
+def _collect_cuda(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
+    if not recipe.cuda.url:
+        return ""
+    place = _fetched(system, recipe.cuda, "CUDA toolkit", cache, tell)
+    cuda_run.require_run_file(system, place, f"what lies at {masked(recipe.cuda.url)}")
+    path = f"{CUDA}/cuda-{recipe.cuda.version}-{recipe.architecture}.run"
+    places[path] = place
+    return path
+
+
+def _fetched(system: System, wanted: RunFile, what: str, cache: str, tell: Tell) -> str:
+    """Return where a file lies in the cache, its digest checked."""
+    url = f"file://{wanted.url}" if wanted.url.startswith("/") else wanted.url
+    tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
+    sha256 = wanted.sha256 or published_sha256(system, url)
+    if not sha256:
+        raise GpuprovError(
+            f"the {what}'s SHA-256 is not known, so a download could not be trusted",
+            f"there is no {masked(url)}.sha256sum",
+            "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
+        )
+    system.make_directory(cache, 0o700)
+    place = f"{cache}/{sha256}.run"
+    fetch(system, url, place, sha256=sha256, tell=tell)
+    return place
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+def _collect_images(
+    system: System, recipe: Recipe, work: str, tell: Tell, places: dict[str, str]
+) -> tuple[BundleImage, ...]:
+    return tuple(_image(system, reference, work, tell, places) for reference in recipe.images)
+
+
+def _image(system: System, reference: str, work: str, tell: Tell, places: dict[str, str]) -> BundleImage:
+    if not image_identity(system, reference):
+        tell(f"pulling {reference}", 0, 0)
+        done = system.run(("docker", "pull", "--quiet", reference), timeout=_DOWNLOAD_SECONDS)
+        if not done.ok:
+            raise GpuprovError(f"the image {reference} can't be had", done.evidence(4), "docker pull it by hand")
+    # Two references may differ only in what a path can't show.
+    name = re.sub(r"[^A-Za-z0-9.-]", "_", reference).strip("._-")[:60] + f"-{sha256_of(reference.encode())[:8]}"
+    path, place = f"images/{name}.tar", f"{work}/{name}.tar"
+    tell(f"saving {reference}", 0, 0)
+    system.require(
+        ("docker", "save", "--output", place, reference), f"{reference} can't be saved", timeout=_DOWNLOAD_SECONDS
+    )
+    places[path] = place
+    return BundleImage(reference, image_identity(system, reference), path)

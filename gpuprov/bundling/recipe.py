@@ -1,0 +1,265 @@
+"""What a bundle shall hold, from the command line and an inventory. Pure; collecting it is create.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
+from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
+from gpuprov.core.download import masked
+from gpuprov.driver import cuda, fabric_manager
+from gpuprov.driver.services import service_packages
+from gpuprov.driver_run import default_url
+from gpuprov.facts.fabric import FabricFacts
+from gpuprov.machine.distros import (
+    ROWS,
+    Distribution,
+    docker_repository,
+    find_distribution,
+    kernel_headers,
+    next_kernel_headers,
+    supported_names,
+)
+from gpuprov.packaging import rpm_repos
+from gpuprov.packaging.rpm_repos import RpmRepository
+from gpuprov.plan import software
+from gpuprov.repos import AptRepository, repositories, with_docker
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec
+
+_Repository = TypeVar("_Repository", AptRepository, RpmSource)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says besides the specifications of hosts. `distro` is such as `debian-12`."""
+
+    distro: str
+    architecture: str
+    kernels: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    fabric_manager: bool = False
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A .run file, from a URL or a path; without a `url` there is none. A `sha256` of nothing: as published."""
+
+    version: str = ""
+    url: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a bundle shall hold.
+
+    apt's `sources` and `repositories` are the `rpm_sources` of the others.
+    """
+
+    distribution: str
+    version: str
+    architecture: str
+    packages: tuple[str, ...]
+    sources: tuple[str, ...]
+    repositories: tuple[AptRepository, ...]
+    rpm_sources: tuple[RpmSource, ...] = ()
+    kernels: tuple[str, ...] = ()
+    driver: RunFile = RunFile()
+    cuda: RunFile = RunFile()
+    images: tuple[str, ...] = ()
+
+    @property
+    def debian_architecture(self) -> str:
+        return DEBIAN_ARCHITECTURES[self.architecture]
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what the bundle is made from, for its manifest; passwords in addresses left out."""
+        return {
+            "kernels": list(self.kernels),
+            "packages": list(self.packages),
+            "images": list(self.images),
+            "sources": [masked(line) for line in self.sources],
+            "repositories": [
+                {"name": one.name, "uri": masked(one.uri), "suite": one.suite, "key_fingerprint": one.key_fingerprint}
+                for one in self.repositories
+            ],
+            "rpm_sources": [
+                {"name": one.name, "uri": masked(one.uri), "keys": [fingerprint for _, fingerprint in one.keys]}
+                for one in self.rpm_sources
+            ],
+            "driver_url": masked(self.driver.url),
+            "cuda_url": masked(self.cuda.url),
+        }
+
+
+def make_recipe(wishes: Wishes, specs: Sequence[HostSpec]) -> Recipe:
+    """Return what hosts of these specifications need. Raises GpuprovError (exit code 2) for what can't be."""
+    row = _distribution(wishes.distro)
+    if wishes.architecture not in DEBIAN_ARCHITECTURES:
+        known = ", ".join(DEBIAN_ARCHITECTURES)
+        raise _usage(f"the architecture {wishes.architecture} is not supported", "", f"supported are: {known}")
+    driver, cuda_run = _driver(wishes, specs), _cuda(specs)
+    version = wishes.distro[len(row.id) + 1 :] or row.version
+    return Recipe(
+        distribution=row.id,
+        version=version,
+        architecture=wishes.architecture,
+        packages=tuple(sorted({*_packages(row, wishes, specs), *_fabric_manager(row, wishes, driver.version)})),
+        kernels=tuple(sorted(set(wishes.kernels))),
+        driver=driver,
+        cuda=cuda_run,
+        images=tuple(sorted(set(wishes.images))),
+        **_sources(row, version, wishes, specs),
+    )
+
+
+def _sources(row: Distribution, version: str, wishes: Wishes, specs: Sequence[HostSpec]) -> dict[str, Any]:
+    """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
+    architecture = wishes.architecture
+    if row.package_manager == "apt":
+        found = [one for spec in specs for one in _repositories(row, wishes, spec)]
+        sources = wishes.sources or default_sources(row.id, row.version, architecture)
+        return {"sources": sources, "repositories": _distinct(found)}
+    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wishes, spec)]
+    own = rpm_sources(row.id, version, architecture, wishes.sources)
+    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
+
+
+def _distribution(distro: str) -> Distribution:
+    """Return the row of `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
+    name, _, version = distro.rpartition("-")
+    row = find_distribution(name, version) or next(
+        (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
+    )
+    if row is None:
+        raise _usage(f"--distro {distro} is none that bundles are made for", "", f"supported are: {supported_names()}")
+    return row
+
+
+def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
+    docker = (name for spec in specs for name in _engine(row, spec))
+    headers = (name for kernel in wishes.kernels for name in _headers(row, kernel))
+    services = (*service_packages(row.id, row.version), *software.confinement_packages(row.package_manager))
+    build = (*row.build_packages, *services) if wishes.kernels else ()
+    more = (
+        name
+        for spec in specs
+        for name in (
+            *cuda.toolkit_packages(spec),
+            *software.toolkit_packages(spec),
+            *spec.packages,
+            *software.lock_packages(row, spec),
+        )
+    )
+    return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
+
+
+def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
+    """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
+    cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
+    return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores))
+
+
+def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
+
+
+def _repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[AptRepository, ...]:
+    """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
+    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
+    return repositories(with_docker(_with_cuda(row, wishes, spec), docker), wishes.architecture)
+
+
+def _rpm_repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[RpmRepository, ...]:
+    """Return the same for dnf, which chooses zypper's and yum's packages too."""
+    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
+    return rpm_repos.repositories(_with_cuda(row, wishes, spec), "dnf", wishes.architecture, docker)
+
+
+def _with_cuda(row: Distribution, wishes: Wishes, spec: HostSpec) -> HostSpec:
+    """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
+    _require_runfile(spec)
+    if wishes.fabric_manager and (problems := cuda.repository_problems(row, wishes.architecture, spec)):
+        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
+    return cuda.with_repository_of(row, wishes.architecture, spec, more=wishes.fabric_manager)
+
+
+def _require_runfile(spec: HostSpec) -> None:
+    if spec.driver == "packages":
+        raise _usage(
+            "a bundle holds the driver as a .run file, not as packages",
+            "gpuprov_driver: packages",
+            "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
+        )
+
+
+def _fabric_manager(row: Distribution, wishes: Wishes, driver: str) -> tuple[str, ...]:
+    """Return the package of the fabric manager of the driver's very version, if it is asked for."""
+    if not wishes.fabric_manager:
+        return ()
+    if not driver:
+        raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
+    return fabric_manager.packages(driver, row.package_manager, FabricFacts())
+
+
+def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> RunFile:
+    """Return the one driver that all specifications ask for."""
+    return _only(
+        (
+            RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wishes.architecture),
+                    spec.driver_sha256)
+            for spec in specs
+            if spec.driver == "runfile" and spec.driver_version
+        ),
+        "drivers",
+    )  # fmt: skip
+
+
+def _cuda(specs: Sequence[HostSpec]) -> RunFile:
+    """Return the one .run of the CUDA toolkit that specifications ask for; a path is a file that hosts have already."""
+    asked = [spec for spec in specs if spec.cuda_url and not spec.cuda_url.startswith("/")]
+    if asked and not any(spec.cuda for spec in asked):
+        seen = masked(asked[0].cuda_url)
+        raise _usage("which version of the CUDA toolkit its .run holds is not known", seen, "add -e gpuprov_cuda=12.4")
+    found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
+    # NVIDIA publishes none.
+    if found.url and not found.sha256:
+        raise _usage(
+            "the SHA-256 of the CUDA toolkit's .run is not known, so a download could not be trusted",
+            masked(found.url),
+            "set gpuprov_cuda_sha256 (sha256sum FILE, of a file that you trust), or give the file: --cuda-file",
+        )
+    return found
+
+
+def _only(asked: Iterable[RunFile], what: str) -> RunFile:
+    """Return the one .run file that is asked for, or none; whoever pins its digest pins it for all."""
+    files = tuple(asked)
+    wanted = {(one.version, one.url) for one in files}
+    if len(wanted) > 1:
+        seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in wanted))
+        raise _usage(f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit")
+    digests = {one.sha256 for one in files} - {""}
+    if len(digests) > 1:
+        seen = ", ".join(sorted(digests))
+        raise _usage(f"the hosts pin different digests of one of the {what}", seen, "correct one")
+    return replace(files[0], sha256=next(iter(digests), "")) if files else RunFile()
+
+
+def _distinct(found: Sequence[_Repository]) -> tuple[_Repository, ...]:
+    """Return each repository once, by name. Raises GpuprovError if one name stands for two."""
+    by_name: dict[str, _Repository] = {}
+    for one in found:
+        if by_name.setdefault(one.name, one) != one:
+            seen = f"{masked(by_name[one.name].uri)} and {masked(one.uri)}"
+            raise _usage(f"two repositories have the name {one.name}", seen, "give each its own name")
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
+def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
+    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)

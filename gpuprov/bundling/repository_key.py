@@ -1,0 +1,77 @@
+"""The key of a bundle's own repository: made for one bundle, used while that is made, and then forgotten.
+
+Its public half lies in the bundle and its fingerprint stands in the manifest, so it is trusted as far as the manifest
+is. Nobody has the secret half any more when the bundle is there: nothing else will ever be signed by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.packaging.pgp import fingerprints
+from gpuprov.wire.errors import GpuprovError
+
+# No host that this gpuprov runs on has a clock before it (plan/steps.py), so no signature comes from a host's future.
+SIGNED_AT = 1767225600
+_CLOCK = time.strftime("%Y%m%dT%H%M%S", time.gmtime(SIGNED_AT))
+# All package managers down to CentOS 7's gpg 2.0 and Enterprise Linux 8's rpm 4.14 can check it; those know no ed25519.
+_ALGORITHM = "rsa3072"
+_NAME = "gpuprov bundle"
+_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RepositoryKey:
+    """A key in a folder of gpg's; `public` is its public half, not armored."""
+
+    system: System
+    home: str
+    public: bytes
+    fingerprint: str
+
+    @property
+    def signing_words(self) -> tuple[str, ...]:
+        """Options with which another program is to call gpg: nothing asked, and no signature from the future."""
+        return ("--batch", "--digest-algo", "SHA256", "--faked-system-time", _CLOCK)
+
+    def clear_sign(self, path: str, signed: str) -> None:
+        """Write the text file `path` with its signature around it to `signed`."""
+        _gpg(self.system, self.home, "--local-user", self.fingerprint, "--clear-sign", "--output", signed, path)
+
+    def detach_sign(self, path: str, signature: str) -> None:
+        """Write an armored signature of the file `path`."""
+        words = ("--local-user", self.fingerprint, "--armor", "--detach-sign", "--output", signature, path)
+        _gpg(self.system, self.home, *words)
+
+
+@contextlib.contextmanager
+def new_key(system: System, home: str) -> Iterator[RepositoryKey]:
+    """Give a new key in the folder `home`, which is removed with the secret half afterwards."""
+    if system.which("gpg") is None:
+        raise GpuprovError(
+            "there is no gpg on this machine, and it signs the bundle's repository", "", "apt-get install gpg"
+        )
+    system.make_directory(home, 0o700)
+    try:
+        _gpg(system, home, "--passphrase", "", "--quick-gen-key", _NAME, _ALGORITHM, "sign", "never")
+        exported = f"{home}/public"
+        _gpg(system, home, "--output", exported, "--export-options", "export-minimal", "--export", _NAME)
+        public = system.read_bytes(exported) or b""
+        (fingerprint,) = fingerprints(public)
+        yield RepositoryKey(system, home, public, fingerprint)
+    finally:
+        system.run(("gpgconf", "--homedir", home, "--kill", "all"))
+        system.remove_tree(home)
+
+
+def _gpg(system: System, home: str, *words: str) -> Completed:
+    argv = ("gpg", "--homedir", home, "--batch", "--yes", "--digest-algo", "SHA256", "--faked-system-time", _CLOCK)
+    return system.require(
+        (*argv, *words), "gpg could not sign the bundle's repository", "does gpg work here? gpg --version",
+        timeout=_SECONDS,
+    )  # fmt: skip

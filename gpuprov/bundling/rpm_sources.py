@@ -1,0 +1,85 @@
+"""Where the packages of rpm's distributions come from, as data: repositories, and the keys that sign their packages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.packaging.rpm_repos import RpmRepository
+from gpuprov.packaging.rpm_vendor_keys import vendor_key
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+
+@dataclass(frozen=True)
+class RpmSource:
+    """A repository to take packages from; `keys` are where each key lies, and its full fingerprint.
+
+    Something must be signed, as in rpm_repos.py: its metadata, or every package. `all_streams`: packages of module
+    streams that nobody has enabled count too.
+    """
+
+    name: str
+    uri: str
+    keys: tuple[tuple[str, str], ...]
+    signed_metadata: bool = False
+    signed_packages: bool = True
+    all_streams: bool = False
+
+
+_EL = ("BaseOS/{arch}/os/", "AppStream/{arch}/os/")
+# Each distribution's own servers; {version}, {major} and {arch} are filled in.
+_ARCHIVES = {
+    "rocky": tuple(f"https://dl.rockylinux.org/pub/rocky/{{version}}/{folder}" for folder in _EL),
+    "almalinux": tuple(f"https://repo.almalinux.org/almalinux/{{version}}/{folder}" for folder in _EL),
+    "centos": tuple(f"https://mirror.stream.centos.org/{{major}}-stream/{folder}" for folder in _EL),
+    "fedora": (
+        "https://dl.fedoraproject.org/pub/fedora/linux/releases/{version}/Everything/{arch}/os/",
+        "https://dl.fedoraproject.org/pub/fedora/linux/updates/{version}/Everything/{arch}/",
+    ),
+}
+# CentOS 7 has no server but the vault.
+_NONE = (("centos", "7"),)
+_KEY = re.compile(r"(https?://|file://|/)\S+")
+_FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
+
+
+def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple[str, ...]) -> tuple[RpmSource, ...]:
+    """Return the sources that `lines` name, or the distribution's own. Raises GpuprovError (exit code 2) else."""
+    if lines:
+        return tuple(_parsed(number, line) for number, line in enumerate(lines, 1))
+    major = version.partition(".")[0]
+    key = vendor_key(distribution, version)
+    if key is None or (distribution, major) in _NONE:
+        raise GpuprovError(
+            f"where the packages of {distribution} {version} come from must be said",
+            "its repositories need a subscription, or packages in it are signed by several keys",
+            f"name each repository, or your mirror of it: {_FORM}",
+            exit_code=ExitCode.USAGE,
+        )
+    words = {"version": version, "major": major, "arch": architecture}
+    return tuple(
+        RpmSource(f"{distribution}-{number}", uri.format(**words), (key,))
+        for number, uri in enumerate(_ARCHIVES[distribution], 1)
+    )
+
+
+def _parsed(number: int, line: str) -> RpmSource:
+    uri, *words = line.split() or [""]
+    keys = tuple(zip(words[::2], words[1::2]))
+    sound = all(_KEY.fullmatch(url) and re.fullmatch(r"[0-9A-F]{40}", fingerprint) for url, fingerprint in keys)
+    if not re.match(r"(https?|file)://", uri) or not keys or len(words) % 2 or not sound:
+        raise GpuprovError("this is no source of packages for dnf", line, f"write {_FORM}", exit_code=ExitCode.USAGE)
+    return RpmSource(f"source-{number}", uri, keys)
+
+
+def as_source(repository: RpmRepository) -> RpmSource:
+    """Return a repository that hosts have besides their distribution's."""
+    return RpmSource(
+        repository.name,
+        repository.uri,
+        ((repository.key_url, repository.key_fingerprint),),
+        repository.signed_metadata,
+        repository.signed_packages,
+        # NVIDIA's: the fabric manager is in the stream of its driver's branch.
+        all_streams=repository.name == "cuda",
+    )

@@ -1,0 +1,260 @@
+"""`gpuprov bundle`: make, list and check the one file that hosts without a network are installed from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import click
+
+from gpuprov.fleet.given import FILE, text
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+if TYPE_CHECKING:
+    from gpuprov.bundle.format import Contents
+    from gpuprov.bundling.recipe import Recipe
+    from gpuprov.wire.spec import HostSpec
+
+_CACHE = "~/.cache/gpuprov/bundle"
+# What gpg needs of the user's environment to find keys, and its agent to ask for a passphrase.
+_GPG_ENVIRONMENT = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
+_FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
+
+
+@click.group(short_help="One file for hosts without a network.")
+def bundle() -> None:
+    """One file with all that an installation needs, for hosts without a network.
+
+    \b
+    Examples:
+      gpuprov bundle create --distro debian-12 --driver 550.163.01 -o bundle.tar      with a network
+      gpuprov bundle verify bundle.tar
+      gpuprov install --bundle bundle.tar --hosts inventory.ini                       without one
+    """
+
+
+@bundle.command(short_help="Collect all that an installation needs into one file.")
+@click.option(
+    "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
+)
+@click.option(
+    "--arch", metavar="ARCH", default=platform.machine, help="The hosts' `uname -m`. Default: this machine's."
+)
+@text("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
+@click.option(
+    "--driver-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A .run file that is here already, and that you trust.",
+)
+@click.option(
+    "--cuda-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="The CUDA toolkit's .run that is here already, and that you trust; -e gpuprov_cuda=… says which version.",
+)
+@click.option(
+    "--fabric-manager",
+    is_flag=True,
+    help="NVIDIA's fabric manager of the driver's version, from its CUDA repository: for hosts with NVSwitches.",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    metavar="RELEASE",
+    multiple=True,
+    help="A kernel (`uname -r`) of the hosts: its headers and the compiler come along. Once for each.",
+)
+@click.option("--package", "packages", metavar="NAME", multiple=True, help="One more package. Once for each.")
+@click.option(
+    "--image",
+    "images",
+    metavar="IMAGE",
+    multiple=True,
+    help="A container image, pulled if docker here does not have it.",
+)
+@click.option(
+    "--source",
+    "sources",
+    metavar="LINE",
+    multiple=True,
+    help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf, yum and zypper, instead of the "
+    "distribution's own servers. Once for each.",
+)
+@text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
+@click.option(
+    "--hosts",
+    type=FILE,
+    metavar="INVENTORY",
+    multiple=True,
+    help="Take along what these hosts ask for: driver, toolkit, repositories, packages.",
+)
+@text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
+@click.option(
+    "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
+)
+@text("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
+def create(
+    distro: str,
+    arch: str,
+    driver: str,
+    driver_file: str | None,
+    cuda_file: str | None,
+    fabric_manager: bool,
+    kernels: tuple[str, ...],
+    packages: tuple[str, ...],
+    images: tuple[str, ...],
+    sources: tuple[str, ...],
+    sign_key: str,
+    hosts: tuple[str, ...],
+    limit: str,
+    extra_vars: tuple[str, ...],
+    vault_password_file: str,
+    output: str,
+) -> None:
+    """Collect packages with all that they depend on, keys, the driver and gpuprov's agent into one file.
+
+    Needs apt (dnf and createrepo_c for rpm's distributions), gpg, a network, and no root.
+
+    \b
+    Examples:
+      gpuprov bundle create --distro debian-12 --driver 550.163.01 --kernel 6.1.0-37-amd64 -o bundle.tar
+      gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
+    """
+    from gpuprov.bundling.recipe import Wishes, make_recipe
+    from gpuprov.core.system import System
+    from gpuprov.driver.mirror import resolved
+
+    changed = {"driver_version": driver}
+    if driver_file:
+        changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
+    if cuda_file:
+        # A path alone would be one on the hosts.
+        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
+    specs = _specs(hosts, limit, extra_vars, vault_password_file, {k: v for k, v in changed.items() if v})
+    specs = tuple(resolved(System(), spec, arch) for spec in specs)
+    recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources, fabric_manager), specs)
+    contents = _create(recipe, sign_key, Path(output))
+    size = Path(output).stat().st_size
+    click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
+
+
+def _sha256(file: str) -> str:
+    from gpuprov.core.system import System
+
+    return System().sha256(str(Path(file).resolve()))
+
+
+def _specs(
+    hosts: tuple[str, ...], limit: str, extra_vars: tuple[str, ...], vault_password_file: str, changed: dict[str, str]
+) -> tuple[HostSpec, ...]:
+    """Return the specifications of the inventory's hosts, or the one that -e describes."""
+    from gpuprov.fleet.inventory import read_extra_vars, read_inventory
+    from gpuprov.wire.spec import parse_spec, spec_to_json
+
+    if hosts:
+        found = read_inventory(hosts, limit=limit, extra_vars=extra_vars, vault_password_file=vault_password_file).hosts
+    else:
+        found = (read_extra_vars(extra_vars),)
+    specs = (parse_spec({**spec_to_json(target.spec), **changed}, "the command line") for target in found)
+    return tuple(dict.fromkeys(specs))
+
+
+def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
+    from gpuprov.bundle.format import read_contents, write_bundle
+    from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
+    from gpuprov.bundle.signature import export_key, sign
+    from gpuprov.bundling import create as collecting
+    from gpuprov.core.system import System
+    from gpuprov.fleet.agent_build import build_agent
+
+    system = System()
+    work = system.temporary_directory("/var/tmp")
+    part = output.with_name(f"{output.name}.part")
+    try:
+        collected = collecting.collect(
+            system, recipe, build_agent().content, work, str(Path(_CACHE).expanduser()), _tell
+        )
+        signature = b""
+        if sign_key:
+            environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
+            system.write(f"{work}/bundle.gpg", export_key(system, sign_key, environment))
+            collected = collecting.with_file(system, collected, SIGNING_KEY, f"{work}/bundle.gpg")
+            signature = sign(system, manifest_to_bytes(collected.manifest), sign_key, environment)
+        _tell(f"writing {output}")
+        with part.open("wb") as file:
+            write_bundle(file, collected.manifest, lambda path: system.open(collected.places[path]), signature)
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+        system.remove_tree(work)
+    with output.open("rb") as file:
+        return read_contents(file)
+
+
+def _tell(message: str, done: int = 0, total: int = 0) -> None:
+    share = f" {100 * done // total} %" if total else ""
+    click.echo(f"{message}{share}", err=True)
+
+
+@contextmanager
+def _read(path: str) -> Iterator[tuple[BinaryIO, Contents]]:
+    from gpuprov.bundle.format import read_contents
+
+    with Path(path).open("rb") as file:
+        yield file, read_contents(file)
+
+
+@bundle.command()
+@_FILE
+@click.option("--json", "as_json", is_flag=True, help="The manifest, with the bundle's digest and its signer.")
+def show(file: str, as_json: bool) -> None:
+    """List what a bundle is for and what it holds. Checks its layout, not the digests.
+
+    \b
+    Examples:
+      gpuprov bundle show bundle.tar
+      gpuprov bundle show bundle.tar --json | jq -r '.packages[].name'
+    """
+    from gpuprov.bundle.show import as_json_text, as_text
+
+    with _read(file) as (_, contents):
+        click.echo(as_json_text(contents) if as_json else as_text(contents))
+
+
+@bundle.command(short_help="Check every digest, and the signature if a key is given.")
+@_FILE
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def verify(file: str, bundle_key: str, as_json: bool) -> None:
+    """Check every digest, and the signature if a key is given; exit 1 if anything is wrong.
+
+    \b
+    Examples:
+      gpuprov bundle verify bundle.tar
+      gpuprov bundle verify bundle.tar --bundle-key 'AB12 … 90EF'
+    """
+    from gpuprov.bundle.check import checked
+    from gpuprov.fleet.output import percentage
+
+    try:
+        contents = checked(str(Path(file).absolute()), bundle_key, percentage("checking every digest:"))
+    except GpuprovError as error:
+        if not as_json:
+            raise
+        problems = [vars(problem) for problem in error.problems]
+        click.echo(json.dumps({"ok": False, "problems": problems}))
+        raise SystemExit(int(ExitCode.FAILED)) from None
+    count = len(contents.manifest.files)
+    if as_json:
+        click.echo(json.dumps({"ok": True, "digest": contents.digest, "files": count, "signed_by": bundle_key}))
+        return
+    signed = "signed by the pinned key" if bundle_key else "signature not looked at (--bundle-key)"
+    click.echo(f"{file}: whole, {count} files, for {contents.manifest.target}, {signed}; digest {contents.digest}")

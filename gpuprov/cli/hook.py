@@ -1,0 +1,127 @@
+"""`gpuprov hook`: what the container runtime would do, and why; changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpuprov.fleet.given import standard_input
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+_STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
+
+
+@click.group()
+def hook() -> None:
+    """What the container runtime decides, and why.
+
+    \b
+    Examples:
+      gpuprov hook explain --bundle /run/containerd/io.containerd.runtime.v2.task/moby/ID
+      gpuprov hook requirements --cuda 12.4 --driver 550.163.01 'cuda>=12.6'
+    """
+
+
+@hook.command(short_help="Say what a container gets, and which rule decided.")
+@click.option("--config", "settings_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False),
+              help="A config.toml instead of the host's own two.")  # fmt: skip
+@click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
+              help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def explain(settings_file: str | None, bundle: str | None, as_json: bool) -> None:
+    """Say what a container asks for, what it gets on this host, and which rule decided.
+
+    \b
+    Examples:
+      gpuprov hook explain --bundle /run/containerd/io.containerd.runtime.v2.task/moby/ID
+      gpuprov hook explain --json < config.json
+      gpuprov hook explain --config /tmp/config.toml < config.json
+    """
+    from gpuprov.runtime_hook.explain import explain as explained
+    from gpuprov.runtime_hook.settings import read_settings
+
+    config = _config(bundle)
+    settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
+    found = explained(config, settings, trouble, bundle or "")
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for line in _lines(found):
+        click.echo(line)
+
+
+@hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
+@click.option("--cuda", metavar="VERSION", default="", help="The newest CUDA version that the driver supports.")
+@click.option("--driver", metavar="VERSION", default="", help="The driver's version.")
+@click.option("--arch", metavar="VERSION", default="", help="The GPU's compute capability, such as 9.0.")
+@click.option("--brand", metavar="BRAND", default="", help="The GPU's brand, such as tesla.")
+@click.argument("expressions", metavar="[EXPR]...", nargs=-1)
+def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tuple[str, ...]) -> None:
+    """Hold NVIDIA_REQUIRE_* expressions against a driver: exit 0 if satisfied, 1 if violated, 2 if invalid.
+
+    Blanks separate alternatives, commas conditions that must all hold; all expressions must hold.
+
+    \b
+    Examples:
+      gpuprov hook requirements --cuda 12.4 --driver 550.163.01 'cuda>=12.6'
+      gpuprov hook requirements --cuda 12.4 --brand tesla 'brand=tesla,driver>=525 cuda>=12.5'
+    """
+    from gpuprov.runtime_hook.requirements import check, version_key
+
+    for option, version in (("--cuda", cuda), ("--driver", driver), ("--arch", arch)):
+        try:
+            version_key(version or "0")
+        except ValueError as error:
+            raise click.BadParameter(f"{error}: give numbers and dots, such as 12.4", param_hint=option) from None
+    host = {"cuda": cuda, "driver": driver, "arch": arch, "brand": brand}
+    state, reason = check(list(expressions), {name: value for name, value in host.items() if value})
+    click.echo(f"{state}: {reason}" if reason else state)
+    sys.exit(_STATES[state])
+
+
+def _config(bundle: str | None) -> dict[str, Any]:
+    where = f"{bundle}/config.json" if bundle else "standard input"
+    try:
+        content = Path(f"{bundle}/config.json").read_bytes() if bundle else standard_input("a config.json")
+        config = json.loads(content.decode("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _no_config(where, str(error)) from None
+    if not isinstance(config, dict):
+        raise _no_config(where, "it is no object")
+    return config
+
+
+def _no_config(where: str, evidence: str) -> GpuprovError:
+    hint = "give a bundle with --bundle DIR, or its config.json on standard input"
+    return GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """Return the decision as text."""
+    if not found["gpu_container"]:
+        return ["asks for no GPU: the container is left alone", *(f"  because {one}" for one in found["decisions"])]
+    lines = [
+        f"devices        {', '.join(one for one in found['devices'] if one) or 'none: the driver files alone'}",
+        f"capabilities   {', '.join(found['capabilities']) or 'none'}",
+        f"requirements   {', '.join(found['requirements']) or 'none'}",
+        f"privileged     {'yes' if found['privileged'] else 'no'}",
+        f"legacy image   {'yes' if found['legacy'] else 'no'}",
+    ]
+    for name, label in (
+        ("imex_channels", "IMEX channels"),
+        ("mig_config", "MIG config"),
+        ("mig_monitor", "MIG monitor"),
+    ):
+        value = found[name]
+        if value:
+            lines.append(f"{label:15}{', '.join(value) if isinstance(value, list) else value}")
+    edits = found["edits"]
+    lines += [f"device         {node['path']}" for node in edits.get("deviceNodes", ())]
+    lines += [f"file           {mount['containerPath']}" for mount in edits.get("mounts", ())]
+    lines += [f"link           {' <- '.join(link.split('::'))}" for link in edits.get("links", ())]
+    lines += [f"because        {one}" for one in found["decisions"]]
+    return [*lines, f"refused        {found['error']}"] if found["error"] else lines

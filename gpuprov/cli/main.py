@@ -1,0 +1,344 @@
+"""The command line: parse, call, print.
+
+click alone is imported here; everything else is loaded by the command that needs it, so that `--help` and shell
+completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from gpuprov import __version__
+from gpuprov.cli.bundle import bundle
+from gpuprov.cli.cdi import cdi
+from gpuprov.cli.hook import hook
+from gpuprov.cli.runtime import runtime
+from gpuprov.fleet.given import FILE, text
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+_CONNECTION_OPTIONS = (
+    click.option("--hosts", type=FILE, metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory "
+                 "or `a,b,`. Default: this machine."),
+    text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit."),
+    click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
+                 "inventory."),
+    text("--vault-password-file", type=FILE, help="The password of encrypted variables."),
+    click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
+                 help="How many hosts at a time."),
+    text("--serial", metavar="N|N%|1,5,20%", help="In batches of so many hosts, as Ansible's "
+                 "serial: the next begins when one is through."),
+    text("--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have "
+                 "failed."),
+    text("--canary", metavar="HOST|N", help="These hosts, or the first N, before all others; if "
+                 "one fails, nothing else begins."),
+    click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
+    click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
+    click.option("--accept-new-host-keys", is_flag=True, help="Store host keys seen for the first time; changed ones "
+                 "are refused all the same."),
+    click.option("--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10,
+                 show_default=True, help="How long to wait for a connection."),
+    click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
+                 help="Give up on a host that says nothing for so long."),
+    click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
+    text("--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."),
+    click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
+    click.option("--verbose", "-v", is_flag=True, help="Tell more."),
+)  # fmt: skip
+_CHECK_OPTION = click.option("--check", "-C", is_flag=True, help="Say what would change; change nothing.")
+_DIFF_OPTION = click.option("--diff", "-D", is_flag=True, help="Show the changes to files.")
+
+
+def _fleet_options(command: _Command) -> _Command:
+    for option in reversed(_CONNECTION_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings=_SETTINGS)
+@click.version_option(__version__, prog_name="gpuprov")
+def cli() -> None:
+    """Make Linux machines run containers on NVIDIA GPUs, and prove that they do.
+
+    \b
+    Examples:
+      sudo gpuprov install -e gpuprov_driver_version=550.163.01   this machine
+      gpuprov install --hosts inventory.ini --check --diff        what would change on all hosts
+      gpuprov install --hosts inventory.ini
+      gpuprov verify --hosts inventory.ini
+      gpuprov doctor --hosts inventory.ini                        why it fails, and what to type
+
+    \b
+    Exit codes, the worst first:
+      2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
+      3  a host needs a reboot                 0  done
+    """
+
+
+@cli.command(short_help="Bring hosts to what the inventory says.")
+@_CHECK_OPTION
+@_DIFF_OPTION
+@text("--bundle", "bundle_file", type=FILE, help="Install from this file alone, without a "
+              "network (`gpuprov bundle create` makes it).")  # fmt: skip
+@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed the bundle.")
+@click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
+              "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
+@_fleet_options
+def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: str | None, **options: Any) -> None:
+    """Bring driver, docker and container toolkit to what the inventory says.
+
+    Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
+
+    \b
+    Examples:
+      sudo gpuprov install -e gpuprov_driver_version=550.163.01
+      gpuprov install --hosts inventory.ini --check --diff
+      gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
+    """
+    more = {"check": check, "diff": diff, "bundle": bundle_file, "bundle_key": bundle_key}
+    _run("install", options, overrides=_given(reboot=reboot), **more)
+
+
+@cli.command(short_help="Compare what containers see with what the host has.")
+@text("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
+              "host's own.")  # fmt: skip
+@text("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
+@_fleet_options
+def verify(image: str, torch_image: str, **options: Any) -> None:
+    """Compare what containers see with what the host has; a table of checks.
+
+    \b
+    Examples:
+      sudo gpuprov verify
+      gpuprov verify --hosts inventory.ini
+      gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
+    """
+    _run("verify", options, overrides=_given(verify_image=image, torch_image=torch_image))
+
+
+@cli.command(short_help="Say why containers do not see the GPUs, and what to type.")
+@_fleet_options
+def doctor(**options: Any) -> None:
+    """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
+
+    Only looks, and changes nothing; the table of causes is in docs/doctor.md. Ends with 0 where nothing is wrong.
+
+    \b
+    Examples:
+      sudo gpuprov doctor
+      gpuprov doctor --hosts inventory.ini --limit gpu07
+      gpuprov doctor --hosts inventory.ini --json
+    """
+    _run("doctor", options)
+
+
+@cli.command(short_help="Show what hosts are; changes nothing.")
+@_fleet_options
+def facts(**options: Any) -> None:
+    """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
+
+    \b
+    Examples:
+      gpuprov facts
+      gpuprov facts --hosts inventory.ini --limit lab-a
+      gpuprov facts --hosts inventory.ini --json
+    """
+    _run("facts", options)
+
+
+@cli.command()
+@_fleet_options
+def rollback(**options: Any) -> None:
+    """Undo the last run on each host, back to the byte.
+
+    \b
+    Examples:
+      sudo gpuprov rollback
+      gpuprov rollback --hosts inventory.ini --limit lab-a
+    """
+    _run("rollback", options)
+
+
+@cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
+@_CHECK_OPTION
+@_DIFF_OPTION
+@_fleet_options
+def uninstall(check: bool, diff: bool, **options: Any) -> None:
+    """Undo all runs on each host, the newest first, and remove what is left of gpuprov.
+
+    What can't be brought back is listed before anything is done: --check shows it.
+
+    \b
+    Examples:
+      sudo gpuprov uninstall --check --diff
+      gpuprov uninstall --hosts inventory.ini --limit lab-a
+    """
+    _run("uninstall", options, check=check, diff=diff)
+
+
+@cli.command()
+@click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
+@text("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
+              "beginning of it. Default: the last.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@text("--html", type=FILE, help="Write it as one HTML page instead.")
+@click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
+def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
+    """Show again what came of a run.
+
+    \b
+    Examples:
+      gpuprov report
+      gpuprov report --list
+      gpuprov report --run 20261121T0815 --html report.html
+    """
+    from gpuprov.fleet import report_command
+    from gpuprov.fleet.command import make_console
+    from gpuprov.fleet.history import load
+
+    if as_list:
+        report_command.show_list(make_console(), as_json=as_json)
+    elif html:
+        report_command.write_page(load(identifier), html)
+    else:
+        report_command.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
+
+
+@cli.command("options")
+@click.option("--json", "form", flag_value="json", help="As JSON.")
+@click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
+def list_options(form: str | None) -> None:
+    """List every inventory variable with its default and meaning.
+
+    \b
+    Examples:
+      gpuprov options
+      gpuprov options --markdown
+    """
+    from gpuprov.fleet import reference
+
+    renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
+    columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
+    click.echo(renderers[form]() if form else reference.as_text(columns))
+
+
+@cli.group()
+def agent() -> None:
+    """The program that runs on the hosts.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+    """
+
+
+@agent.command()
+@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
+              help="The file to write.")  # fmt: skip
+def build(output: str) -> None:
+    """Write the agent as one file that runs on Python 3.9 and later.
+
+    \b
+    Example:
+      gpuprov agent build -o agent.pyz
+      echo '{"command": "facts"}' | sudo python3 -I agent.pyz
+    """
+    from pathlib import Path
+
+    from gpuprov.fleet.agent_build import build_agent
+    from gpuprov.wire.errors import from_os_error
+
+    made = build_agent()
+    try:
+        Path(output).write_bytes(made.content)
+    except OSError as error:
+        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
+    click.echo(f"{output}: {len(made.content)} bytes, SHA-256 {made.digest}")
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes gpuprov's words in a shell.
+
+    \b
+    Examples:
+      eval "$(gpuprov completion bash)"                                    in ~/.bashrc
+      eval "$(gpuprov completion zsh)"                                     in ~/.zshrc
+      gpuprov completion fish > ~/.config/fish/completions/gpuprov.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
+
+
+cli.add_command(bundle)
+cli.add_command(cdi)
+cli.add_command(hook)
+cli.add_command(runtime)
+
+
+def _given(**variables: str | None) -> tuple[tuple[str, str], ...]:
+    """Return what wins over the inventory: the variables that the command line has."""
+    return tuple((name, value) for name, value in variables.items() if value)
+
+
+def _run(command: str, given: dict[str, Any], **more: Any) -> None:
+    from gpuprov.fleet.command import Options, run_command
+    from gpuprov.fleet.passwords import ask
+
+    options = Options(
+        command=command,
+        hosts=given["hosts"],
+        limit=given["limit"],
+        extra_vars=given["extra_vars"],
+        vault_password_file=given["vault_password_file"],
+        json=given["as_json"],
+        verbose=given["verbose"],
+        forks=given["forks"],
+        serial=given["serial"],
+        max_fail=given["max_fail"],
+        canary=given["canary"],
+        password=ask("SSH password", wanted=given["ask_pass"]),
+        become_password=ask("sudo password", wanted=given["ask_become_pass"]),
+        accept_new_host_keys=given["accept_new_host_keys"],
+        connect_timeout=given["connect_timeout"],
+        host_timeout=given["host_timeout"],
+        bootstrap_python=given["bootstrap_python"],
+        report=given["report"],
+        **more,
+    )
+    raise SystemExit(int(run_command(options)))
+
+
+def main() -> None:
+    """Run the command line; every way to fail ends in a sentence, never in a traceback."""
+    try:
+        from gpuprov.fleet.output import lasting_outputs
+
+        if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
+            os.environ["HOME"] = "/"  # as docker has it
+        with lasting_outputs():
+            cli.main(prog_name="gpuprov")
+    except GpuprovError as error:
+        from gpuprov.fleet.text import plain
+
+        click.echo(plain(error), err=True)
+        sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:  # before or after click, which tells of its own
+        sys.exit(int(ExitCode.FAILED))
+    except Exception as error:  # the log keeps the traceback
+        from gpuprov.fleet.crash import write_log
+
+        click.echo(str(write_log(error)), err=True)
+        sys.exit(int(ExitCode.FAILED))

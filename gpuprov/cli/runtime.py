@@ -1,0 +1,229 @@
+"""`gpuprov runtime configure`: an engine told of the runtime, or made to forget it; flags as nvidia-ctk has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpuprov.fleet.given import FILE
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+if TYPE_CHECKING:
+    from gpuprov.engines.wish import Configuration, FileEdit
+
+_ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
+_NOTHING_TELLS = ("docker", "podman")
+
+
+@click.group(short_help="Tell container engines of the runtime.")
+def runtime() -> None:
+    """Container engines and the runtime that gives containers their GPUs.
+
+    \b
+    Examples:
+      sudo gpuprov runtime configure --runtime containerd
+      sudo gpuprov runtime configure --runtime docker --unset
+    """
+
+
+@runtime.command()
+@click.option(
+    "--runtime",
+    "engine",
+    type=click.Choice(_ENGINES),
+    default="docker",
+    show_default=True,
+    help="The engine; k3s, rke2 and microk8s are containerd in their own folders.",
+)
+@click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
+@click.option(
+    "--drop-in-config",
+    "drop_in",
+    type=FILE,
+    default=None,
+    help="A file of its own for the runtime; empty: the main file takes it. Default: the engine's usual one.",
+)
+@click.option(
+    "--config-source",
+    "source",
+    type=click.Choice(["file", "command"]),
+    default="file",
+    show_default=True,
+    help="What the runtime's options are copied from: the files, or what the engine says it uses.",
+)
+@click.option(
+    "--executable-path",
+    "executable",
+    type=FILE,
+    default="",
+    help="The engine's program, for --config-source command.",
+)
+@click.option(
+    "--config-mode",
+    "mode",
+    type=click.Choice(["config-file", "config", "hook", "oci-hook"]),
+    default="config-file",
+    show_default=True,
+    help="hook: an OCI hook for podman and CRI-O instead of a runtime.",
+)
+@click.option(
+    "--hook-path",
+    "--oci-hook-path",
+    "hook_file",
+    type=FILE,
+    default="",
+    help="Where the OCI hook goes. Default: /usr/share/containers/oci/hooks.d/oci-nvidia-hook.json.",
+)
+@click.option(
+    "--nvidia-runtime-hook-path",
+    "hook_program",
+    type=FILE,
+    default="",
+    help="The hook's program. Default: nvidia-container-runtime-hook, else the bundled one.",
+)
+@click.option("--nvidia-runtime-name", "name", metavar="NAME", default="nvidia", show_default=True,
+              help="The runtime's name in the engine.")  # fmt: skip
+@click.option(
+    "--nvidia-runtime-path",
+    "--runtime-path",
+    "path",
+    type=FILE,
+    default="",
+    help="The runtime's program. Default: nvidia-container-runtime, else the bundled one.",
+)
+@click.option(
+    "--nvidia-set-as-default",
+    "--set-as-default",
+    "set_default",
+    is_flag=True,
+    help="Containers get the runtime unasked.",
+)
+@click.option("--cdi.enabled", "--cdi.enable", "--enable-cdi", "cdi", is_flag=True, help="Let the engine read CDI.")
+@click.option("--unset", is_flag=True, help="Take out what was put in, and nothing else.")
+@click.option("--dry-run", is_flag=True, help="Print the files as they would be; write nothing.")
+@click.option("--diff", is_flag=True, help="Show what changes.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option(
+    "--restart-mode",
+    type=click.Choice(["none"]),
+    default="none",
+    show_default=True,
+    help="No engine is ever restarted; the command that does it is told.",
+)
+def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **options: Any) -> None:  # fmt: skip
+    """Tell an engine of the runtime. Run twice, it changes no byte the second time.
+
+    Comments, order and keys of others stay; the default runtime and CDI change only when asked for. No engine is
+    restarted.
+
+    \b
+    Examples:
+      sudo gpuprov runtime configure                                   docker
+      sudo gpuprov runtime configure --runtime containerd --dry-run --diff
+      sudo gpuprov runtime configure --runtime containerd --nvidia-set-as-default
+      sudo gpuprov runtime configure --runtime crio --nvidia-runtime-path /usr/bin/gpuprov-container-runtime
+      sudo gpuprov runtime configure --runtime k3s
+      sudo gpuprov runtime configure --runtime podman --config-mode hook
+      sudo gpuprov runtime configure --runtime containerd --unset
+    """
+    from gpuprov.core.system import System
+    from gpuprov.engines.configure import write
+
+    system = System("/")
+    found = _configuration(system, **options)
+    if not dry_run:
+        write(system, found.edits)
+    if as_json:
+        click.echo(json.dumps(_as_json(found, dry_run=dry_run), indent=2))
+        return
+    for line in _lines(found, dry_run=dry_run, diff=diff):
+        click.echo(line)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    _say_what_follows(found, dry_run=dry_run)
+
+
+def _configuration(
+    system: Any, *, engine: str, config: str, drop_in: str | None, source: str, executable: str, mode: str,
+    hook_file: str, hook_program: str, name: str, path: str, set_default: bool, cdi: bool, unset: bool,
+) -> Configuration:  # fmt: skip
+    from gpuprov.engines import configure as engines
+    from gpuprov.engines.wish import Request, RuntimeWish
+
+    files = {"--config": config, "--drop-in-config": drop_in, "--hook-path": hook_file}
+    programs = {"--nvidia-runtime-path": path, "--nvidia-runtime-hook-path": hook_program}
+    for option, value in {**files, **programs}.items():
+        if value and not value.startswith("/"):
+            raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
+    for option, value in files.items():
+        if value and Path(value).exists() and not Path(value).is_file():
+            raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
+        raise _usage("--nvidia-runtime-name is no name of a runtime", repr(name), hint)
+    if mode in ("hook", "oci-hook"):
+        return engines.hook(system, engine, hook_file, hook_program or engines.usual_hook(system), unset=unset)
+    wish = RuntimeWish(name, path or engines.usual_runtime(system), set_default, cdi)
+    request = Request(engine, wish, config, drop_in, source == "command", executable, unset)
+    found = engines.configuration(system, request)
+    if engine in _NOTHING_TELLS and (source == "command" or executable):
+        note = f"{engine} has no command that prints its configuration: its file is read"
+        return replace(found, notes=(note, *found.notes))
+    return found
+
+
+def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
+    return GpuprovError(what, evidence, next_step, exit_code=ExitCode.USAGE)
+
+
+def _lines(found: Configuration, *, dry_run: bool, diff: bool) -> list[str]:
+    from gpuprov.core.changes import text_diff
+
+    changing = [edit for edit in found.edits if edit.changes]
+    if diff:
+        return [text_diff(edit.path, edit.before, edit.after) for edit in changing]
+    if dry_run:
+        return [line for edit in found.edits for line in _whole(edit, several=len(found.edits) > 1)]
+    return [f"{'removed' if edit.after is None else 'wrote'} {edit.path}" for edit in changing]
+
+
+def _whole(edit: FileEdit, *, several: bool) -> list[str]:
+    head = [f"# {edit.path}"] if several else []
+    if edit.after is None:
+        return [f"# {edit.path}: no file"]
+    return [*head, edit.after.decode().removesuffix("\n")]
+
+
+def _say_what_follows(found: Configuration, *, dry_run: bool) -> None:
+    if not any(edit.changes for edit in found.edits):
+        click.echo("nothing to change", err=True)
+        return
+    if dry_run:
+        click.echo("nothing was written (--dry-run)", err=True)
+        return
+    if found.take_up:
+        click.echo(f"nothing was restarted; the engine reads this after: {found.take_up}", err=True)
+    else:
+        click.echo("nothing needs a restart: the next container reads this", err=True)
+
+
+def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
+    def text(content: bytes | None) -> str | None:
+        return None if content is None else content.decode("utf-8", "replace")
+
+    files = [
+        {"path": edit.path, "changed": edit.changes, "before": text(edit.before), "after": text(edit.after)}
+        for edit in found.edits
+    ]
+    return {
+        "changed": any(edit.changes for edit in found.edits),
+        "written": not dry_run and any(edit.changes for edit in found.edits),
+        "files": files,
+        "notes": list(found.notes),
+        "restart": found.take_up,
+    }

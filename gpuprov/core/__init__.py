@@ -1,0 +1,1 @@
+"""The engine of every run: System, processes, disk, changes, journal, apply, lock, download."""

@@ -1,0 +1,173 @@
+"""Carries a plan out, journalled; takes up what a kill cut off; rolls back. Never decides what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Callable
+
+from gpuprov.core.changes import Change, Json, file_digest, images_in
+from gpuprov.core.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError, Problem, from_os_error
+from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
+
+Kinds = Mapping[str, type[Change]]
+
+
+class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
+    """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
+
+
+class PlanAfresh(Exception):  # noqa: N818 (it is no error: the change says so)
+    """The change that was just made has made the rest of the plan stale; `made` counts those made, itself included.
+
+    With `reboot` the host must boot anew before the next plan.
+    """
+
+    def __init__(self, made: int, *, reboot: bool) -> None:
+        super().__init__("the rest is planned afresh")
+        self.made = made
+        self.reboot = reboot
+
+
+def apply_changes(
+    changes: Sequence[Change],
+    system: System,
+    journal: Journal,
+    sink: Sink,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Make the changes in order and return how many were made.
+
+    A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
+    GpuprovError, or Stopped between two changes, or PlanAfresh after one.
+    """
+    for index, change in enumerate(changes, 1):
+        if stop_requested():
+            raise Stopped(f"stopped as asked before change {index} of {len(changes)}: {change.summary()}")
+        sink(ChangeStarted(change.key, change.summary(), index, len(changes)))
+        begun = system.now()
+        outcome = _apply_one(change, system, journal, sink)
+        sink(ChangeDone(change.key, round(system.now() - begun, 3)))
+        if "reboot" in outcome:
+            raise PlanAfresh(index, reboot=bool(outcome["reboot"]))
+    return len(changes)
+
+
+def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> Json:
+    def tell(message: str, done: int = 0, total: int = 0) -> None:
+        sink(ChangeProgress(change.key, message, done, total))
+
+    before = change.capture(system)
+    number = journal.begin(change.key, type(change).__name__, before)
+    try:
+        outcome = change.apply(system, tell)
+        # Before the journal says so: programs that were run (an installer, rpm, dracut) sync little of what they write.
+        system.sync()
+    except (GpuprovError, OSError) as error:
+        told = error if isinstance(error, GpuprovError) else from_os_error(f"could not {change.summary()}", error)
+        _undo_failed(change, before, number, system, journal, told)
+        raise told from error
+    outcome = {**outcome, **_written(system, before)}
+    journal.done(number, outcome)
+    return outcome
+
+
+def _undo_failed(
+    change: Change, before: Json, number: int, system: System, journal: Journal, told: GpuprovError
+) -> None:
+    """Undo what a change that failed had begun. Raises GpuprovError with both faults if that fails too."""
+    try:
+        change.undo(system, before, None)
+        system.sync()
+        journal.undone(number)
+    except (GpuprovError, OSError) as second:
+        problem = Problem(
+            f"what this had begun could not be undone: {change.summary()}",
+            str(second),
+            "mend the first, then run the same command again: it begins by undoing this",
+        )
+        raise GpuprovError.several((*told.problems, problem)) from told
+
+
+def _written(system: System, before: Json) -> Json:
+    """Return the digests of the files that a change has left, by which later changes of somebody else's are seen."""
+    digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
+    return {"written": digests} if digests else {}
+
+
+def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
+    """Return the journal of a run that was cut off, ready to be gone on with, or None if there is none.
+
+    The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
+    change would be wrong.
+    """
+    run = unfinished_run(system)
+    if run is None:
+        return None
+    journal = resume_journal(system, run)
+    cut_off = run.interrupted
+    if cut_off is not None:
+        sink(Note(f"an earlier run was cut off in: {cut_off.key}; taking that up"))
+        kind = kind_of(journal, cut_off, kinds)
+        if kind.undo_when_interrupted:
+            _undo_entry(system, journal, cut_off, kinds)
+        else:
+            journal.done(cut_off.number, kind.cut_off(system, cut_off.before))
+    return journal
+
+
+def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
+    """Undo what stands of a run, latest change first; return how many changes were undone."""
+    return undo_runs(system, (run,), kinds, sink)
+
+
+def undo_runs(
+    system: System,
+    runs: Sequence[Run],
+    kinds: Kinds,
+    sink: Sink,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> int:
+    """Undo what stands of the runs, in the order given, the latest change of each first; return how many were undone.
+
+    Goes on from where an interrupted roll-back stopped, for each undone change is noted.
+    """
+    total, index = sum(len(run.undoable) for run in runs), 0
+    for run in runs:
+        journal = resume_journal(system, run)
+        for entry in run.undoable:
+            index += 1
+            if stop_requested():
+                raise Stopped(f"stopped as asked before {index} of {total}: undo: {entry.key}")
+            sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
+            begun = system.now()
+            _undo_entry(system, journal, entry, kinds)
+            sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
+        journal.end("rolled-back")
+    return total
+
+
+def last_undoable_run(system: System) -> Run | None:
+    """Return the latest run of which something stands, or None."""
+    return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
+
+
+def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds) -> None:
+    try:
+        kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+        system.sync()
+    except OSError as error:
+        raise from_os_error(f"could not undo: {entry.key}", error) from error
+    journal.undone(entry.number)
+
+
+def kind_of(journal: Journal | Run, entry: Entry, kinds: Kinds) -> type[Change]:
+    kind = kinds.get(entry.kind)
+    if kind is None:
+        raise GpuprovError(
+            f"can't undo a change of kind {entry.kind!r}: this gpuprov does not know it",
+            f"journal {journal.path}, {entry.key}",
+            "use the gpuprov version that made it",
+        )
+    return kind

@@ -1,0 +1,294 @@
+"""Downloads by requests: resumed, retried, and their digest checked before anything may use them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Callable, TypeVar
+
+from gpuprov.core.changes import Tell
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError, Problem
+
+if TYPE_CHECKING:
+    import requests
+
+_Result = TypeVar("_Result")
+_TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
+_ASKING_TIMEOUTS = (10, 10)
+_ATTEMPTS = 4
+_LONGEST_PAUSE = 60.0  # however long a server asks to wait
+# Too many requests, and servers or their proxies in trouble (RFC 9110, 15.5 and 15.6; RFC 6585).
+_PASSING = (408, 429, 500, 502, 503, 504)
+# What is lost of a connection that breaks; small, so that a poor line gets on all the same.
+_CHUNK = 1 << 16
+_SMALL = 1 << 20
+_PROGRESS_SECONDS = 0.5
+# The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
+_CA_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
+)  # fmt: skip
+
+
+def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell) -> None:
+    """Fetch `url` (http, https, file) to `destination`, whose SHA-256 shall be `sha256`.
+
+    What a broken download left in `destination`.part is gone on with. Nothing lies at `destination` unless its digest
+    is right. Raises GpuprovError saying why it can't be had.
+    """
+    if system.sha256(destination) == sha256:
+        return
+    part = f"{destination}.part"
+    resumed = system.status(part) is not None
+    _bring(system, url, part, tell)
+    if resumed and system.sha256(part) != sha256:
+        tell("what an earlier download left does not belong to this file, beginning anew", 0, 0)
+        system.remove(part)
+        _bring(system, url, part, tell)
+    _require_digest(system, url, part, sha256)
+    system.rename(part, destination)
+
+
+def _bring(system: System, url: str, part: str, tell: Tell) -> None:
+    if url.startswith("file://"):
+        _copy(system, url[len("file://") :], part)
+    else:
+        _transfer(system, url, part, tell)
+
+
+def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
+    """Raise GpuprovError, and take the file away, if its digest is another."""
+    found = system.sha256(part)
+    if found == sha256:
+        return
+    start = system.read_start(part, 512) or b""
+    system.remove(part)
+    if re.match(rb"\s*<(!doctype|html)", start, re.IGNORECASE):
+        seen = start[:120].decode("utf-8", "replace").strip()
+        what = f"{masked(url)} gave a web page instead of a file"
+        raise GpuprovError(what, seen, "check the URL, and the proxy's log-in")
+    raise GpuprovError(
+        f"what {masked(url)} gave is not the file that was asked for",
+        f"its SHA-256 is {found}, expected {sha256}",
+        "correct the digest if it is wrong; else the mirror is damaged or hostile",
+    )
+
+
+def fetch_small(system: System, url: str) -> bytes:
+    """Return what lies at `url`, at most 1 MiB. Raises GpuprovError if it can't be had or is larger."""
+    if url.startswith("file://"):
+        content = system.read_start(url[len("file://") :], _SMALL + 1)
+        if content is None:
+            raise GpuprovError(f"there is no file {url}", "", "check the path")
+    else:
+        content = _read_small(system, url)
+    if len(content) > _SMALL:
+        raise GpuprovError(f"{masked(url)} is larger than expected", f"more than {_SMALL} bytes", "check the URL")
+    return content
+
+
+def _read_small(system: System, url: str) -> bytes:
+    def attempt() -> bytes:
+        content = b""
+        with _get(system, url, 0) as response:
+            for chunk in response.iter_content(_CHUNK):
+                content += chunk
+                if len(content) > _SMALL:
+                    break
+        return content
+
+    return _persistently(system, url, attempt, lambda: False, lambda message, done, total: None)
+
+
+def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
+    """Return a problem for each URL that can't be had now; asked all at once, nothing is transferred."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    wanted = sorted({url for url in urls if not url.startswith("file://")})
+    if not wanted:
+        return ()
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return tuple(one for one in pool.map(lambda url: _ask(system, url), wanted) if one is not None)
+
+
+def _ask(system: System, url: str) -> Problem | None:
+    import requests
+
+    try:
+        status = requests.head(
+            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True
+        ).status_code
+    except requests.RequestException as error:
+        return _explained(url, error).problems[0]
+    # Other refusals may be of the question itself (HEAD): the download will tell.
+    if status not in _HTTP_HINTS or status == 403:
+        return None
+    return Problem(f"{masked(url)} can't be had", f"HTTP {status}", _HTTP_HINTS[status])
+
+
+def published_sha256(system: System, url: str) -> str:
+    """Return the digest in the `.sha256sum` file beside `url`, or nothing if there is none."""
+    try:
+        text = fetch_small(system, f"{url}.sha256sum").decode("ascii", "replace")
+    except GpuprovError as error:
+        if "HTTP 404" in str(error) or "no file" in str(error):
+            return ""
+        raise
+    found = re.match(r"\s*([0-9a-f]{64})\b", text)
+    return found[1] if found else ""
+
+
+def masked(url: str) -> str:
+    """Return a URL, or a text with URLs in it, for messages: without passwords."""
+    return re.sub(r"(//[^/\s:@]*):[^/\s]*@", r"\1:***@", url)
+
+
+def _copy(system: System, source: str, part: str) -> None:
+    if not system.exists(source):
+        raise GpuprovError(f"there is no file {source}", "", "check the path")
+    with system.path(source).open("rb") as reading, system.path(part).open("wb") as writing:
+        while chunk := reading.read(_CHUNK):
+            writing.write(chunk)
+
+
+def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
+    """Fetch into `part`, from where it ends on."""
+
+    def begun() -> bool:
+        return system.status(part) is not None
+
+    _persistently(system, url, lambda: _transfer_once(system, url, part, tell), begun, tell)
+
+
+class _Busy(Exception):  # noqa: N818 (it is no error yet: trying again may help)
+    """A server that can't answer now; how long it asks to wait, in seconds, and what to say if it never can."""
+
+    def __init__(self, error: GpuprovError, wait: float) -> None:
+        super().__init__(str(error))
+        self.error, self.wait = error, wait
+
+
+def _persistently(
+    system: System, url: str, attempt: Callable[[], _Result], begun: Callable[[], bool], tell: Tell
+) -> _Result:
+    """Try several times, with longer and longer pauses, what a broken connection or a busy server may prevent.
+
+    `begun` says whether something came already: then even a refused connection is worth another attempt.
+    """
+    import requests
+
+    for number in range(1, _ATTEMPTS + 1):
+        try:
+            return attempt()
+        except _Busy as busy:
+            if number == _ATTEMPTS:
+                raise busy.error from None
+            reason, pause = f"{busy.error.problems[0].evidence}", busy.wait
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            if number == _ATTEMPTS or _is_hopeless(error) or not (begun() or _broke_off(error)):
+                raise _explained(url, error) from None
+            reason, pause = "connection lost", 0.0
+        except requests.RequestException as error:
+            raise _explained(url, error) from None
+        tell(f"{reason}, trying again ({number + 1} of {_ATTEMPTS})", 0, 0)
+        system.sleep(max(2.0 ** (number - 1), pause))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
+    found = system.status(part)
+    have = found.size if found else 0
+    with _get(system, url, have) as response:
+        if response.status_code == 416:
+            # The part is as long as the file, or longer: begin anew, the digest would not tell which.
+            system.remove(part)
+            _transfer_once(system, url, part, tell)
+            return
+        resumed = response.status_code == 206
+        have = have if resumed else 0
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isdecimal() else 0
+        _require_room(system, part, max(total - have, 0), url)
+        told = system.now()
+        with system.path(part).open("ab" if resumed else "wb") as file:
+            for chunk in response.iter_content(_CHUNK):
+                file.write(chunk)
+                have += len(chunk)
+                if system.now() - told > _PROGRESS_SECONDS:
+                    tell("downloading", have, total)
+                    told = system.now()
+
+
+def _get(system: System, url: str, start: int) -> requests.Response:
+    """Return the open response. Raises GpuprovError for an HTTP error, _Busy for one that may pass."""
+    import requests
+
+    # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
+    headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
+    response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
+    if response.status_code in ((200, 206, 416) if start else (200,)):
+        return response
+    status, reason = response.status_code, response.reason
+    asked = response.headers.get("Retry-After", "")
+    response.close()
+    next_step = _HTTP_HINTS.get(status, "try again later")
+    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}", next_step)
+    if status in _PASSING:
+        raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
+    raise error
+
+
+_HTTP_HINTS = {
+    401: "the server wants a log-in: put it into the URL",
+    403: "the server refuses: check the URL, and whether a proxy stands between",
+    404: "there is no such file: check version and URL",
+    407: "the proxy wants a log-in: set https_proxy=http://USER:PASSWORD@PROXY:PORT",
+}
+
+
+def _certificates(system: System) -> str | bool:
+    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
+
+
+def _require_room(system: System, path: str, size: int, url: str) -> None:
+    free = system.free_bytes(path)
+    if size > free:
+        raise GpuprovError(
+            f"not enough room for {masked(url)}",
+            f"{size // 2**20} MiB to come, {free // 2**20} MiB free for {path}",
+            f"make room: df -h {path.rpartition('/')[0]}",
+        )
+
+
+def _broke_off(error: Exception) -> bool:
+    """Say whether there was a connection, and it was lost."""
+    said = str(error)
+    return any(word in said for word in ("Connection aborted", "reset by peer", "Connection broken", "Read timed out"))
+
+
+def _is_hopeless(error: Exception) -> bool:
+    """Say whether trying again can't help: a name that does not exist, a certificate that is not trusted."""
+    said = str(error)
+    return "NameResolutionError" in said or "CERTIFICATE_VERIFY_FAILED" in said or "Name or service not known" in said
+
+
+# Part of what requests says, what it means, what to do.
+_CAUSES = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted",
+     "add the site's CA to the host (update-ca-certificates), and check the clock: timedatectl"),
+    ("NameResolution", "its name is not known", "check DNS, or set https_proxy"),
+    ("Name or service not known", "its name is not known", "check DNS, or set https_proxy"),
+    ("Connection refused", "the connection is refused", "is the server up? does the host need a proxy?"),
+    ("timed out", "it does not answer", "check firewall and proxy"),
+    ("ProxyError", "the proxy does not let it through", "check https_proxy"),
+)  # fmt: skip
+
+
+def _explained(url: str, error: Exception) -> GpuprovError:
+    said = masked(str(error))
+    for part, meaning, next_step in _CAUSES:
+        if part in said:
+            return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)
+    return GpuprovError(f"{masked(url)} can't be reached", said[-200:], "check network and proxy, then run this again")

@@ -1,0 +1,191 @@
+"""The journal: what a run has begun and done, on disk before and after each change, so that a kill loses nothing.
+
+One file a run, `runs/NNNN.jsonl` in the state directory, one JSON object a line, each line synced before the work that
+it announces; what it calls done or undone was synced before it. A torn last line (power cut) is what was never
+promised, and is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov.core.changes import Json
+from gpuprov.core.system import System
+from gpuprov.wire.errors import from_os_error
+
+STATE_DIRECTORY = "/var/lib/gpuprov"
+RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One change in a run. `state`: begun, done or undone."""
+
+    number: int
+    key: str
+    kind: str
+    state: str
+    before: Json
+    outcome: Json | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its journal tells it. `end` is empty while it is open, else done, failed or rolled-back.
+
+    `run_id`: what several requests that make up this one run have in common; mostly there is one, and this is empty.
+    """
+
+    path: str
+    command: str
+    entries: tuple[Entry, ...]
+    end: str
+    run_id: str = ""
+
+    @property
+    def interrupted(self) -> Entry | None:
+        """The change that was begun and neither done nor undone."""
+        return next((entry for entry in self.entries if entry.state == "begun"), None)
+
+    @property
+    def undoable(self) -> tuple[Entry, ...]:
+        """The changes that stand, latest first."""
+        return tuple(entry for entry in reversed(self.entries) if entry.state != "undone")
+
+
+class Journal:
+    """Writes one run's journal."""
+
+    def __init__(self, system: System, path: str, next_number: int = 1) -> None:
+        self._system = system
+        self._next = next_number
+        self.path = path
+
+    def begin(self, key: str, kind: str, before: Json) -> int:
+        """Note that a change is about to be made; return its number for done() and undone()."""
+        number = self._next
+        self._next += 1
+        self._add({"begin": number, "key": key, "kind": kind, "before": before})
+        return number
+
+    def done(self, number: int, outcome: Json) -> None:
+        """Note that the change is made."""
+        self._add({"done": number, "outcome": outcome})
+
+    def undone(self, number: int) -> None:
+        """Note that the change is undone."""
+        self._add({"undone": number})
+
+    def end(self, how: str) -> None:
+        """Note that the run is over: done, failed or rolled-back."""
+        self._add({"end": how})
+
+    def _add(self, record: dict[str, Any]) -> None:
+        line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+        try:
+            self._system.append(self.path, line)
+        except OSError as error:
+            raise from_os_error(f"could not write the run's journal, {self.path}", error) from error
+
+
+def journal_for(system: System, command: str, run_id: str) -> Journal:
+    """Start the journal of a new run, or go on with that of the last one if this request is a part of it."""
+    last = next(reversed(read_runs(system)), None) if run_id else None
+    if last is not None and last.run_id == run_id and last.end != "rolled-back":
+        return resume_journal(system, last)
+    return new_journal(system, command, run_id)
+
+
+def new_journal(system: System, command: str, run_id: str = "") -> Journal:
+    """Start the journal of a new run."""
+    numbers = [int(name[:-6]) for name in _journal_names(system)]
+    path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
+    first = (json.dumps({"run": command, "id": run_id}) + "\n").encode()
+    try:
+        system.make_directory(RUNS_DIRECTORY, 0o700)
+        # Before-images may hold secrets (a proxy's password in daemon.json): root alone reads them.
+        system.write(path, first, mode=0o600, owner=None)
+    except OSError as error:
+        raise from_os_error(f"could not begin the run's journal, {path}", error) from error
+    return Journal(system, path)
+
+
+def resume_journal(system: System, run: Run) -> Journal:
+    """Go on writing the journal of an interrupted run."""
+    # A torn last line must not swallow the next one.
+    content = system.read_bytes(run.path) or b""
+    if not content.endswith(b"\n"):
+        system.append(run.path, b"\n")
+    return Journal(system, run.path, len(run.entries) + 1)
+
+
+def read_runs(system: System) -> tuple[Run, ...]:
+    """Return all runs on this host, oldest first."""
+    return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
+
+
+def unfinished_run(system: System) -> Run | None:
+    """Return the latest run that did not come to its end, or None.
+
+    The last run of all is such a one too if it ended, and said why, but what its last change had begun was not undone.
+    """
+    latest = True
+    for name in reversed(_journal_names(system)):
+        path = f"{RUNS_DIRECTORY}/{name}"
+        content = system.read_bytes(path) or b""
+        # Nearly all came to their end, which the last line tells; what stands before it may be megabytes.
+        last_line = content.rstrip().rpartition(b"\n")[2].decode("utf-8", "replace")
+        ends = [record["end"] for record in _records(last_line) if "end" in record]
+        if not ends or (latest and ends != ["done"]):
+            run = parse_run(path, content.decode("utf-8", "replace"))
+            if not run.end or (latest and run.interrupted is not None):
+                return run
+        latest = False
+    return None
+
+
+def _journal_names(system: System) -> tuple[str, ...]:
+    names = system.list_directory(RUNS_DIRECTORY)
+    return tuple(name for name in names if name.endswith(".jsonl") and name[:-6].isdigit())
+
+
+def _read_run(system: System, path: str) -> Run:
+    return parse_run(path, system.read_text(path) or "")
+
+
+def parse_run(path: str, text: str) -> Run:
+    """Return the run that a journal's text tells."""
+    command, end, run_id = "", "", ""
+    entries: dict[int, Entry] = {}
+    for record in _records(text):
+        if "run" in record:
+            command, run_id = record["run"], record.get("id", "")
+        elif "begin" in record:
+            number = record["begin"]
+            entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
+            end = ""
+        elif "done" in record:
+            entries[record["done"]] = _replaced(entries[record["done"]], "done", record["outcome"])
+        elif "undone" in record:
+            entries[record["undone"]] = _replaced(entries[record["undone"]], "undone", None)
+        elif "end" in record:
+            end = record["end"]
+    return Run(path, command, tuple(entries.values()), end, run_id)
+
+
+def _replaced(entry: Entry, state: str, outcome: Json | None) -> Entry:
+    return Entry(entry.number, entry.key, entry.kind, state, entry.before, outcome or entry.outcome)
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    records = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

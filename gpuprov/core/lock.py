@@ -1,0 +1,121 @@
+"""One run at a time on a host: a lock that names its holder and outlives a killed run until its children have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Callable
+
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+
+LOCK_PATH = "/run/gpuprov.lock"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lock. `alive` is False if that run was killed and only a command of its own still runs."""
+
+    pid: int
+    command: str
+    since: str
+    alive: bool
+
+
+@contextlib.contextmanager
+def host_lock(
+    system: System, *, pid: int, command: str, since: str, wait_seconds: int, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the host's lock for the time of the block.
+
+    Another living run holds it: GpuprovError at once, naming it. A killed run's command (apt-get, the installer) still
+    goes on: wait for its end, up to `wait_seconds`, for two of them at once would ruin the host. The lock is inherited
+    by such commands, which is how one knows.
+    """
+    with system.path(LOCK_PATH).open("a+") as file:
+        _acquire(system, file.fileno(), wait_seconds, tell)
+        # Children inherit the descriptor, and so hold the lock as long as they live.
+        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
+        fcntl.fcntl(file.fileno(), fcntl.F_SETFD, flags & ~fcntl.FD_CLOEXEC)
+        file.seek(0)
+        file.truncate()
+        json.dump({"pid": pid, "command": command, "since": since}, file)
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def try_lock(system: System) -> Iterator[bool]:
+    """Hold the lock for the time of the block if nobody else does; give whether it is held.
+
+    For work of a second or two: it writes no name into the file, and a run that comes meanwhile waits for its end.
+    """
+    with system.path(LOCK_PATH).open("a+") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[[str], None]) -> None:
+    deadline = system.now() + wait_seconds
+    told = False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        holder = read_holder(system)
+        if holder is not None and holder.alive:
+            raise GpuprovError(
+                "another gpuprov run holds this host",
+                f"pid {holder.pid}: gpuprov {holder.command}, since {holder.since}",
+                "wait for its end, or look at it: ps -fp " + str(holder.pid),
+            )
+        left = ", ".join(_openers(system)) or "a command"
+        if system.now() > deadline:
+            raise GpuprovError(
+                "a command of an earlier, killed run still goes on",
+                f"{left}; waited {wait_seconds} s for its end",
+                "wait for it, then run the same command again",
+            )
+        if not told:
+            tell(f"waiting for what an earlier, killed run left running: {left}")
+            told = True
+        system.sleep(0.2)
+
+
+def read_holder(system: System) -> Holder | None:
+    """Return who wrote its name into the lock file last, or None if that can't be read."""
+    try:
+        data = json.loads(system.read_text(LOCK_PATH) or "")
+        pid, command, since = int(data["pid"]), str(data["command"]), str(data["since"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return Holder(pid, command, since, alive=_is_running(system, pid))
+
+
+def _is_running(system: System, pid: int) -> bool:
+    """Say whether the process lives; a zombie does not."""
+    stat = system.read_text(f"/proc/{pid}/stat")
+    # proc(5): the state letter follows the name, which is in parentheses and may hold anything.
+    return stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _openers(system: System) -> list[str]:
+    """Return `name (pid N)` of each process that has the lock file open, this one left out."""
+    real = str(system.path(LOCK_PATH).resolve())
+    found = []
+    for pid in system.list_directory("/proc"):
+        if not pid.isdigit() or int(pid) == system.own_pid():
+            continue
+        folder = system.path(f"/proc/{pid}/fd")
+        with contextlib.suppress(OSError):
+            if any(str(entry.readlink()) == real for entry in folder.iterdir()):
+                name = (system.read_text(f"/proc/{pid}/comm") or "?").strip()
+                found.append(f"{name} (pid {pid})")
+    return found

@@ -1,0 +1,328 @@
+"""The one door to the operating system: nothing else on the host side runs commands or touches files.
+
+`System` is the real machine, or a part of it below a root prefix. Tests put a recorded machine in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat as stat_module
+import struct
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Callable
+
+from gpuprov.core import disk
+from gpuprov.core.commands import SYSTEM_PATH, Completed, run_command
+from gpuprov.wire.errors import GpuprovError
+
+_CHUNK = 1 << 16
+# Where runs, and the programs that they start, write; each may be a file system of its own.
+_WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
+_MOST_LINKS = 40  # as the kernel (path_resolution(7))
+
+
+@dataclass(frozen=True)
+class FileStatus:
+    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other.
+
+    `modified`: when its content changed last, in seconds since 1970.
+    """
+
+    kind: str
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    target: str = ""
+    major: int = 0
+    minor: int = 0
+    modified: float = 0.0
+
+
+class System:
+    """A machine, or the part of it below `root`; paths are given as the machine itself sees them."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = Path(root)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def path(self, path: str) -> Path:
+        """Return where `path` lies for this process."""
+        return self.root / path.lstrip("/")
+
+    def read_bytes(self, path: str) -> bytes | None:
+        """Return a file's content, or None if there is none (missing, or not a file)."""
+        try:
+            return self.path(path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def read_text(self, path: str) -> str | None:
+        """Return a file's text (bytes that are no UTF-8 replaced), or None if there is none."""
+        content = self.read_bytes(path)
+        return None if content is None else content.decode("utf-8", "replace")
+
+    def read_start(self, path: str, size: int) -> bytes | None:
+        """Return a file's first `size` bytes, or None if there is no file."""
+        try:
+            with self.path(path).open("rb") as file:
+                return file.read(size)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading, to look into parts of it. Raises OSError."""
+        return self.path(path).open("rb")
+
+    def sha256(self, path: str) -> str:
+        """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""
+        digest = hashlib.sha256()
+        try:
+            with self.path(path).open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return ""
+        return digest.hexdigest()
+
+    def status(self, path: str) -> FileStatus | None:
+        """Return what lies at `path`, or None."""
+        try:
+            found = os.lstat(self.path(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        kind = _kind(found.st_mode)
+        return FileStatus(
+            kind=kind,
+            mode=stat_module.S_IMODE(found.st_mode),
+            uid=found.st_uid,
+            gid=found.st_gid,
+            size=found.st_size,
+            target=str(self.path(path).readlink()) if kind == "link" else "",
+            major=os.major(found.st_rdev),
+            minor=os.minor(found.st_rdev),
+            modified=found.st_mtime,
+        )
+
+    def lock_holder(self, path: str) -> int | None:
+        """Return the process that holds a record lock (fcntl(2)) on a file, or None; 0 for one that can't be seen."""
+        try:
+            handle = os.open(self.path(path), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            # struct flock of 64-bit Linux: type, whence, start, length, pid.
+            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+        finally:
+            os.close(handle)
+        return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+    def exists(self, path: str) -> bool:
+        """Say whether anything lies at `path`, links followed."""
+        return self.path(self.real_path(path)).exists()
+
+    def list_directory(self, path: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory; none if it is missing."""
+        try:
+            return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+    def real_path(self, path: str) -> str:
+        """Return `path` with every link followed, as the machine itself sees it."""
+        if os.path.realpath(self.root) == "/":
+            return os.path.realpath(path)
+        # Below a root prefix an absolute link means: from that root on.
+        resolved: list[str] = []
+        pending = path.split("/")[::-1]
+        hops = 0
+        while pending:
+            name = pending.pop()
+            if name == "..":
+                resolved = resolved[:-1]
+            if name in ("", ".", ".."):
+                continue
+            place = self.root.joinpath(*resolved, name)
+            if not place.is_symlink() or hops == _MOST_LINKS:
+                resolved.append(name)
+                continue
+            hops += 1
+            target = str(place.readlink())
+            resolved = [] if target.startswith("/") else resolved
+            pending += target.split("/")[::-1]
+        return "/" + "/".join(resolved)
+
+    def free_bytes(self, path: str) -> int:
+        """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
+        place = self.path(path)
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+    def which(self, program: str) -> str | None:
+        """Return the absolute path of a program of the machine, or None."""
+        for folder in SYSTEM_PATH.split(":"):
+            candidate = f"{folder}/{program}"
+            if os.access(self.path(candidate), os.X_OK) and self.path(candidate).is_file():
+                return candidate
+        return None
+
+    def user_id(self) -> int:
+        """Return the effective user id of this process."""
+        return os.geteuid()
+
+    def own_pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    def kernel_release(self) -> str:
+        """Return `uname -r`."""
+        return os.uname().release
+
+    def architecture(self) -> str:
+        """Return `uname -m`."""
+        return os.uname().machine
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        """Run a command to its end and return what it did; a failure is a value, not an exception.
+
+        The command gets a clean environment, its own process group (a Ctrl-C at the terminal does not reach it: what
+        has begun is finished or undone, not torn) and a time limit in seconds. `on_line` sees each line as it comes.
+        """
+        return run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+
+    def require(self, argv: Sequence[str], what: str, next_step: str = "", *, timeout: float = 60) -> Completed:
+        """Run a command that must succeed; raise GpuprovError saying `what` failed otherwise."""
+        done = self.run(argv, timeout=timeout)
+        if not done.ok:
+            raise GpuprovError(what, done.evidence(), next_step)
+        return done
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, path: str, content: bytes, *, mode: int = 0o644, owner: tuple[int, int] | None = None) -> None:
+        """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the folder.
+
+        A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without
+        it an existing file's owner stays. The SELinux context of an existing file is kept.
+        """
+        disk.write_whole(self.path(self.real_path(path)), content, mode, owner)
+
+    def append(self, path: str, content: bytes) -> None:
+        """Append to a file, all or nothing, and wait until the disk has it."""
+        disk.append_whole(self.path(path), content)
+
+    def sync(self) -> None:
+        """Wait until the disk has all that was written, by whatever program. Raises OSError if it can't take it.
+
+        Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
+        """
+        disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
+
+    def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
+        """Make a directory and its missing parents; return those made, outermost first."""
+        missing: list[Path] = []
+        place = self.path(path)
+        while not place.exists():
+            missing.append(place)
+            place = place.parent
+        made = []
+        for place in reversed(missing):
+            place.mkdir()
+            place.chmod(mode)
+            disk.sync_path(place.parent)
+            made.append("/" + str(place.relative_to(self.root)))
+        return tuple(made)
+
+    def make_link(self, path: str, target: str) -> None:
+        """Make a symbolic link, replacing whatever file or link is there, atomically."""
+        place = self.path(path)
+        temporary = disk.temporary_name(place)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(place)
+
+    def rename(self, path: str, new: str) -> None:
+        """Give a file another name, replacing what has that name: never with less than all of its content."""
+        disk.sync_path(self.path(path))
+        self.path(path).replace(self.path(new))
+        disk.sync_path(self.path(new).parent)
+
+    def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
+        """Make a character device node of root's and a group's."""
+        place = self.path(path)
+        os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
+        if group:
+            os.chown(place, 0, group)
+        place.chmod(mode)
+
+    def change_mode(self, path: str, mode: int) -> None:
+        """Set permission bits."""
+        self.path(path).chmod(mode)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, link, node or empty directory; nothing happens if it is gone already."""
+        place = self.path(path)
+        with contextlib.suppress(FileNotFoundError):
+            if place.is_dir() and not place.is_symlink():
+                place.rmdir()
+            else:
+                place.unlink()
+
+    def remove_leftover(self, path: str) -> None:
+        """Remove the temporary file that a killed write of `path` may have left beside it."""
+        disk.temporary_name(self.path(path)).unlink(missing_ok=True)
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory with all that is in it."""
+        shutil.rmtree(self.path(path), ignore_errors=True)
+
+    def temporary_directory(self, near: str = "/tmp") -> str:
+        """Make a private directory below `near` and return its path."""
+        made = Path(tempfile.mkdtemp(prefix="gpuprov-", dir=self.path(near)))
+        return "/" + str(made.relative_to(self.root))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def clock(self) -> int:
+        """Return the time of day, in seconds since 1970."""
+        return int(time.time())
+
+    def now(self) -> float:
+        """Return a clock in seconds that never goes back."""
+        return time.monotonic()
+
+
+def sha256_of(content: bytes) -> str:
+    """Return the SHA-256 of some bytes, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat_module.S_ISREG, "file"), (stat_module.S_ISDIR, "directory"), (stat_module.S_ISLNK, "link"),
+        (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
+    )  # fmt: skip
+    return next((name for test, name in kinds if test(mode)), "other")

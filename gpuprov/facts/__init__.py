@@ -1,0 +1,1 @@
+"""What a host is, gathered before a plan; changes nothing."""

@@ -1,0 +1,158 @@
+"""What has to lie on a host so that its next boot ends with GPUs for containers: units, rules, lists, as text.
+
+Names and contents only, and the look at what is there; boot/prepare.py decides what belongs on which host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpuprov.core.system import System
+from gpuprov.runtime_hook.deploy import LIBRARY_PATH
+
+UNITS = "/etc/systemd/system"
+WANTS = f"{UNITS}/multi-user.target.wants"
+PROGRAM = f"{LIBRARY_PATH}/boot.pyz"
+NODES = "gpuprov-nodes.service"
+REFRESH = "gpuprov-refresh.service"
+WATCH = "gpuprov-refresh.path"
+MIG = "gpuprov-mig.service"
+PERSISTENCE = "nvidia-persistenced.service"
+UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
+MODULES = "/etc/modules-load.d/gpuprov.conf"
+PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
+_MARK = "# By gpuprov"
+_PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
+_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE))
+
+NODES_TEXT = f"""\
+{_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
+[Unit]
+Description=NVIDIA device nodes, and their links in /dev/char (gpuprov)
+After=systemd-modules-load.service
+Before=docker.service containerd.service crio.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/usr/bin/python3 -I {PROGRAM} nodes
+
+[Install]
+WantedBy=multi-user.target
+"""
+# After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
+REFRESH_TEXT = f"""\
+{_MARK}: writes /etc/cdi/nvidia.json anew if it no longer says what is there; looks, and writes nothing, if it does.
+[Unit]
+Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
+After={NODES} {PERSISTENCE} nvidia-fabricmanager.service
+StartLimitIntervalSec=0
+
+[Service]
+Type=oneshot
+ExecStart=/usr/bin/python3 -I {PROGRAM} refresh
+
+[Install]
+WantedBy=multi-user.target
+"""
+# Libraries come with a new /etc/ld.so.cache, modules with a new modules.dep, MIG instances with nodes in nvidia-caps.
+WATCH_TEXT = f"""\
+{_MARK}: a driver's libraries, its modules or MIG instances come and go; udev tells of GPUs ({UDEV_RULES}).
+[Unit]
+Description=Watch for another NVIDIA driver or other devices (gpuprov)
+
+[Path]
+PathChanged=/etc/ld.so.cache
+PathChanged=/lib/modules/%v/modules.dep
+PathChanged=/dev/nvidia-caps
+Unit={REFRESH}
+
+[Install]
+WantedBy=multi-user.target
+"""
+# As in NVIDIA's template (nvidia-persistenced, init/systemd), but for its user: the .run makes none.
+PERSISTENCE_TEXT = f"""\
+{_MARK}: the .run brings the program without a unit. It keeps GPUs initialised while nobody uses them.
+[Unit]
+Description=NVIDIA Persistence Daemon
+After={NODES}
+
+[Service]
+Type=forking
+PIDFile=/run/nvidia-persistenced/nvidia-persistenced.pid
+ExecStart={PERSISTENCE_PROGRAM} --verbose
+ExecStopPost=/bin/rm -rf /run/nvidia-persistenced
+Restart=on-failure
+
+[Install]
+WantedBy=multi-user.target
+"""
+_START = f"/bin/systemctl --no-block start {REFRESH}"
+UDEV_TEXT = f"""\
+{_MARK}: the driver is loaded or unloaded, a GPU is bound to it or unbound.
+ACTION=="add|remove", SUBSYSTEM=="module", KERNEL=="nvidia", RUN+="{_START}"
+ACTION=="bind|unbind", SUBSYSTEM=="pci", ATTR{{vendor}}=="0x10de", ATTR{{class}}=="0x03*", RUN+="{_START}"
+"""
+# nvidia-uvm is loaded by no alias: CUDA's first user would have to be root.
+MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
+
+# Those that belong to no package: what lies there and is not wanted is removed if it is gpuprov's.
+MANAGED = (
+    f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
+    UDEV_RULES, MODULES,
+)  # fmt: skip
+
+
+def mig_text(layout: Sequence[tuple[int, str]]) -> str:
+    """Return the unit that divides the GPUs of a layout (index → text, mig.py) at boot: MIG devices do not outlive one.
+
+    From Hopper on the mode does not either. Where there are some already it does nothing.
+    """
+    steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_making(index, text)}" for index, text in layout)
+    return f"""\
+{_MARK}: MIG devices do not outlive a boot.
+[Unit]
+Description=MIG devices of NVIDIA GPUs (gpuprov_mig_layout)
+After={NODES} {PERSISTENCE}
+Before={REFRESH} docker.service containerd.service crio.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/sh -c 'nvidia-smi mig -lgi | grep -q " MIG " && exit 0; {steps}'
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _making(index: int, text: str) -> str:
+    if not text.startswith("all-"):
+        return f"nvidia-smi mig -i {index} -cgi {text} -C"
+    # The first must do; the others until there is no room left.
+    make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
+    return f"{make} && while {make}; do :; done"
+
+
+@dataclass(frozen=True)
+class BootFacts:
+    """What the next boot will do.
+
+    `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
+    brings nvidia-persistenced with its unit.
+    """
+
+    enabled: Mapping[str, str] = field(default_factory=dict)
+    persistence_packaged: bool = False
+
+
+def gather_boot(system: System) -> BootFacts:
+    """Return the facts; reads only."""
+    links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
+    return BootFacts(links, any(system.exists(path) for path in _PACKAGED))
+
+
+def is_ours(content: bytes) -> bool:
+    """Say whether a file at one of these places is gpuprov's, of whatever version."""
+    return content.startswith(_MARK.encode())

@@ -1,0 +1,226 @@
+"""HostFacts: what a machine is, gathered once before a plan; parsers are pure, nothing here changes anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuprov.bundle.manifest import BundleFacts
+from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.cdi.other_devices import specifications
+from gpuprov.core.changes import FileFact
+from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
+from gpuprov.core.system import System
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.engines.more import EngineFacts
+from gpuprov.engines.more import gather as gather_engines
+from gpuprov.facts import boot_files
+from gpuprov.facts.boot_files import BootFacts, gather_boot
+from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
+from gpuprov.facts.fabric import FabricFacts, gather_fabric
+from gpuprov.facts.holders import RunningDriver
+from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.facts.mig import MigGpu
+from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import (
+    Kernel,
+    OperatingSystem,
+    PciGpu,
+    gather_displays,
+    gather_gpus,
+    gather_kernel,
+    gather_os,
+)
+from gpuprov.packaging import rpm_packages, rpm_repos
+from gpuprov.packaging.apt_packages import PackageFacts, gather_packages
+from gpuprov.runtime_hook import deploy
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
+
+if TYPE_CHECKING:
+    from gpuprov.packaging.offers import Offers
+
+# How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
+DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
+# Everything whose content plans look at lies here.
+_MANAGED_FILES = (
+    "/etc/apt/sources.list",
+    BLACKLIST,
+    DKMS_SIGNING,
+    DRACUT_CONFIGURATION,
+    deploy.LAUNCHER_PATH,
+    HOOK_PATH,
+    deploy.NVIDIA_HOOK_PATH,
+    *boot_files.MANAGED,
+    "/var/lib/gpuprov/driver-incomplete",
+    IN_USE_MARK,
+    STOPPED,
+    PROFILE,
+    OTHER_PROFILE,
+    "/etc/dnf/modules.d/nvidia-driver.module",
+)
+_MANAGED_DIRECTORIES = (
+    "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
+    "/etc/yum.repos.d", "/etc/zypp/repos.d", rpm_repos.KEYS,
+    "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
+)  # fmt: skip
+_LARGEST_MANAGED_FILE = 4 << 20
+# Where an installation writes; often file systems of their own.
+_WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a machine is.
+
+    `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
+    `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
+    `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
+    `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
+    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
+    the repositories have of the packages on which a plan depends, if they were asked.
+    """
+
+    os: OperatingSystem
+    architecture: str
+    kernel: Kernel
+    initramfs: InitramfsFacts
+    boot: BootFacts
+    reboot: RebootFacts
+    gpus: tuple[PciGpu, ...]
+    driver: DriverFacts
+    other_specifications: Mapping[str, bytes]
+    driver_packaged: str
+    packages: PackageFacts
+    docker: DockerFacts
+    engines: Mapping[str, EngineFacts]
+    files: Mapping[str, FileFact]
+    downloads: Mapping[str, str]
+    python: str
+    bytecode_current: bool
+    user_id: int
+    free_bytes: Mapping[str, int]
+    displays: tuple[str, ...]
+    clock: int
+    bundle: BundleFacts | None = None
+    running: RunningDriver | None = None
+    fabric: FabricFacts = field(default_factory=FabricFacts)
+    mig: tuple[MigGpu, ...] = ()
+    cuda: CudaFacts = field(default_factory=CudaFacts)
+    offers: Offers | None = None
+
+    @property
+    def gpu_device_ids(self) -> tuple[str, ...]:
+        """The PCI device ids of the GPUs, which tell their generations."""
+        return tuple(gpu.device_id for gpu in self.gpus)
+
+    @property
+    def driver_installed_version(self) -> str:
+        """The version of the driver's libraries on disk, or nothing."""
+        return self.driver.library_version
+
+    @property
+    def driver_loaded_version(self) -> str:
+        """The version of the driver in the running kernel, or nothing."""
+        return self.driver.kernel_version
+
+
+def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFacts:
+    """Return the facts of a machine. Reads only; a few commands, each with a time limit.
+
+    `engines`: engines besides docker to look at, each with the path of the runtime that it shall know.
+    """
+    os = gather_os(system)
+    packages = gather_software(system, os)
+    driver = discover(system)
+    return HostFacts(
+        os=os,
+        architecture=system.architecture(),
+        kernel=gather_kernel(system),
+        initramfs=gather_initramfs(system),
+        boot=gather_boot(system),
+        reboot=gather_reboot(system),
+        gpus=gather_gpus(system),
+        driver=driver,
+        other_specifications=specifications(system),
+        driver_packaged=_driver_package(packages),
+        packages=packages,
+        docker=gather_docker(system),
+        engines=gather_engines(system, engines or {}),
+        files=gather_files(system),
+        downloads=gather_downloads(system),
+        python=".".join(str(part) for part in sys.version_info[:3]),
+        bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
+        user_id=system.user_id(),
+        free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
+        displays=gather_displays(system),
+        clock=system.clock(),
+        fabric=gather_fabric(system),
+        cuda=gather_cuda(system),
+    )
+
+
+def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
+    """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
+    row = distribution_of(os)
+    if row is None or row.package_manager not in rpm_packages.MANAGERS:
+        return gather_packages(system)
+    return rpm_packages.gather_packages(system, row.package_manager)
+
+
+def _driver_package(packages: PackageFacts) -> str:
+    """Return the distribution's or NVIDIA's own driver package, if one is installed: a .run must not go over it."""
+    prefixes = (
+        "libnvidia-compute-", "nvidia-kernel-", "nvidia-driver", "libnvidia-ml", "cuda-drivers", "nvidia-open",
+        # NVIDIA's and RPM Fusion's for rpm; SUSE's.
+        "kmod-nvidia", "akmod-nvidia", "xorg-x11-drv-nvidia", "nvidia-compute-G", "nvidia-gl-G", "nvidia-video-G",
+    )  # fmt: skip
+    return next((name for name in sorted(packages.installed) if name.startswith(prefixes)), "")
+
+
+def gather_files(system: System) -> Mapping[str, FileFact]:
+    """Return the files that plans look at."""
+    listed = [f"{folder}/{name}" for folder in _MANAGED_DIRECTORIES for name in system.list_directory(folder)]
+    found = {}
+    for path in (*_MANAGED_FILES, *listed):
+        status = system.status(path)
+        if status is None:
+            continue
+        if status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
+            content = system.read_bytes(path)
+            if content is not None:
+                found[path] = FileFact(content, status.mode, status.uid, status.gid)
+        elif path == deploy.NVIDIA_HOOK_PATH:
+            # A link, or a program too large to be ours, is there all the same, and NVIDIA's.
+            found[path] = FileFact(b"", status.mode, status.uid, status.gid)
+    return found
+
+
+def gather_downloads(system: System) -> Mapping[str, str]:
+    """Return the .run files in the cache: there is one only between its download and the end of its installation."""
+    names = (name for name in system.list_directory(CACHE_DIRECTORY) if name.endswith(".run"))
+    return {path: system.sha256(path) for path in (f"{CACHE_DIRECTORY}/{name}" for name in names)}
+
+
+def facts_to_json(facts: HostFacts) -> dict[str, Any]:
+    """Return the facts as plain JSON values for people and programs: files by digest, installed packages left out."""
+    data: dict[str, Any] = _plain(facts)
+    data["files"] = sorted(facts.files)
+    data["other_specifications"] = sorted(facts.other_specifications)
+    data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value

@@ -1,0 +1,1 @@
+"""Which distribution, kernel and GPUs a machine has, and the table of distributions."""

@@ -1,0 +1,149 @@
+"""What kind of machine this is: its operating system, its kernel, the GPUs on its bus, its displays."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import distro
+
+from gpuprov.core.system import System
+
+# PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
+# (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
+_NVIDIA_VENDOR = "0x10de"
+_DISPLAY_CLASS = "0x03"
+# UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
+_SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+# Linux, Documentation/admin-guide/LSM/apparmor.rst.
+_APPARMOR = "/sys/module/apparmor/parameters/enabled"
+
+
+@dataclass(frozen=True)
+class OperatingSystem:
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME; and UBUNTU_CODENAME of its derivatives."""
+
+    id: str
+    version: str
+    codename: str
+    like: tuple[str, ...]
+    name: str
+    ubuntu_codename: str = ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The running kernel. `container`: the container manager this machine runs in (systemd-nspawn, lxc, …), or nothing.
+
+    `secure_boot`: enabled, disabled, or no-efi. `loaded_modules` is empty where the kernel has no /proc/modules.
+    `apparmor`: AppArmor is switched on. `trusts_nvidia`: it takes modules that NVIDIA has signed.
+    """
+
+    release: str
+    command_line: str
+    takes_modules: bool
+    modules_disabled: bool
+    loaded_modules: tuple[str, ...]
+    secure_boot: str
+    container: str
+    wsl: bool
+    apparmor: bool = False
+    trusts_nvidia: bool = False
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
+
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    """
+
+    bus_id: str
+    device_id: str
+    driver: str = ""
+
+
+def gather_os(system: System) -> OperatingSystem:
+    """Return what os-release says."""
+    found = distro.LinuxDistribution(
+        include_lsb=False, include_uname=False, include_oslevel=False, root_dir=str(system.root)
+    ).os_release_info()
+    return OperatingSystem(
+        id=found.get("id", ""),
+        version=found.get("version_id", ""),
+        codename=found.get("version_codename", ""),
+        like=tuple(found.get("id_like", "").split()),
+        name=found.get("pretty_name", found.get("id", "unknown")),
+        ubuntu_codename=found.get("ubuntu_codename", ""),
+    )
+
+
+def gather_kernel(system: System) -> Kernel:
+    """Return what the running kernel is and whether it takes modules."""
+    modules = system.read_text("/proc/modules")
+    disabled = (system.read_text("/proc/sys/kernel/modules_disabled") or "0").strip() == "1"
+    version = (system.read_text("/proc/version") or "").lower()
+    return Kernel(
+        release=system.kernel_release(),
+        command_line=(system.read_text("/proc/cmdline") or "").strip(),
+        takes_modules=modules is not None and not disabled,
+        modules_disabled=disabled,
+        loaded_modules=parse_modules(modules or ""),
+        secure_boot=parse_secure_boot(system.read_bytes(_SECURE_BOOT), efi=system.exists("/sys/firmware/efi")),
+        container=_container(system),
+        wsl="microsoft" in version,
+        apparmor=(system.read_text(_APPARMOR) or "").strip() == "Y",
+        trusts_nvidia=has_key_of("NVIDIA", system.read_text("/proc/keys") or ""),
+    )
+
+
+def parse_modules(text: str) -> tuple[str, ...]:
+    """Return the module names in /proc/modules (proc(5)), sorted."""
+    return tuple(sorted(line.split()[0] for line in text.splitlines() if line.strip()))
+
+
+def has_key_of(owner: str, keys: str) -> bool:
+    """Say whether /proc/keys (proc(5)) lists an asymmetric key whose description has this name."""
+    return re.search(rf" asymmetri +[^\n]*\b{owner}\b", keys) is not None
+
+
+def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
+    """Return enabled, disabled or no-efi from the content of the efivars file."""
+    if not efi:
+        return "no-efi"
+    return "enabled" if variable is not None and variable[4:5] == b"\x01" else "disabled"
+
+
+def _container(system: System) -> str:
+    """Return the container manager: systemd writes it down as process 1; docker and podman leave marker files."""
+    named = (system.read_text("/run/systemd/container") or "").strip()
+    if named:
+        return named
+    markers = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
+    return next((manager for path, manager in markers if system.exists(path)), "")
+
+
+def gather_gpus(system: System) -> tuple[PciGpu, ...]:
+    """Return NVIDIA's display controllers on the PCI bus, in bus order."""
+    base = "/sys/bus/pci/devices"
+    found = []
+    for bus_id in system.list_directory(base):
+        vendor, kind, device = (
+            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
+        )
+        if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
+            link = system.status(f"{base}/{bus_id}/driver")
+            driver = link.target.rpartition("/")[2] if link is not None else ""
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
+    return tuple(found)
+
+
+def gather_displays(system: System) -> tuple[str, ...]:
+    """Return the X servers that run, by their lock files (Xserver(1)), as the driver's installer looks for them."""
+    found = []
+    for name in system.list_directory("/tmp"):
+        display = re.fullmatch(r"\.X(\d+)-lock", name)
+        pid = (system.read_text(f"/tmp/{name}") or "").strip() if display else ""
+        if display and pid.isdigit() and system.exists(f"/proc/{pid}"):
+            found.append(f"display :{display[1]} is process {pid}'s")
+    return tuple(found)

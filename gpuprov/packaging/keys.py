@@ -1,0 +1,86 @@
+"""Repository keys: fetched, compared with the pinned fingerprint, installed; the same for all package managers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
+from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.system import System
+from gpuprov.packaging.pgp import dearmored, fingerprints
+from gpuprov.wire.errors import GpuprovError, Problem
+
+# Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
+_WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
+
+
+class Named(Protocol):
+    """What all kinds of repositories have."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key_fingerprint(self) -> str: ...
+
+
+def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
+    """Return what is wrong with repositories of whatever package manager."""
+    withdrawn = tuple(
+        Problem(
+            f"the key of repository {one.name} is withdrawn",
+            f"{one.key_fingerprint}: {_WITHDRAWN[one.key_fingerprint]}",
+            "set the fingerprint of the current key",
+        )
+        for one in wanted
+        if one.key_fingerprint in _WITHDRAWN
+    )
+    names = [one.name for one in wanted]
+    same = tuple(
+        Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
+        for name in sorted({name for name in names if names.count(name) > 1})
+    )
+    return withdrawn + same
+
+
+@dataclass(frozen=True)
+class InstallKey(Change):
+    """The key at a URL shall be trusted, if it is the pinned one and nothing else."""
+
+    path: str
+    url: str
+    fingerprint: str
+
+    def summary(self) -> str:
+        return f"install key {self.fingerprint} to {self.path}"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, self.path)
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        key = fetch_pinned_key(system, self.url, self.fingerprint)
+        system.make_directory(parent_of(self.path))
+        system.write(self.path, dearmored(key))
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before)
+
+
+def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
+    """Return the key at a URL. Raises GpuprovError if it is another one, or not the only one there."""
+    key = fetch_small(system, url)
+    found = fingerprints(key)
+    if found != (fingerprint,):
+        raise GpuprovError(
+            "the repository's key is not the one that is pinned",
+            f"{masked(url)} holds {', '.join(found)}; pinned is {fingerprint}",
+            "if the repository announced a new key, set its fingerprint; else somebody put another key there",
+        )
+    return key

@@ -1,0 +1,237 @@
+"""Headers of a kernel that the host's repositories have no longer: which package of which place, what to type. Pure.
+
+Distributions keep the newest kernels alone in their repositories. Where older ones lie, differs, and mostly needs a
+decision (a subscription, a repository without updates), so gpuprov says it and adds nothing unless it is asked to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpuprov.core.commands import Completed
+from gpuprov.machine.distros import Distribution, kernel_headers
+from gpuprov.packaging.rpm_vendor_keys import vendor_key
+from gpuprov.wire.errors import GpuprovError, Problem
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to say when no repository has a package whose name holds `needle`."""
+
+    needle: str
+    meaning: str
+    next_step: str
+
+
+@dataclass(frozen=True)
+class PastRelease:
+    """A repository of a past release; its packages are signed by the distribution's key."""
+
+    name: str
+    uri: str
+    key_url: str
+    key_fingerprint: str
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where one distribution's older kernels are. `version`: a major version, * for all; `kernel`: matches `uname -r`.
+
+    The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release} and the pattern's groups.
+    `archive`: folders of a repository that anybody may read, below `base`. `first`: where in it the headers are, if not
+    where Enterprise Linux has them.
+    """
+
+    id: str
+    version: str
+    kernel: str
+    next_step: str
+    base: str = ""
+    archive: tuple[str, ...] = ()
+    first: str = ""
+
+
+_ADD_ARCHIVE = (
+    "set gpuprov_kernel_archive: true, which adds {base} ({names} lies in {first}); or boot the newest kernel: "
+)
+_DEB_NEWEST = (
+    "boot the newest kernel: apt-get install linux-image-{flavour} linux-headers-{flavour} && reboot; or take {names}"
+)
+_DNF_NEWEST = "dnf upgrade kernel && reboot"
+_EL_MINOR = r".*\.el(?P<release>\d+_\d+)(?:\.|$).*"
+# In Enterprise Linux 8 kernel-devel lies in BaseOS, from 9 on in AppStream (access.redhat.com, Package Manifest).
+_EL_FOLDERS = ("BaseOS/{architecture}/os/", "AppStream/{architecture}/os/")
+_ROCKY_VAULT = "https://dl.rockylinux.org/vault/rocky/{release}/"
+_ALMA_VAULT = "https://repo.almalinux.org/vault/{release}/"
+_EUS = (
+    "subscription-manager release --set {release}; subscription-manager repos --enable "
+    "rhel-{major}-for-{architecture}-baseos-eus-rpms --enable rhel-{major}-for-{architecture}-appstream-eus-rpms "
+    "(in {first}: {names}; needs a subscription for Extended Update Support); or boot the newest kernel: "
+    f"{_DNF_NEWEST}"
+)
+_VAULT_7 = "https://vault.centos.org/{release}/"
+# CentOS 7's kernels by release: wiki.centos.org/Manuals/ReleaseNotes.
+_CENTOS_7 = {
+    "1160": "7.9.2009", "1127": "7.8.2003", "1062": "7.7.1908", "957": "7.6.1810", "862": "7.5.1804",
+    "693": "7.4.1708", "514": "7.3.1611",
+}  # fmt: skip
+_ROWS = (
+    _Row(
+        "debian", "*", r".+",
+        f"{_DEB_NEWEST}, with the linux-headers-*-common and linux-kbuild-* that it depends on, from "
+        "https://snapshot.debian.org/package/linux/ and install them with apt-get install ./*.deb",
+    ),
+    _Row(
+        "ubuntu", "*", r".+",
+        f"{_DEB_NEWEST}, with the linux-*-headers-* that it depends on, from "
+        "https://launchpad.net/ubuntu/+source/linux (-aws, -gcp …) and install them with apt-get install ./*.deb",
+    ),
+    _Row("rhel", "*", _EL_MINOR, _EUS),
+    _Row("rocky", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ROCKY_VAULT, _EL_FOLDERS),
+    # Packages before 8.10 are signed by the key that was replaced in 2023 (almalinux.org/security).
+    _Row(
+        "almalinux", "8", _EL_MINOR,
+        "take {names} from https://repo.almalinux.org/vault/{release}/BaseOS/{architecture}/os/ (signed by AlmaLinux's "
+        f"key of that time); or boot the newest kernel: {_DNF_NEWEST}",
+    ),
+    _Row("almalinux", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ALMA_VAULT, _EL_FOLDERS),
+    # All of CentOS 7 is in the vault since July 2024; updates of a release lie beside it.
+    _Row(
+        "centos", "7", r"3\.10\.0-(?P<build>\d+)\..*el7.*",
+        _ADD_ARCHIVE + "yum update kernel && reboot", _VAULT_7, ("updates/{architecture}/", "os/{architecture}/"),
+        "updates, or os",
+    ),
+    _Row(
+        "centos", "8", r".+",
+        "CentOS 8 and Stream 8 are in the vault alone: point /etc/yum.repos.d at https://vault.centos.org/8-stream/ "
+        "(or 8.5.2111), whose BaseOS has {names}; better move to a release that gets updates",
+    ),
+    _Row(
+        "centos", "*", r".+",
+        f"boot the newest kernel: {_DNF_NEWEST}; CentOS Stream keeps older ones at https://kojihub.stream.centos.org "
+        "alone (package kernel: {names})",
+    ),
+    _Row(
+        "fedora", "*", r".+",
+        "dnf install fedora-repos-archive; dnf --enablerepo=updates-archive install {names}; or boot the newest "
+        f"kernel: {_DNF_NEWEST}",
+    ),
+    _Row(
+        "ol", "*", r".+\.el\d+uek\..*",
+        "enable the repository of the running UEK, which keeps {names}: dnf repolist --all | grep UEK; dnf "
+        "config-manager --enable ol{major}_UEKR7; or boot the newest kernel: dnf upgrade kernel-uek && reboot",
+    ),
+    _Row(
+        "ol", "*", r".+",
+        "dnf config-manager --enable ol{major}_baseos_latest ol{major}_appstream, which keep {names}; or boot the "
+        f"newest kernel: {_DNF_NEWEST}",
+    ),
+    _Row(
+        "amzn", "2", r".+",
+        "the running kernel may be of an extra, enable that one: amazon-linux-extras list | grep kernel; or boot the "
+        "newest kernel: yum update kernel && reboot",
+    ),
+    _Row(
+        "amzn", "*", r".+",
+        "the host is bound to one release of the repositories, its kernel is of another: dnf --releasever=latest "
+        "install {names}; or boot the newest kernel: dnf --releasever=latest upgrade && reboot",
+    ),
+    _Row(
+        "sles", "*", r".+",
+        "zypper search -s --match-exact kernel-{flavour}-devel shows what there is; the Development Tools module or "
+        "LTSS may be missing: SUSEConnect --list-extensions; or boot the newest kernel: zypper update kernel-{flavour} "
+        "&& reboot",
+    ),
+    _Row(
+        "opensuse-leap", "*", r".+",
+        "zypper search -s --match-exact kernel-{flavour}-devel shows what there is: is the update repository enabled? "
+        "Or boot the newest kernel: zypper update kernel-{flavour} && reboot",
+    ),
+    _Row(
+        "opensuse-tumbleweed", "*", r".+",
+        "Tumbleweed keeps the newest kernel alone: zypper dup && reboot; past snapshots are at "
+        "https://download.opensuse.org/history/",
+    ),
+)  # fmt: skip
+
+
+def advice(row: Distribution, kernel: str, architecture: str) -> Advice | None:
+    """Return what to say where no repository has the headers of the running kernel, or None for a kernel of no row."""
+    found = _found(row, kernel, architecture)
+    if found is None:
+        return None
+    archive, words = found
+    names = [name for name in kernel_headers(row, kernel) if words["needle"] in name]
+    shown = {**words, "names": " ".join(name.replace("=", "-", 1) for name in names) or "the headers"}
+    meaning = f"no repository of this host has the headers of the running kernel {kernel}"
+    return Advice(words["needle"], meaning, archive.next_step.format(**shown))
+
+
+def require_known(done: Completed, said: Iterable[str], advice: Advice | None, what: str, pattern: str) -> None:
+    """Raise GpuprovError with the advice if a package manager says, in a line of this pattern, that it lacks these."""
+    lines = (line for line in said if advice and advice.needle in line and re.search(pattern, line))
+    line = next(lines, None)
+    if advice and line is not None:
+        evidence = f"{done.argv[0]} exited {done.returncode}: {line}"
+        raise GpuprovError(f"{what}: {advice.meaning}", evidence, advice.next_step)
+
+
+def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[PastRelease, ...]:
+    """Return the repositories of the running kernel's own release, nothing where there are none for everybody."""
+    found = _found(row, kernel, architecture)
+    key = vendor_key(row.id, row.version)
+    if found is None or key is None or not found[0].archive:
+        return ()
+    archive, words = found
+    uris = (f"{archive.base}{folder}".format(**words) for folder in archive.archive)
+    return tuple(
+        PastRelease(f"past-{uri.rstrip('/').split('/')[_NAME_PART[row.id]].lower()}", uri, *key) for uri in uris
+    )
+
+
+# Which part of a URI, counted from its end, names the repository: …/AppStream/x86_64/os, …/updates/x86_64.
+_NAME_PART = {"rocky": -3, "almalinux": -3, "centos": -2}
+
+
+def problems(row: Distribution, kernel: str, architecture: str) -> tuple[Problem, ...]:
+    """Return why gpuprov_kernel_archive can't be had here, where it is asked for."""
+    if past_releases(row, kernel, architecture):
+        return ()
+    said = advice(row, kernel, architecture)
+    return (
+        Problem(
+            f"{row.name} has no archive of past kernels that gpuprov could add",
+            f"gpuprov_kernel_archive is true, the kernel is {kernel}",
+            f"leave it out; {said.next_step}" if said else "leave gpuprov_kernel_archive out",
+        ),
+    )
+
+
+def _found(row: Distribution, kernel: str, architecture: str) -> tuple[_Row, dict[str, str]] | None:
+    """Return the table's row, and the words that its texts may hold."""
+    major = row.version.partition(".")[0]
+    for one in _ROWS:
+        match = re.fullmatch(one.kernel, kernel) if one.id == row.id and one.version in ("*", major) else None
+        if match:
+            return one, _words(one, major, kernel, architecture, match.groupdict())
+    return None
+
+
+def _words(one: _Row, major: str, kernel: str, architecture: str, groups: dict[str, str]) -> dict[str, str]:
+    release = (groups.get("release") or "").replace("_", ".") or _CENTOS_7.get(
+        groups.get("build", ""), f"{major}.9.2009"
+    )
+    version, _, flavour = kernel.partition("-")[2].rpartition("-")
+    suse = one.id.startswith(("sles", "opensuse"))
+    # Debian's flavours may have a dash (cloud-amd64), Ubuntu's have none.
+    debian = re.search(r"-((?:cloud-|rt-)?[a-z][a-z0-9]*)$", kernel)
+    words = {
+        "kernel": kernel, "architecture": architecture, "major": major, "release": release,
+        "flavour": flavour if suse or not debian else debian[1],
+        # SUSE's packages are asked for in the kernel's version without its flavour.
+        "needle": kernel[: -len(flavour) - 1] if suse and version else kernel,
+        "first": one.first or ("BaseOS" if major == "8" else "AppStream"),
+    }  # fmt: skip
+    return {**words, "base": one.base.format(**words)}

@@ -1,0 +1,42 @@
+"""What a driver needs of repositories, known before anything is changed: headers of the running kernel, or modules."""
+
+from __future__ import annotations
+
+from gpuprov.driver import kernel, precompiled
+from gpuprov.facts.host import HostFacts
+from gpuprov.machine.distros import distribution_of
+from gpuprov.packaging import past_kernels
+from gpuprov.packaging.installed import not_installed
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+
+def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of which the repositories are to be asked before a plan is made; none if all are there."""
+    if facts.bundle is not None:
+        return ()
+    return (*precompiled.questions(facts, spec), *_lacking_headers(facts, spec))
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what no repository has, or why that is not known; nothing where nobody was asked."""
+    if facts.offers is None:
+        return ()
+    if facts.offers.problems:
+        return facts.offers.problems
+    lacking = facts.offers.lacking(_lacking_headers(facts, spec))
+    return (_no_headers(facts, lacking),) if lacking else ()
+
+
+def _lacking_headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    return not_installed(facts.packages, kernel.headers(facts, spec))
+
+
+def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:
+    row, release = distribution_of(facts.os), facts.kernel.release
+    said = past_kernels.advice(row, release, facts.architecture) if row else None
+    return Problem(
+        said.meaning if said else f"no repository of this host has the headers of the running kernel {release}",
+        f"{facts.packages.manager} was asked for {', '.join(lacking)}",
+        said.next_step if said else "boot the distribution's own kernel, or add the repository that this one came from",
+    )

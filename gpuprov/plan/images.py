@@ -1,0 +1,69 @@
+"""Container images out of a bundle: which docker has, and the change that loads one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import System
+from gpuprov.engines.image_identity import image_identity
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
+
+if TYPE_CHECKING:
+    from gpuprov.facts.host import HostFacts
+
+_LOAD_SECONDS = 1800
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the loading of each image of the bundle that docker does not have."""
+    if facts.bundle is None:
+        return ()
+    return tuple(
+        LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}")
+        for one in facts.bundle.manifest.images
+        if one.reference not in facts.bundle.loaded_images
+    )
+
+
+@dataclass(frozen=True)
+class LoadImage(Change):
+    """Docker shall have this image, from a file that `docker save` wrote."""
+
+    reference: str
+    identity: str
+    path: str
+
+    bundle_part: ClassVar[str] = "images"
+
+    def summary(self) -> str:
+        return f"load image {self.reference} from the bundle"
+
+    def capture(self, system: System) -> Json:
+        found = system.run(("docker", "image", "inspect", "--format", "{{.Id}}", self.reference))
+        return {"reference": self.reference, "id": found.stdout.strip() if found.ok else ""}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        done = system.run(("docker", "load", "--input", self.path), timeout=_LOAD_SECONDS)
+        if not done.ok:
+            raise GpuprovError(
+                f"docker can't load {self.reference}", done.evidence(4), "is there room? docker system df"
+            )
+        if image_identity(system, self.reference) != self.identity:
+            raise GpuprovError(
+                f"the image that docker loaded is not the {self.reference} of the manifest",
+                done.stdout.strip(),
+                "make the bundle again: gpuprov bundle create",
+            )
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Give the name back to the image that had it; one that nothing else names goes."""
+        if before["id"]:
+            system.run(("docker", "tag", before["id"], before["reference"]))
+        else:
+            system.run(("docker", "rmi", before["reference"]))

@@ -1,0 +1,278 @@
+"""Facts and spec in, changes out: the steps in their order, and all that stands in their way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Callable
+
+from gpuprov import driver_run, repos, toolkit
+from gpuprov.boot import prepare, reboot
+from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.driver import (
+    cuda,
+    cuda_run,
+    driver_install,
+    driver_problems,
+    fabric_manager,
+    fabric_plan,
+    kernel,
+    mig,
+    mig_plan,
+    nouveau,
+    packaged,
+    precompiled,
+    release,
+    running_driver,
+)
+from gpuprov.engines import docker, more
+from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.facts.host import HostFacts
+from gpuprov.machine.distros import derivative_note, machine_problems
+from gpuprov.packaging import rpm_packages, rpm_repos
+from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.installed import not_installed
+from gpuprov.packaging.keys import InstallKey
+from gpuprov.packaging.rpm_locks import HoldRpmPackages
+from gpuprov.plan import availability, images, software, with_bundle
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec
+
+# Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
+_LEAST_FREE_BYTES = 100 << 20
+# 2026-01-01: no host that this gpuprov runs on lives before it.
+_EARLIEST_CLOCK = 1767225600
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the work: `plan` returns what this part must change, nothing if it is as it should be."""
+
+    name: str
+    plan: Callable[[HostFacts, HostSpec], tuple[Change, ...]]
+
+
+@dataclass(frozen=True)
+class StepChange:
+    """A change and the step that wants it."""
+
+    step: str
+    change: Change
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do. With problems, nothing is done."""
+
+    changes: tuple[StepChange, ...]
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what is to be done to a host's repositories and keys; what they offer then can be asked before."""
+    if facts.bundle:
+        # A host with a bundle reaches no repository: its sources stay as they are.
+        return ()
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in rpm_packages.MANAGERS:
+        return rpm_repos.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
+    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+
+
+def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.bundle:
+        return ()
+    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    if facts.packages.manager in rpm_packages.MANAGERS:
+        return rpm_repos.problems(facts, spec, docker, software.past_releases(facts, spec))
+    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
+
+
+def engine_wishes(spec: HostSpec) -> Mapping[str, str]:
+    """Return the engines besides docker that the spec names, each with the path of the runtime for it."""
+    return dict.fromkeys(spec.engines, toolkit.runtime_path(spec))
+
+
+def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return more.plan(facts.engines)
+
+
+def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    runtime = toolkit.runtime_path(spec)
+    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    return (*changes, *running_driver.plan_containers(facts, spec))
+
+
+def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*driver_run.plan_download(facts, spec), *cuda_run.plan_download(facts, spec))
+
+
+def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (
+        *cuda.plan_pin(facts, spec),
+        *kernel.plan_signing(facts, spec),
+        *toolkit.plan_hook_handover(facts, spec),
+        *software.plan(facts, spec),
+        *cuda.plan_other_version(facts, spec),
+        *cuda.plan_profile(facts, spec),
+    )
+
+
+def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (
+        *driver_install.plan(facts, spec),
+        *cuda.plan_driver(facts, spec),
+        *fabric_plan.plan(facts, spec),
+        *mig_plan.plan(facts, spec),
+        # Here, for its file has been downloaded by now in every order in which the steps are asked for.
+        *cuda_run.plan(facts, spec),
+    )
+
+
+STEPS = (
+    Step("download", _plan_download),
+    Step("repositories", repository_changes),
+    Step("packages", _plan_packages),
+    Step("nouveau", nouveau.plan),
+    Step("reboot", reboot.plan),
+    Step("driver", _plan_driver),
+    # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
+    Step("boot", prepare.plan),
+    Step("device nodes", toolkit.plan_device_nodes),
+    Step("toolkit", toolkit.plan_runtime),
+    Step("cdi", toolkit.plan_cdi),
+    Step("docker", _plan_docker),
+    Step("engines", _plan_engines),
+    Step("images", images.plan),
+)
+
+# Every kind of change that a journal may name.
+CHANGE_KINDS: dict[str, type[Change]] = {
+    kind.__name__: kind
+    for kind in (
+        WriteFile, RemoveFile, MakeNode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
+        rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
+        packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
+        driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
+        toolkit.InstallRuntime, toolkit.HandOverHook,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
+        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
+        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
+        cuda_run.LinkCudaToolkit,
+    )
+}  # fmt: skip
+
+
+def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
+    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done.
+
+    `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
+    that is no step's.
+    """
+    chosen = _named(steps)
+    problems = preflight(facts, spec)
+    if problems:
+        return Plan((), problems)
+    changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
+    return Plan(changes, notes=tuple(note for note in notes if note))
+
+
+def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
+    """Return the changes, a key that several steps need with the first of them alone."""
+    found: list[StepChange] = []
+    for one in changes:
+        is_key = isinstance(one.change, rpm_repos.InstallRpmKey)
+        if not is_key or all(one.change != other.change for other in found):
+            found.append(one)
+    return tuple(found)
+
+
+def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
+    known = tuple(step.name for step in STEPS)
+    for name in names:
+        if name not in known:
+            raise GpuprovError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}", exit_code=ExitCode.USAGE)
+    return tuple(step for step in STEPS if step.name in names) if names else STEPS
+
+
+def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return everything that stands in the way, before anything is changed."""
+    # On a machine of the wrong kind the rest would only be noise.
+    return (
+        _machine_problems(facts)
+        or _bundle_problems(facts, spec)
+        or (
+            *_gpu_problems(facts),
+            *_room_problems(facts),
+            *_clock_problems(facts),
+            *kernel.problems(facts, spec),
+            *precompiled.problems(facts, spec),
+            *availability.problems(facts, spec),
+            *reboot.problems(facts, spec),
+            *driver_problems.problems(facts, spec),
+            *cuda.problems(facts, spec),
+            *cuda_run.problems(facts, spec),
+            *fabric_plan.plan_problems(facts, spec),
+            *mig_plan.problems(facts, spec),
+            *software.problems(facts, spec),
+            *_repository_problems(facts, spec),
+            *docker.problems(facts.docker),
+            *more.problems(facts.engines),
+        )
+    )
+
+
+def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    fabric = fabric_plan.wanted_packages(facts, spec)
+    names = not_installed(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
+    return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
+
+
+def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.kernel.wsl:
+        next_step = "install the NVIDIA driver in Windows; WSL brings it in by itself"
+        return (
+            Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
+        )
+    return machine_problems(facts.os, facts.architecture)
+
+
+def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """A disk that fills up in the middle leaves half of everything: better not begin."""
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place}",
+            f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, free in facts.free_bytes.items()
+        if free < _LEAST_FREE_BYTES
+    )
+
+
+def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """With a clock that was never set, no certificate and no signature is valid yet."""
+    if facts.clock >= _EARLIEST_CLOCK:
+        return ()
+    return (
+        Problem(
+            "the clock is wrong: certificates and signatures would not be valid yet",
+            f"it says {facts.clock} s since 1970, before this gpuprov was made",
+            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
+        ),
+    )
+
+
+def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.gpus:
+        return ()
+    return (
+        Problem(
+            "there is no NVIDIA GPU in this machine",
+            "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
+            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
+        ),
+    )

@@ -1,0 +1,199 @@
+"""A bundle on a host: opened and checked, held against the host, unpacked for a run and gone after it.
+
+Nothing of it is trusted before every digest was compared with the manifest's. Who trusts the manifest is decided where
+the command was typed: by a signature, or by having made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, BinaryIO, Callable
+
+from gpuprov.bundle import use_rpm
+from gpuprov.bundle.format import unpack
+from gpuprov.bundle.manifest import CUDA, KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, BundlePackage, Manifest
+from gpuprov.bundle.open import OpenBundle
+from gpuprov.bundle.place import CACHE
+from gpuprov.core.changes import Change
+from gpuprov.core.places import FOLDER, SOURCES_LIST
+from gpuprov.core.system import System
+from gpuprov.driver import cuda_run
+from gpuprov.engines.image_identity import image_identity
+from gpuprov.packaging import rpm_packages
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+if TYPE_CHECKING:
+    from gpuprov.facts.host import HostFacts
+
+# The folders of a bundle's parts, by the names that changes have for these.
+_FOLDERS = {
+    "packages": (f"{REPOSITORY}/", f"{KEYS}/"),
+    "driver": ("driver/",),
+    "cuda": (f"{CUDA}/",),
+    "images": ("images/",),
+}
+_SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
+
+
+def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
+    """Return the spec with .run files taken from the bundle; what the user pinned stays, and is checked against it."""
+    if bundle is None:
+        return spec
+    manifest = bundle.manifest
+    spec = cuda_run.from_bundle(spec, manifest)
+    if spec.driver != "runfile" or not manifest.driver_file:
+        return spec
+    return replace(
+        spec,
+        driver_version=spec.driver_version or manifest.driver_version,
+        driver_url=f"{FOLDER}/{manifest.driver_file}",
+        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
+    )
+
+
+def gather(system: System, manifest: Manifest) -> BundleFacts:
+    """Return the bundle as a fact about the host, with those of its images that docker has."""
+    found = (one for one in manifest.images if image_identity(system, one.reference) == one.identity)
+    return BundleFacts(manifest, frozenset(one.reference for one in found))
+
+
+def problems(
+    facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], *, installs_driver: bool, installs_cuda: bool = False
+) -> tuple[Problem, ...]:
+    """Return why the bundle can't serve this host. `packages`: those that are to be installed."""
+    if facts.bundle is None:
+        return ()
+    manifest = facts.bundle.manifest
+    fits = manifest.version in ("*", facts.os.version) or facts.os.version.startswith(f"{manifest.version}.")
+    if not fits or (manifest.distribution, manifest.architecture) != (facts.os.id, facts.architecture):
+        return (
+            Problem(
+                f"the bundle is for {manifest.target}, this host is another",
+                f"/etc/os-release: ID={facts.os.id} VERSION_ID={facts.os.version}; uname -m: {facts.architecture}",
+                f"make one: gpuprov bundle create --distro {facts.os.id}-{facts.os.version} "
+                f"--arch {facts.architecture} …",
+            ),
+        )
+    return (
+        *(_driver_problems(manifest, spec) if installs_driver else ()),
+        *_package_problems(manifest, packages, facts.kernel.release),
+        *_room_problems(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
+    )
+
+
+def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bool) -> tuple[str, ...]:
+    """Return the folders of the bundle that will be unpacked here."""
+    assert facts.bundle is not None
+    images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
+    needed = {"packages": bool(packages), "driver": driver, "cuda": cuda, "images": images}
+    return tuple(folder for part, is_needed in needed.items() if is_needed for folder in _FOLDERS[part])
+
+
+def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+    if not manifest.driver_file or spec.driver_version != manifest.driver_version:
+        seen = f"its driver is {manifest.driver_version or '(none)'}, asked for is {spec.driver_version or '(none)'}"
+        next_step = (
+            f"gpuprov bundle create --driver {spec.driver_version or 'VERSION'} …, or set gpuprov_driver_version"
+        )
+        return (Problem("the bundle does not hold the driver that is asked for", seen, next_step),)
+    held = manifest.file(manifest.driver_file).sha256
+    if spec.driver_sha256 != held:
+        seen = f"{manifest.driver_file} has SHA-256 {held}, gpuprov_driver_sha256 is {spec.driver_sha256}"
+        return (Problem("the bundle's driver file is not the one that is pinned", seen, "correct one of the two"),)
+    return ()
+
+
+def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
+    # What the bundle was asked for it has, be it under the name of what provides it.
+    asked = {str(name) for name in manifest.inputs.get("packages", ())}
+    held = {f"{one.name}={version}" for one in manifest.packages for version in _versions(manifest, one)}
+    held |= asked | {one.name for one in manifest.packages}
+    # The fabric manager is asked for by a pattern (apt).
+    lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
+    if not lacking:
+        return ()
+    words = dict.fromkeys(_word(name, kernel) for name in lacking)
+    return (
+        Problem(
+            "the bundle lacks packages that this host needs",
+            ", ".join(lacking),
+            f"make it again with: gpuprov bundle create {' '.join(words)} …",
+        ),
+    )
+
+
+def _word(name: str, kernel: str) -> str:
+    """Return the option that brings a package into a bundle."""
+    if name.startswith(("nvidia-fabricmanager", "nvidia-fabric-manager")):
+        return "--fabric-manager"
+    return f"--kernel {kernel}" if kernel in name else f"--package {name}"
+
+
+def _versions(manifest: Manifest, one: BundlePackage) -> Collection[str]:
+    """Return all that a user may call a package's version."""
+    manager = use_rpm.manager_of(manifest)
+    if manager not in rpm_packages.MANAGERS:
+        return (one.version,)
+    return rpm_packages.versions(f"{one.version}.{one.architecture}", rebuilt=manager == "zypper")
+
+
+def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
+    """What is unpacked lies beside the bundle for a while."""
+    need = sum(one.size for one in manifest.files if one.path.startswith(folders))
+    free = facts.free_bytes.get(CACHE, need)
+    if free >= need:
+        return ()
+    return (
+        Problem(
+            "not enough room to unpack the bundle",
+            f"{free // 2**20} MiB free on the file system of {CACHE}, {need // 2**20} MiB needed",
+            f"make room: df -h {CACHE}",
+        ),
+    )
+
+
+@contextlib.contextmanager
+def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change]) -> Iterator[None]:
+    """Unpack what these changes need, and take it away after the run, however that ends."""
+    # What a killed run left there.
+    _remove(system)
+    if bundle is None:
+        yield
+        return
+    try:
+        parts = {change.bundle_part for change in changes if _takes_from_bundle(change)}
+        folders = tuple(folder for part in parts for folder in _FOLDERS[part])
+        paths = [one.path for one in bundle.manifest.files if one.path.startswith(folders)]
+        for folder in ("none", "lists/partial", "archives/partial"):
+            system.make_directory(f"{FOLDER}/{folder}", 0o700)
+        unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
+        system.write(SOURCES_LIST, _SOURCES.encode())
+        use_rpm.prepare(system, bundle.manifest)
+        yield
+    finally:
+        _remove(system)
+
+
+def _takes_from_bundle(change: Change) -> bool:
+    """Say whether a change takes something from it: CUDA's gigabytes stay packed beside a file of the host's own."""
+    own_file = isinstance(change, cuda_run.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
+    return bool(change.bundle_part) and not own_file
+
+
+def _remove(system: System) -> None:
+    use_rpm.forget(system)
+    system.remove_tree(FOLDER)
+
+
+def _new_file_in(system: System) -> Callable[[str], BinaryIO]:
+    def open_new(path: str) -> BinaryIO:
+        place = f"{FOLDER}/{path}"
+        system.make_directory(place.rpartition("/")[0], 0o700)
+        # "x": a file that is there already, or a link, is an error.
+        return system.path(place).open("xb")
+
+    return open_new

@@ -1,0 +1,1 @@
+"""What controller and agent both speak: errors, events, requests, the specification of a host."""

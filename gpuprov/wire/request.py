@@ -1,0 +1,57 @@
+"""What an agent is asked: one request, one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+_EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
+COMMANDS = ("install", "verify", "facts", "doctor", "rollback", "uninstall")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
+
+    `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
+    `caller_returns`: whoever asks comes back with the same request after a reboot; else the host goes on by itself.
+    `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
+    `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
+    `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
+    `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
+    manifest must have, empty for any.
+    """
+
+    command: str
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    check: bool = False
+    diff: bool = False
+    caller_returns: bool = False
+    wait_seconds: int = 120
+    steps: tuple[str, ...] = ()
+    run_id: str = ""
+    bundle: str = ""
+    bundle_digest: str = ""
+
+
+def request_to_line(request: Request) -> str:
+    """Return the request as one line of JSON."""
+    return json.dumps(asdict(request), separators=(",", ":"))
+
+
+def request_from_line(line: str) -> Request:
+    """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
+    try:
+        request = Request(**json.loads(line))
+        request = replace(request, steps=tuple(request.steps), spec={**request.spec})
+    except (ValueError, TypeError) as error:
+        raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
+    if request.command not in COMMANDS:
+        raise GpuprovError(
+            f"the agent knows no command {request.command!r}", ", ".join(COMMANDS), _EXAMPLE, exit_code=ExitCode.USAGE
+        )
+    return request

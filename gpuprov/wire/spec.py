@@ -1,0 +1,350 @@
+"""HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts/host.py).
+
+The dataclass below is the one place where an option is written down: its inventory variable is the field's name with
+`gpuprov_` before it, its marshmallow field checks what comes in, its `help` becomes the configuration reference.
+Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from marshmallow import RAISE, Schema, ValidationError, post_load, validate
+from marshmallow import fields as schema_fields
+
+from gpuprov.wire import driver_releases
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.spec_fields import (
+    ENGINES,
+    FINGERPRINT,
+    HTTP_URL,
+    MIG_LAYOUT,
+    NAME,
+    PACKAGE,
+    PACKAGE_VERSION,
+    PATH,
+    SHA256,
+    URL_OR_PATH,
+    VERSION,
+    WORDS,
+    OrEmpty,
+    TextOrList,
+    choice,
+    flag,
+    number,
+    option,
+    text,
+)
+
+PREFIX = "gpuprov_"
+# Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
+PLAY_VARIABLES = frozenset(
+    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key")
+)  # fmt: skip
+
+
+class _RepositorySchema(Schema):
+    """One more package repository of the site's own."""
+
+    class Meta:
+        unknown = RAISE
+
+    name = schema_fields.String(required=True, validate=NAME)
+    uri = schema_fields.String(required=True, validate=HTTP_URL)
+    suite = schema_fields.String(load_default="./", validate=WORDS)
+    components = schema_fields.String(load_default="", validate=OrEmpty(WORDS))
+    key_url = schema_fields.String(required=True, validate=HTTP_URL)
+    key_fingerprint = schema_fields.String(required=True, validate=FINGERPRINT)
+
+    @post_load
+    def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
+        return SiteRepository(**data)
+
+
+@dataclass(frozen=True)
+class SiteRepository:
+    """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
+
+    name: str
+    uri: str
+    key_url: str
+    key_fingerprint: str
+    suite: str = "./"
+    components: str = ""
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """What a host shall be."""
+
+    driver: str = choice(
+        "runfile",
+        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
+        "CUDA repository, `preinstalled` takes what is there.",
+        "runfile", "packages", "preinstalled",
+    )  # fmt: skip
+    driver_version: str = text(
+        "",
+        "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
+        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
+        "they are pinned to, where the repository can (branch or version; default: its newest).",
+        VERSION,
+    )
+    driver_url: str = text(
+        "",
+        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server, "
+        "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
+        URL_OR_PATH,
+    )
+    driver_sha256: str = text(
+        "",
+        "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
+        SHA256,
+    )
+    driver_mirror: str = text(
+        "",
+        "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
+        "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
+        "lists.",
+        HTTP_URL,
+    )
+    kernel_modules: str = choice(
+        "auto",
+        "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `precompiled` takes "
+        "packages of modules that are compiled for it (`gpuprov_driver: packages`), `none` installs the libraries "
+        "only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to the "
+        "machine outside; else `precompiled` where repositories have such packages, and `build` where they have none.",
+        "auto", "build", "precompiled", "none",
+    )  # fmt: skip
+    kernel_module_type: str = choice(
+        "auto",
+        "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
+        "need, and leaves it to the installer where both would do.",
+        "auto", "open", "proprietary",
+    )  # fmt: skip
+    kernel_archive: bool = flag(
+        False,
+        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux, AlmaLinux and "
+        "CentOS 7), for headers that the repositories have no longer.",
+    )
+    module_signing_key: str = text(
+        "",
+        "With Secure Boot: the private key, a path on the host, that signs the kernel modules, those too that DKMS "
+        "builds later. Its certificate must be enrolled in the firmware.",
+        PATH,
+    )
+    module_signing_certificate: str = text("", "The certificate (DER) of that key, a path on the host.", PATH)
+    reboot: str = choice(
+        "never",
+        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
+        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
+        "never", "if-needed",
+    )  # fmt: skip
+    stop_containers: bool = flag(
+        False,
+        "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
+        "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
+    )
+    stop_display_manager: bool = flag(False, "Whether the display manager may be stopped for it, and started again.")
+    fabric_manager: str = choice(
+        "auto",
+        "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
+        "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
+        "auto", "preinstalled",
+    )  # fmt: skip
+    mig_layout: tuple[str, ...] = option(
+        TextOrList(MIG_LAYOUT),
+        (),
+        "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
+        "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
+        "they are.",
+    )
+    docker: str = choice(
+        "distribution",
+        "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
+        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
+        "distribution", "docker-ce", "preinstalled",
+    )  # fmt: skip
+    toolkit: str = choice(
+        "bundled",
+        "What puts GPUs into containers: gpuprov's `bundled` runtime, or NVIDIA's container toolkit (`nvidia`) from "
+        "its signed repository.",
+        "bundled", "nvidia",
+    )  # fmt: skip
+    toolkit_version: str = text(
+        "", "The version of NVIDIA's toolkit packages, such as 1.17.8-1. Default: the newest.", PACKAGE_VERSION
+    )
+    toolkit_channel: str = choice(
+        "stable",
+        "Which releases of NVIDIA's toolkit there are to choose from: `stable`, or `experimental`, which adds release "
+        "candidates.",
+        "stable", "experimental",
+    )  # fmt: skip
+    toolkit_repository: str = text(
+        "https://nvidia.github.io/libnvidia-container",
+        "Where NVIDIA's toolkit repository, or its mirror, lies.",
+        HTTP_URL,
+    )
+    toolkit_key_fingerprint: str = text(
+        "C95B321B61E88C1809C4F759DDCAE044F796ECB0",
+        "The fingerprint of the key that signs it. ",
+        FINGERPRINT,
+    )
+    cuda: str = text(
+        "",
+        "The CUDA toolkit to install from NVIDIA's repository, such as 12.4. Default: none; containers bring theirs.",
+        validate.Regexp(r"\d{2}\.\d\Z", error="is not a CUDA version such as 12.4"),
+    )
+    cuda_url: str = text(
+        "",
+        "Where the toolkit's own .run file lies (a URL, or an absolute path on the host), if it is not to come from "
+        "the repository: it is installed into /usr/local/cuda-VERSION, and /usr/local/cuda is linked to it.",
+        URL_OR_PATH,
+    )
+    cuda_sha256: str = text("", "The SHA-256 of that file. Needed with a URL.", SHA256)
+    cuda_repository: str = text(
+        "https://developer.download.nvidia.com/compute/cuda/repos",
+        "Where NVIDIA's CUDA repositories, or their mirror, lie: a folder for each distribution below it.",
+        HTTP_URL,
+    )
+    cuda_key_fingerprint: str = text(
+        "", "The fingerprint of the key that signs it. Default: NVIDIA's for the distribution.", FINGERPRINT
+    )
+    engines: tuple[str, ...] = option(
+        schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
+        (),
+        "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
+        "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
+    )
+    docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
+    repositories: tuple[SiteRepository, ...] = option(
+        schema_fields.List(schema_fields.Nested(_RepositorySchema)),
+        (),
+        "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
+        "`key_fingerprint`. `suite` and `components` are apt's alone.",
+    )
+    packages: tuple[str, ...] = option(
+        schema_fields.List(schema_fields.String(validate=PACKAGE)), (), "More packages to install."
+    )
+    hold_pinned: bool = flag(
+        True,
+        "Hold packages whose version is asked for (apt-mark hold, versionlock, zypper's locks), so that unattended "
+        "upgrades leave them. The kernel is never held.",
+    )
+    lock_timeout: int = number(
+        300,
+        "How many seconds to wait for another program (unattended-upgrades, say) that holds the package manager.",
+        86400,
+    )
+    verify_image: str = text(
+        "",
+        "The image to run nvidia-smi in. Default: a tiny one made of the host's own C library and shell.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
+    )
+    torch_image: str = text(
+        "",
+        "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
+    )
+
+
+def option_names() -> tuple[str, ...]:
+    """Return the names of all options, without prefix, in their documented order."""
+    return tuple(f.name for f in fields(HostSpec))
+
+
+def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
+    """Return the spec that `values` (names without prefix) describe; the rest takes its default.
+
+    Raises GpuprovError with exit code 2 that lists every unknown name, with the nearest known one, and every wrong
+    value. `origin` says where the values come from, for the message.
+    """
+    try:
+        loaded = _schema()(unknown=RAISE).load({key: _plain(value) for key, value in values.items()})
+    except ValidationError as error:
+        problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.messages))
+        raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
+    settings: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
+    }
+    return HostSpec(**{**settings, "driver_version": _driver_version(settings, origin)})
+
+
+def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
+    """Return the release that is meant, where this is known: every host of a run gets the same.
+
+    A mirror's index says what its branches are, and the repository of NVIDIA's packages what theirs are.
+    """
+    version: str = settings.get("driver_version", "")
+    if settings.get("driver", "runfile") != "runfile":
+        return "" if version == "latest" else version
+    if settings.get("driver_mirror"):
+        return version
+    found = driver_releases.resolved(version)
+    if found.isdigit():
+        problem = _problem("driver_version", VERSION.error, {"driver_version": version}, origin)
+        raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
+    return found
+
+
+@functools.cache
+def _schema() -> type[Schema]:
+    """Return the schema of all options; made once, for a thousand hosts are checked against it."""
+    return Schema.from_dict({f.name: f.metadata["check"] for f in fields(HostSpec)})
+
+
+def spec_from_variables(variables: Mapping[str, Any], origin: str = "") -> HostSpec:
+    """Return the spec that the `gpuprov_…` names among inventory variables describe; other names are not ours."""
+    names = (name for name in variables if name.startswith(PREFIX) and name not in PLAY_VARIABLES)
+    ours = {name[len(PREFIX) :]: variables[name] for name in names}
+    return parse_spec(ours, origin)
+
+
+def spec_to_json(spec: HostSpec) -> dict[str, Any]:
+    """Return the spec as plain JSON values, such that parse_spec gives it back."""
+    return {key: _plain(value) for key, value in asdict(spec).items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in JSON's own types: Ansible hands out subclasses of str, tuples and the like."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def _flat(messages: Any, path: str = "") -> list[tuple[str, str]]:
+    """Return (path, reason) pairs from marshmallow's nested messages."""
+    if isinstance(messages, Mapping):
+        return [pair for key, inner in messages.items() for pair in _flat(inner, f"{path}.{key}" if path else str(key))]
+    return [(path, str(reason)) for reason in messages]
+
+
+def _problem(path: str, reason: str, values: Mapping[str, Any], origin: str) -> Problem:
+    name = path.split(".")[0]
+    where = f"in {origin}" if origin else ""
+    if reason == "Unknown field.":
+        known = option_names() if path == name else ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
+        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
+        hint = f"did you mean {PREFIX if path == name else ''}{near[0]}?" if near else ""
+        return Problem(f"there is no variable {PREFIX}{path}", where, hint or "`gpuprov options` lists all variables")
+    what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
+    return Problem(
+        what, f"{where + ': ' if where else ''}{values.get(name)!r}", "`gpuprov options` lists what each variable takes"
+    )
+
+
+_REASONS = {
+    "Not a valid string.": "must be text (put a version number in quotes)",
+    "Not a valid boolean.": "must be true or false",
+    "Not a valid list.": "must be a list",
+    "Not a valid integer.": "must be a whole number",
+    "Invalid input type.": "must be a mapping",
+    "Missing data for required field.": "is missing",
+}

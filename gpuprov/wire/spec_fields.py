@@ -1,0 +1,105 @@
+"""What an option of the specification is made of: the checks of its text, and how its field is written down."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from marshmallow import ValidationError, validate
+from marshmallow import fields as schema_fields
+
+from gpuprov.wire import driver_releases
+
+VERSION = validate.Regexp(
+    r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
+    error="is not a driver version such as 550.163.01, nor a branch "
+    f"({', '.join(driver_releases.branches())}), nor latest",
+)
+SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
+URL_OR_PATH = validate.Regexp(
+    r"(https?|file)://[^\s'\"`$;|&<>\\]+\Z|/[^\s'\"`$;|&<>\\]*\Z",
+    error="is neither a URL (http, https, file) nor an absolute path",
+)
+PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
+HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
+NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'")
+PACKAGE = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
+)
+PACKAGE_VERSION = validate.Regexp(
+    r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*\Z", error="is not the version of a package, such as 1.17.8-1"
+)
+FINGERPRINT = validate.Regexp(
+    r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
+)
+MIG_LAYOUT = validate.Regexp(
+    r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
+    error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
+)
+ENGINES = ("containerd", "crio", "podman")
+WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
+
+
+class OrEmpty(validate.Validator):
+    """Another check, passed by the empty text too."""
+
+    def __init__(self, check: validate.Validator) -> None:
+        self.check = check
+
+    def __call__(self, value: Any) -> Any:
+        return value if value == "" else self.check(value)
+
+
+def option(check: schema_fields.Field, default: Any, help_text: str, *, choices: tuple[str, ...] = ()) -> Any:
+    """Return the dataclass field of an option; `help_text` is its line in the reference."""
+    return field(default=default, metadata={"check": check, "help": help_text, "choices": choices})
+
+
+def text(default: str, help_text: str, *checks: validate.Validator) -> Any:
+    """Return the field of a text that passes all checks."""
+    # The empty string always means "not given".
+    allowed = [OrEmpty(check) for check in checks]
+    return option(schema_fields.String(validate=allowed), default, help_text)
+
+
+def choice(default: str, help_text: str, *choices: str) -> Any:
+    """Return the field of one of some words."""
+    check = validate.OneOf(choices, error="is not one of {choices}")
+    return option(schema_fields.String(validate=check), default, help_text, choices=choices)
+
+
+def flag(default: bool, help_text: str) -> Any:
+    """Return the field of a yes or no."""
+    return option(StrictBoolean(), default, help_text)
+
+
+def number(default: int, help_text: str, largest: int) -> Any:
+    """Return the field of a whole number from 0 to `largest`."""
+    check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")
+    return option(schema_fields.Integer(validate=check), default, help_text)
+
+
+class TextOrList(schema_fields.Field):
+    """One text, or a list of texts; either becomes a tuple."""
+
+    def __init__(self, check: validate.Validator, **more: Any) -> None:
+        super().__init__(**more)
+        self._check = check
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> list[str]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValidationError("must be text or a list of texts")
+        return [self._check(text) for text in texts if len(texts) > 1 or text]
+
+
+class StrictBoolean(schema_fields.Boolean):
+    """A boolean as YAML and Ansible's `-e` write it, and nothing else: no 1, no "on the"."""
+
+    truthy = {True, "true", "True", "yes", "Yes"}  # noqa: RUF012 (marshmallow's own interface)
+    falsy = {False, "false", "False", "no", "No"}  # noqa: RUF012
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> bool:
+        if not isinstance(value, (bool, str)):
+            raise self.make_error("invalid", input=value)
+        return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
