@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpuprov.core.commands import first_match
 from gpuprov.wire.errors import GpuprovError
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
@@ -221,10 +222,10 @@ def explain_failure(returncode: int, log: str, output: str) -> tuple[str, str, s
     if returncode == 0 and not errors:
         return None
     said = f"{log}\n{output}"
-    for pattern, what, next_step in _FAILURES:
-        line = next((line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)), None)
-        if line is not None:
-            return what, line.strip(), next_step
+    found = first_match(_FAILURES, lambda row: row[0], said.splitlines(), re.IGNORECASE)
+    if found is not None:
+        (_, what, next_step), line = found
+        return what, line.strip(), next_step
     what, next_step = _FAILED_BY_CODE.get(
         returncode, ("the driver's installer reported errors", "see the log named above")
     )
