@@ -22,7 +22,7 @@ BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "rollback", "uninstall")
 
 
 def task_request(
@@ -80,8 +80,7 @@ def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
     """Return the result of a task that check mode leaves out, or None if it goes to the host."""
     if command in _IN_CHECK_MODE:
         return None
-    reason = "it starts containers" if command == "verify" else "it has no dry run"
-    return {"skipped": True, "msg": f"check mode: {command} is left out, {reason}"}
+    return {"skipped": True, "msg": f"check mode: {command} is left out, it starts containers"}
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
@@ -145,7 +144,8 @@ def _failed(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_problem(check: Mapping[str, Any]) -> Problem:
-    seen = f"host: {check['host']}, container: {check['container']}" if check["container"] else str(check["host"])
+    there, here = check["in_container"], check["on_host"]
+    seen = f"host: {here}, container: {there}" if there else str(here)
     return Problem(f"{check['name']}: {check['reason']}", seen)
 
 

@@ -22,6 +22,7 @@ from gpuprov.core.lock import host_lock
 from gpuprov.core.system import System
 from gpuprov.driver import mirror
 from gpuprov.facts.host import HostFacts, facts_to_json, gather
+from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.packaging import turn
 from gpuprov.plan import with_bundle
@@ -81,6 +82,8 @@ def _dispatch(request: Request, sink: Sink, system: System, stop_requested: Stop
     if request.command == "install" and request.check:
         with _bundle(request, sink, system) as bundle:
             return _check(request, spec, sink, system, bundle)
+    if request.command == "rollback" and request.check:
+        return _check_roll_back(request, sink, system)
     if request.command == "uninstall" and request.check:
         return _check_uninstall(request, sink, system)
     with host_lock(
@@ -270,6 +273,18 @@ def _roll_back(sink: Sink, system: System) -> Finished:
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
 
 
+def _check_roll_back(request: Request, sink: Sink, system: System) -> Finished:
+    """Say what a rollback would do, and what it can't bring back."""
+    from gpuprov.agent.uninstall import last_run, planned
+
+    removal = last_run(system, CHANGE_KINDS)
+    for sentence in removal.lasting:
+        sink(Note(sentence, "warning"))
+    sink(Planned(planned(system, removal, "rollback", diff=request.diff)))
+    summary = f"{removal.count} changes would be undone" if removal.count else "there is no run to roll back"
+    return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
+
+
 def _check_uninstall(request: Request, sink: Sink, system: System) -> Finished:
     """Say what an uninstall would do, and what it can't bring back."""
     count = _announced_removal(request, sink, system).count
@@ -297,7 +312,7 @@ def _announced_removal(request: Request, sink: Sink, system: System) -> Removal:
         raise GpuprovError.several(found)
     for sentence in removal.lasting:
         sink(Note(sentence, "warning"))
-    sink(Planned(planned(system, removal, diff=request.diff)))
+    sink(Planned(planned(system, removal, "uninstall", diff=request.diff)))
     return removal
 
 
@@ -322,4 +337,5 @@ def _versions(facts: HostFacts) -> dict[str, str]:
         "driver": facts.driver_installed_version,
         "docker": facts.docker.version,
         "gpus": str(len(facts.gpus)),
+        **({"mig": mig} if (mig := mig_layout((gpu.index, gpu.instances) for gpu in facts.mig)) else {}),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.given import standard_input
+from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}

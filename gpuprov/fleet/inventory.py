@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.fleet.ansible_messages import (
+from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
     ansible_error,
     ansible_said,
@@ -22,10 +22,9 @@ from gpuprov.fleet.ansible_messages import (
     clean,
     explained,
     vault_hint,
+    with_origins,
     worth_telling,
 )
-from gpuprov.fleet.ansible_routing import keep_routing
-from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
@@ -134,7 +133,6 @@ def _load(
 def _find_plugins() -> None:
     from ansible.plugins.loader import init_plugin_loader
 
-    keep_routing(Path("~/.cache/gpuprov").expanduser())
     init_plugin_loader([])
 
 

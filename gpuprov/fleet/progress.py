@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.fleet.text import counted, one_line, plain
+from gpuprov.fleet.display_text import counted, one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
     ChangeDone,
@@ -52,8 +52,6 @@ def words_for(event: Event, *, verbose: bool) -> str:
         return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason else "")
     if isinstance(event, Finished):
         return _ending(event)
-    if isinstance(event, Started) and event.resumed:
-        return "takes up the interrupted run"
     if isinstance(event, ChangeProgress) and verbose:
         return event.message
     if isinstance(event, ChangeDone) and verbose:

@@ -16,12 +16,11 @@ from gpuprov.wire.errors import Problem
 
 @dataclass(frozen=True)
 class Started:
-    """The agent runs and holds the host's lock. `resumed`: an interrupted earlier run was taken up."""
+    """The agent runs."""
 
     version: str
     command: str
     pid: int
-    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,15 @@ class FactsGathered:
 
 @dataclass(frozen=True)
 class CheckDone:
-    """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok."""
+    """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok.
+
+    `on_host` and `in_container` are what was measured there.
+    """
 
     name: str
     status: str
-    host: str = ""
-    container: str = ""
+    on_host: str = ""
+    in_container: str = ""
     reason: str = ""
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from gpuprov import __version__
 from gpuprov.cli.main import cli
 from gpuprov.fleet import command
-from gpuprov.fleet.command import Options
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
 from gpuprov.wire.errors import ExitCode, Problem
@@ -119,6 +119,17 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     assert "secret" not in repr(options)
     assert "hunter2" not in repr(options)
+
+
+@pytest.mark.parametrize("name", ["install", "rollback", "uninstall"])
+def test_dry_run_is_another_name_of_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    options = called_with(monkeypatch, name, "--dry-run", "--diff")
+    assert options == called_with(monkeypatch, name, "--check", "--diff") == Options(name, check=True, diff=True)
+
+
+def test_what_no_option_says_is_the_default_of_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("install", "verify", "doctor", "facts", "rollback", "uninstall"):
+        assert called_with(monkeypatch, name) == Options(name)
 
 
 def test_verify_takes_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-from gpuprov.fleet.origins import find_variable
+from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
 

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 import gpuprov
+from gpuprov.fleet.display_text import listed, one_line, plain
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.text import listed, one_line, plain
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import (
     ChangeDone,
@@ -48,7 +48,7 @@ def output(of: Console) -> str:
 
 
 RUN: Sequence[Event] = (
-    Started("1", "install", 7, resumed=True),
+    Started("1", "install", 7),
     Note("no GPU here", "warning"),
     Planned((PlannedChange("a", "docker", "write /etc/docker/daemon.json", "--- a\n+++ b\n@@ -1 +1 @@\n-{}\n+{}\n"),)),
     ChangeStarted("a", "write /etc/docker/daemon.json", 1, 1),
@@ -82,7 +82,6 @@ def test_pipe_gets_prefixed_lines() -> None:
     for event in RUN:
         lines("lab-a", event)
     assert output(to).splitlines() == [
-        "lab-a: takes up the interrupted run",
         "lab-a: warning: no GPU here",
         "lab-a: 1 change",
         "   1. write /etc/docker/daemon.json",

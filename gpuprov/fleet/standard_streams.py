@@ -1,4 +1,4 @@
-"""Standard output and error that outlive their reader: `| head`, a full disk or an old locale ends no run."""
+"""Standard output and error that outlive their reader (`| head`, a full disk, an old locale), and standard input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import click
 
 from gpuprov.wire.errors import from_os_error
 
@@ -62,3 +64,12 @@ def percentage(label: str) -> Callable[[int, int], None]:
         shown = line
 
     return show
+
+
+def standard_input(what: str) -> bytes:
+    """Return all of standard input; at a terminal, say what is waited for."""
+    if sys.stdin is None:  # closed
+        return b""
+    if sys.stdin.isatty():
+        click.echo(f"reading {what} from standard input; Ctrl-D ends it", err=True)
+    return sys.stdin.buffer.read()
