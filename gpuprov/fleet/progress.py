@@ -20,6 +20,7 @@ from rich.text import Text
 from gpuprov.fleet.display_text import counted, one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
+    SCHEMA,
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -66,14 +67,14 @@ def _ending(event: Finished) -> str:
 
 
 class JsonLines:
-    """Every event as one line of JSON, with the host under the key `host`."""
+    """Every event as one line of JSON, after the schema's version and the host (docs/json.md)."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lock = threading.Lock()
 
     def __call__(self, host: str, event: Event) -> None:
-        line = f'{{"host":{json.dumps(host)},{to_line(event)[1:]}'
+        line = f'{{"schema":{SCHEMA},"host":{json.dumps(host)},{to_line(event)[1:]}'
         with self._lock:
             self._console.file.write(line + "\n")
             self._console.file.flush()

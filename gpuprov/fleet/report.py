@@ -18,7 +18,7 @@ from gpuprov.fleet.display_text import counted, listed, one_line, plain, shorten
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, spreads
 from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone
+from gpuprov.wire.events import SCHEMA, CheckDone
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
            "not run": "yellow"}  # fmt: skip
@@ -68,6 +68,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         for result in results
     ]
     return {
+        "schema": SCHEMA,
         "event": "Summary",
         "command": command,
         "exit_code": int(overall_exit_code(tuple(results))),

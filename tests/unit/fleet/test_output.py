@@ -120,7 +120,8 @@ def test_json_lines_bear_the_host() -> None:
     to = console()
     JsonLines(to)("lab-a", RUN[3])
     assert json.loads(output(to)) == {
-        "host": "lab-a", "event": "ChangeStarted", "key": "a", "summary": "write /etc/docker/daemon.json", "index": 1,
+        "schema": 1, "host": "lab-a", "event": "ChangeStarted", "key": "a",
+        "summary": "write /etc/docker/daemon.json", "index": 1,
         "total": 1,
     }  # fmt: skip
 
