@@ -294,6 +294,15 @@ def _has_terminal() -> bool:
     return True
 
 
+def _leave_removed_folder() -> None:
+    """Go to the root if the working directory was removed: Ansible and relative paths ask for it."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        os.chdir("/")
+        click.echo("warning: the working directory was removed; relative paths count from /", err=True)
+
+
 def main() -> None:
     """Run the command line; every way to fail ends in a sentence, never in a traceback."""
     try:
@@ -301,6 +310,7 @@ def main() -> None:
 
         if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
             os.environ["HOME"] = "/"  # as docker has it
+        _leave_removed_folder()
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:

@@ -90,6 +90,11 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
     from gpuprov.fleet.standard_streams import percentage
 
     path = str(Path(options.bundle).absolute())
+    if not Path(path).is_file():
+        raise GpuprovError(
+            f"there is no bundle {options.bundle}", f"{path}: no such file",
+            "name the file that `gpuprov bundle create` wrote", exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
@@ -157,8 +162,11 @@ def make_console() -> Console:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        # With NO_COLOR rich would keep bold: plain is plain.
+        return Console(highlight=False, markup=False, emoji=False, color_system=None) if console.no_color else console
     # In a pipe nobody's window limits the line; rich would break tables at 80 columns.
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
@@ -166,7 +174,7 @@ def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progr
 
     if options.json:
         return JsonLines(console)
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
         return LiveTable(console, hosts, diff=options.diff)
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 

@@ -7,15 +7,17 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gpuprov.wire.errors import Problem
 
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=550.163.01, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 _TOO_LARGE = 1 << 20
 _SHOWN = 3
+_WARNING = "[WARNING]: "
 
 
 @contextlib.contextmanager
@@ -25,7 +27,7 @@ def ansible_said() -> Iterator[list[str]]:
 
     said: list[str] = []
     display = Display()
-    display.display = lambda msg, *_, **__: said.append(clean(str(msg)))
+    display.display = lambda msg, *_, **__: said.append(_marked(str(msg)))
     try:
         yield said
     finally:
@@ -54,12 +56,18 @@ def ansible_error() -> type[Exception]:
 
 
 def worth_telling(said: Sequence[str]) -> list[str]:
-    """Return those of Ansible's warnings that tell of a mistake in the call."""
-    return [line for line in said if "Could not match supplied host pattern" in line]
+    """Return Ansible's own warnings: of groups that are none, files that are passed over, names that match no host."""
+    return [clean(line) for line in said if line.startswith(_WARNING)]
+
+
+def _marked(text: str) -> str:
+    """Return what Ansible prints, with what makes a warning known kept at its beginning."""
+    cleaned = clean(text)
+    return f"{_WARNING}{cleaned}" if _WARNING in text else cleaned
 
 
 def clean(text: str) -> str:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("[WARNING]: ", "")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace(_WARNING, "")
     return "\n".join(line for line in text.splitlines() if line.strip()).strip()
 
 
@@ -84,13 +92,22 @@ def ask_ansible(source: str) -> str:
     return f"ansible-inventory -i {shlex.quote(source)} --graph  # what Ansible makes of it"
 
 
-def with_origins(problems: Sequence[tuple[str, Problem]], sources: Sequence[str]) -> tuple[Problem, ...]:
-    """Return (host, problem) pairs as problems that name hosts and places; the same mistake of many hosts is one."""
-    by_problem: dict[Problem, list[str]] = {}
-    for host, problem in problems:
-        by_problem.setdefault(problem, []).append(host)
+@dataclass(frozen=True)
+class Wrong:
+    """A problem with the variables of one host, and their values."""
+
+    host: str
+    problem: Problem
+    values: Mapping[str, Any]
+
+
+def with_origins(problems: Sequence[Wrong], sources: Sequence[str], given: frozenset[str]) -> tuple[Problem, ...]:
+    """Return the problems with hosts and places; the same mistake of many hosts is one. `given`: what -e sets."""
+    by_problem: dict[Problem, list[Wrong]] = {}
+    for wrong in problems:
+        by_problem.setdefault(wrong.problem, []).append(wrong)
     texts = tuple(_texts(sources))
-    return tuple(_with_origin(problem, hosts, texts) for problem, hosts in by_problem.items())
+    return tuple(_with_origin(problem, wrongs, texts, given) for problem, wrongs in by_problem.items())
 
 
 def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -104,12 +121,32 @@ def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...
     )
 
 
-def _with_origin(problem: Problem, hosts: Sequence[str], texts: Sequence[tuple[str, str]]) -> Problem:
+def _with_origin(
+    problem: Problem, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+) -> Problem:
     named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
-    places = find_variable(named.group(), texts) if named else ()
+    hosts = [wrong.host for wrong in wrongs]
+    places = _places(named.group(), wrongs, texts, given) if named else ()
     more = f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
     evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
     return replace(problem, evidence="\n".join(part for part in evidence if part))
+
+
+def _places(
+    name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+) -> tuple[str, ...]:
+    """Return where the variable has its value from: -e wins over all files; of several lines those with the value."""
+    if name in given:
+        return ("-e",)
+    values = {str(wrong.values.get(name, "")) for wrong in wrongs} - {""}
+    lines = {path: text.splitlines() for path, text in texts}
+    places = find_variable(name, texts)
+    with_value = []
+    for place in places:
+        path, _, number = place.rpartition(":")
+        if any(value in lines[path][int(number) - 1] for value in values):
+            with_value.append(place)
+    return tuple(with_value) or places
 
 
 def _texts(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
