@@ -117,7 +117,8 @@ def render_launcher(
     ]
     return _LAUNCHER.format(
         candidates=" ".join(candidates), python=python, start=_load("main", library),
-        keep=_KEEP.format(library=library), none=_NONE.format(library=library), settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
+        keep=_KEEP.format(library=library), none=_NONE.format(library=library),
+        settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
         words=_WORDS, keys=_KEYS,
     )  # fmt: skip

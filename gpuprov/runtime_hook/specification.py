@@ -102,12 +102,18 @@ class Specifications:
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return (kind, device): a name that is not VENDOR/CLASS=NAME is of the default kind."""
-        kind, equals, device = name.partition("=")
-        vendor, slash, class_ = kind.partition("/")
-        if equals and slash and vendor and class_ and device:
-            # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
-            return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
-        return self._default_kind, name
+        kind = kind_of(name)
+        device = name[len(kind) + 1 :] if kind else name
+        kind = kind or self._default_kind
+        # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
+        return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a qualified name, VENDOR/CLASS=NAME; nothing for any other name."""
+    kind, equals, device = name.partition("=")
+    vendor, slash, class_ = kind.partition("/")
+    return kind if equals and slash and vendor and class_ and device else ""
 
 
 def _known_name(specification: Specification, kind: str, name: str) -> str:
