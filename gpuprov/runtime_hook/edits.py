@@ -44,7 +44,7 @@ def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = 
     for device in edits.get("netDevices") or ():
         devices = _object(_object(config, "linux"), "netDevices")
         devices[device["hostInterfaceName"]] = {"name": device["name"]}
-    _add_mounts(config, edits.get("mounts") or (), idmap=idmap and _has_user_namespace(config))
+    _add_mounts(config, edits.get("mounts") or (), idmap=idmap and has_user_namespace(config))
     for hook in edits.get("hooks") or ():
         _add_hook(config, hook)
     if edits.get("intelRdt"):
@@ -196,7 +196,8 @@ def _destination(mount: dict[str, Any]) -> str:
     return normal_path(destination) if "//" in destination or "/." in destination else destination.rstrip("/") or "/"
 
 
-def _has_user_namespace(config: dict[str, Any]) -> bool:
+def has_user_namespace(config: dict[str, Any]) -> bool:
+    """Say whether the container has a user namespace of its own."""
     linux = config.get("linux")
     namespaces = _list(linux, "namespaces", dict) if isinstance(linux, dict) else ()
     return any(one.get("type") == "user" for one in namespaces)

@@ -12,6 +12,7 @@ from .dev_char import link_nodes
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
+from .params import masking_hook
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
         equipment.edits.setdefault("hooks", []).append(equipment.hook)
     else:
         prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
+    masking = masking_hook(config, decision.root_path)
+    if masking:
+        equipment.edits.setdefault("hooks", []).append(masking)
     apply_edits(config, equipment.edits)
     drop_nvidia_hooks(config)
     link_nodes(equipment.edits.get("deviceNodes") or [])
