@@ -175,7 +175,7 @@ def test_another_vendors_device_is_given_only_where_the_configuration_has_its_ki
     assert "asks for vendor.com/storage=admin, and may name devices of nvidia.com alone" in done.stderr
     assert bench.config.read_bytes() == before
     bench.settings.write_text(
-        "[nvidia-container-runtime.modes.cdi]\n"
-        f"spec-dirs = ['{bench.specification.parent}']\nrequestable-kinds = ['vendor.com/storage']\n"
+        f"[nvidia-container-runtime]\nruntimes = ['{bench.low_level}']\n"
+        "modes.cdi.requestable-kinds = ['vendor.com/storage']\n"
     )
     assert "file /usr/nvidia-secret secret" in bench.report(*asks)
