@@ -49,7 +49,8 @@ def test_what_goes_in_comes_out(event: Event) -> None:
         '{"event":"CheckDone","name":1,"status":"ok"}', '{"event":"Finished","exit_code":0,"problems":[{"what":1}]}',
         '{"event":"FactsGathered","facts":[]}', '{"event":"Finished","exit_code":true}',
         '{"event":"ChangeDone","key":"k","seconds":NaN}', '{"event":"ChangeDone","key":"k","seconds":-Infinity}',
-        '{"event":"ChangeDone","key":"k","seconds":1e999}', f'{{"event":"ChangeDone","key":"k","seconds":1{"0" * 400}}}',
+        '{"event":"ChangeDone","key":"k","seconds":1e999}',
+        f'{{"event":"ChangeDone","key":"k","seconds":1{"0" * 400}}}',
         '{"event":"FactsGathered","facts":{"a":[NaN]}}', f'{{"event":"Finished","exit_code":1{"0" * 5000}}}',
     ],
 )  # fmt: skip
