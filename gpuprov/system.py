@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable
+from typing import BinaryIO, Callable, TextIO
 
 from gpuprov import disk
 from gpuprov.commands import SYSTEM_PATH, Completed, run_command
@@ -279,6 +279,13 @@ class System:
         Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
         """
         disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
+
+    def open_private(self, path: str) -> TextIO:
+        """Open a file of root's alone (0600) to read and to write, made if it is missing, corrected if it is wider."""
+        handle = os.open(self.path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if stat_module.S_IMODE(os.fstat(handle).st_mode) != 0o600:
+            os.fchmod(handle, 0o600)
+        return os.fdopen(handle, "r+", encoding="utf-8")
 
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
         """Make a directory and its missing parents; return those made, outermost first."""
