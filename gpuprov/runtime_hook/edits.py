@@ -145,7 +145,7 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
 
 def node_identity(node: dict[str, Any]) -> dict[str, Any]:
     """Return type, numbers and mode of a node; what the specification leaves out is the host's node's."""
-    if "major" in node and "minor" in node:
+    if node.get("major") is not None and node.get("minor") is not None:
         kind = node.get("type") or "c"
         return {
             "type": kind, "major": node["major"], "minor": node["minor"], "fileMode": node.get("fileMode") or 0o666,

@@ -70,7 +70,14 @@ def _loads(text: str, pairs: Pairs) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Return a value as a JSON document without blanks."""
+    """Return a value as a JSON document without blanks. Raises ValueError if it is nested too deeply."""
+    try:
+        return _dumps(value)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _dumps(value: Any) -> str:
     try:
         from _json import encode_basestring_ascii, make_encoder  # type: ignore[import-not-found,unused-ignore]
 

@@ -93,6 +93,8 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
         write(f"{bundle}/config.json", jsonio.dumps(config))
     except OSError as error:
         raise Refused(f"{bundle}/config.json can't be written: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{bundle}/config.json can't be written: {error}") from None
     _log(decision, bundle)
 
 
