@@ -14,6 +14,7 @@ from types import CodeType
 
 from .driver_files import HOOK_PATH
 from .low_level import CACHE, FOLDERS
+from .record import FOLDER as RECORDS
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
@@ -52,10 +53,11 @@ if [ -z "$low_level" ]; then
     {python} -I -S -E -B -c '{none}' "$@" </dev/null 2>/dev/null
     exit 1
 fi
-create= bundle=. previous=
+create= delete= bundle=. previous=
 for word do
     case $word in
         create) create=yes ;;
+        delete) delete=yes ;;
         -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
     esac
     case $previous in
@@ -63,6 +65,11 @@ for word do
     esac
     previous=$word
 done
+if [ -n "$delete" ] && [ -f "{records}/$previous" ]; then
+    "$low_level" "$@" || exit
+    rm -f "{records}/$previous"
+    exit 0
+fi
 [ -n "$create" ] || exec "$low_level" "$@"
 PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
 [ $? = 1 ] && exec "$low_level" "$@"
@@ -120,7 +127,7 @@ def render_launcher(
         keep=_KEEP.format(library=library), none=_NONE.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
-        words=_WORDS, keys=_KEYS,
+        words=_WORDS, keys=_KEYS, records=RECORDS,
     )  # fmt: skip
 
 

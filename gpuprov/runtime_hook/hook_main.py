@@ -10,7 +10,7 @@ from __future__ import annotations
 import posix
 import sys
 
-from . import config_keys, jsonio, log
+from . import config_keys, jsonio, log, record
 from .decision import config_id, decide, load_config, owner_of, root_of
 from .dev_char import link_nodes
 from .equipment import Equipment
@@ -99,6 +99,8 @@ def _equip(state: dict[str, Any]) -> int:
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
+    # Before this process is in the container's mount namespace, where /run may be another.
+    record.keep(str(state.get("id", "")), bundle, decision, "hook")
     equip(pid, decision.root_path, decision.equipment, decision.settings)
     return 0
 
