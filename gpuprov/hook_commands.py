@@ -11,6 +11,7 @@ import click
 
 from gpuprov.errors import ExitCode, GpuprovError
 from gpuprov.fleet.given import standard_input
+from gpuprov.fleet.text import plain
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -32,8 +33,12 @@ def hook() -> None:
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: where the container runs.")
+@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
 @click.argument("container", metavar="[CONTAINER]", default="")
-def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str) -> None:
+def explain(
+    settings_file: str | None, bundle: str | None, as_json: bool, hosts: tuple[str, ...], limit: str, container: str
+) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
     CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
@@ -42,6 +47,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     \b
     Examples:
       sudo gpuprov hook explain my-container
+      gpuprov hook explain my-container --hosts inventory.ini --limit gpu07
       gpuprov hook explain --bundle /run/containerd/io.containerd.runtime.v2.task/moby/ID
       gpuprov hook explain --json < config.json
       gpuprov hook explain --config /tmp/config.toml < config.json
@@ -49,6 +55,9 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     from gpuprov.runtime_hook.explain import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
+    if hosts or limit:
+        _explain_on_hosts(hosts, limit, container, as_json=as_json)
+        return
     kept = _kept(container, bundle)
     if kept is not None:
         click.echo(json.dumps(kept, indent=2) if as_json else "\n".join(_kept_lines(kept)))
@@ -90,6 +99,33 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
     state, reason = check(list(expressions), {name: value for name, value in host.items() if value})
     click.echo(f"{state}: {reason}" if reason else state)
     sys.exit(_STATES[state])
+
+
+def _explain_on_hosts(hosts: tuple[str, ...], limit: str, container: str, *, as_json: bool) -> None:
+    """Say what was decided for the container on each host; with one host that has it, that is enough."""
+    from gpuprov.engines.containers import decision_of
+    from gpuprov.fleet.inventory import read_inventory
+    from gpuprov.fleet.remote_system import RemoteSystem
+    from gpuprov.fleet.ssh import SshSettings, connected
+
+    if not hosts or not container:
+        hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
+        raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
+    found: dict[str, dict[str, Any]] = {}
+    problem: GpuprovError | None = None
+    for target in read_inventory(hosts, limit=limit).hosts:
+        try:
+            with connected(target, SshSettings()) as connection:
+                found[target.name] = decision_of(RemoteSystem(connection, target), container)
+        except GpuprovError as error:
+            click.echo(f"{target.name}: {error}", err=True)
+            problem = error
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    for name, kept in found.items() if not as_json else ():
+        click.echo("\n".join([f"host           {plain(name)}", *map(plain, _kept_lines(kept))]))
+    if problem is not None and not found:
+        sys.exit(problem.exit_code)
 
 
 def _kept(container: str, bundle: str | None) -> dict[str, Any] | None:

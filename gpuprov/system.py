@@ -77,12 +77,9 @@ class System:
         """
         try:
             with self.open(path) as file:
-                if os.fstat(file.fileno()).st_size > _LARGEST_READ:
-                    return None
-                content = file.read(_LARGEST_READ + 1)
+                return _whole(file)
         except _NO_FILE:
             return None
-        return content if len(content) <= _LARGEST_READ else None
 
     def read_foreign(self, path: str, size: int) -> str:
         """Return the text of a small file that any user may have made; nothing for anything but such a file.
@@ -361,6 +358,21 @@ class System:
     def now(self) -> float:
         """Return a clock in seconds that never goes back."""
         return time.monotonic()
+
+
+def _whole(file: BinaryIO) -> bytes | None:
+    """Return all that is in a file, None if that is too much. What the kernel makes up (/proc) says no size before."""
+    size = os.fstat(file.fileno()).st_size
+    if size > _LARGEST_READ:
+        return None
+    content = b""
+    # Not all at once: room for a whole read is taken before anything is known.
+    while len(content) <= _LARGEST_READ:
+        part = file.read(max(size + 1, _CHUNK))
+        if not part:
+            return content
+        content += part
+    return None
 
 
 def _require_regular(status: os.stat_result, place: Path) -> None:

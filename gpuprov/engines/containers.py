@@ -14,9 +14,9 @@ _SECONDS = 20
 
 def decision_of(system: System, container: str) -> dict[str, Any]:
     """Return what is kept of a container. Raises GpuprovError where there is no such container, or nothing is kept."""
-    known = _names()
+    known = _names(system)
     identifier, engine = _identifier(system, container, known)
-    found = record.read(identifier) if identifier in known else None
+    found = _read(system, identifier) if identifier in known else None
     if found is not None:
         return found
     if engine:
@@ -43,13 +43,17 @@ def decision_of_bundle(bundle: str) -> dict[str, Any] | None:
     return next((one for one in found if one and one.get("bundle") == bundle.rstrip("/")), None)
 
 
-def _names() -> list[str]:
+def _names(system: System) -> list[str]:
     try:
-        return record.names()
+        return [name for name in system.list_directory(record.FOLDER) if record.is_name(name)]
     except PermissionError as error:
         raise GpuprovError(
             "what containers were given is for root to read", str(error), "put sudo before it", exit_code=ExitCode.USAGE
         ) from None
+
+
+def _read(system: System, identifier: str) -> dict[str, Any] | None:
+    return record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")
 
 
 def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str]:

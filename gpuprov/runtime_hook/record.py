@@ -68,8 +68,16 @@ def _told(decision: Decision, way: str) -> dict[str, Any]:
 def read(container: str) -> dict[str, Any] | None:
     """Return what is kept of a container, None for nothing. Raises OSError where it can't be read."""
     try:
-        document = jsonio.loads(_content(f"{FOLDER}/{container}"))
-    except (FileNotFoundError, ValueError):
+        return parse(_content(f"{FOLDER}/{container}"))
+    except FileNotFoundError:
+        return None
+
+
+def parse(text: str) -> dict[str, Any] | None:
+    """Return what a file says, None for one of another version, or none of ours."""
+    try:
+        document = jsonio.loads(text)
+    except ValueError:
         return None
     return document if isinstance(document, dict) and document.get("format") == FORMAT else None
 
