@@ -99,6 +99,24 @@ def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(event for event in events if not isinstance(event, Finished))
 
 
+def one_line(result: Mapping[str, Any]) -> str:
+    """Return what people see of a result without -v: what changed, by step, and how many checks went well.
+
+    Nothing for a task that did not change, check or fail anything. A failure's first line has the next step.
+    """
+    if result.get("failed"):
+        return str(result.get("msg", "")).partition("\n")[0]
+    by_step: dict[str, list[str]] = {}
+    for change in result.get("changes", ()):
+        by_step.setdefault(change["step"], []).append(change["summary"])
+    checks = result.get("checks", ())
+    good = sum(check["status"] == "ok" for check in checks)
+    parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
+    verified = [f"{good} of {len(checks)} checks ok"] if checks else []
+    told = "; ".join((*parts, *verified))
+    return f"{result.get('msg', '')} ({told})" if told else ""
+
+
 def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the result of a task in Ansible's keys, and `changes`, `checks`, `problems`, `versions` as data.
 
@@ -150,10 +168,22 @@ def _check_problem(check: Mapping[str, Any]) -> Problem:
 
 
 def problem_text(problems: Iterable[Problem]) -> str:
-    """Return what failed, on which evidence, and what to do next, as `msg` shows it."""
-    return "\n".join(str(problem) for problem in problems)
+    """Return what failed with the next step, then the evidence, as `msg` shows it: callbacks cut long messages."""
+    return "\n".join(map(_problem_text, problems))
+
+
+def _problem_text(problem: Problem) -> str:
+    """Return `what; next: step`, and what was seen in lines of its own."""
+    steps = problem.next_step.strip().splitlines()
+    first = f"{problem.what}; next: {steps[0]}" if steps else problem.what
+    more = [*steps[1:], *(f"seen: {line}" for line in problem.evidence.strip().splitlines())]
+    return "\n".join((first, *(f"  {line}" for line in more)))
 
 
 def failure(error: GpuprovError) -> dict[str, Any]:
     """Return the result of a task that failed before the agent could say so."""
-    return {"failed": True, "msg": str(error), "problems": [asdict(problem) for problem in error.problems]}
+    return {
+        "failed": True,
+        "msg": problem_text(error.problems),
+        "problems": [asdict(problem) for problem in error.problems],
+    }
