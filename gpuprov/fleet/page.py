@@ -18,25 +18,20 @@ from markupsafe import Markup
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, plain, shortened
 from gpuprov.fleet.history import Run
+from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange
 from gpuprov.fleet.run_changes import differences
 from gpuprov.fleet.versions import MIG, mig_instances
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
 
-# Colour never stands alone: each state has its word, and in the grid its width.
-_STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",
-           "not run": "none"}  # fmt: skip
-_CHECK_STATES = {"ok": "good", "failed": "bad", "skipped": "warn"}
 _VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
 _MOST_NAMED = 30
 _MOST_VERSIONS = 8
-_FEW_HOSTS = 12  # so many have their names, and a bar for the time of each
 _MOST_DETAILED = 60  # so many have a row each, whatever came of them
 _MOST_ROWS = 150  # of hosts that are not done; the page stays below 1 MB
 _MOST_PLANS = 30
 _MOST_BINS = 24
-_SQUARE = 10  # units of the grid's drawings
 
 
 def render(run: Run, before: Run | None = None) -> str:
@@ -54,7 +49,7 @@ def render(run: Run, before: Run | None = None) -> str:
         where=(", ".join(run.inventory) or "this machine") + (f", limited to {run.limit}" if run.limit else ""),
         states=_states(results),
         hosts=counted(len(results), "host"),
-        grid=_grid(results),
+        grid=make_grid(results),
         causes=causes(results),
         versions=_versions(results),
         durations=_durations(results),
@@ -64,7 +59,6 @@ def render(run: Run, before: Run | None = None) -> str:
         changes=differences(before, run) if before else (),
         rows=rows,
         others=_others(results, rows),
-        step_counts=_step_counts,
     )
 
 
@@ -97,95 +91,12 @@ def _states(results: Sequence[HostResult]) -> tuple[State, ...]:
     counts = collections.Counter(result.word for result in results)
     made: list[State] = []
     x = 0.0
-    for word, kind in _STATES.items():
+    for word, kind in STATES.items():
         if counts[word]:
             width = 100 * counts[word] / len(results)
             made.append(State(word, kind, counts[word], round(x, 3), round(width, 3)))
             x += width
     return tuple(made)
-
-
-# -- the grid --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Column:
-    """One host of the grid: `paths` are (kind, path data) of its squares, from the top."""
-
-    host: str
-    sentence: str
-    paths: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """One column for each host and one square for each of `names`; `size` is a class of the page."""
-
-    names: tuple[str, ...]
-    size: str
-    height: int
-    racks: tuple[tuple[str, tuple[Column, ...]], ...]
-
-
-def _grid(results: Sequence[HostResult]) -> Grid:
-    checks = dict.fromkeys(check.name for result in results for check in result.checks)
-    steps = dict.fromkeys(step for result in results for step in _steps(result))
-    names = ("result", *checks, *steps)
-    size = "few" if len(results) <= _FEW_HOSTS else "some" if len(results) <= 150 else "many"
-    by_rack: dict[str, list[Column]] = {}
-    racks = _racks([result.host for result in results])
-    for result in results:
-        kinds = [_STATES[result.word], *(_check_state(result, name) for name in checks),
-                 *(_step_state(result, step) for step in steps)]  # fmt: skip
-        by_rack.setdefault(racks(result.host), []).append(Column(result.host, _sentence(result), _paths(kinds)))
-    made = tuple((name, tuple(columns)) for name, columns in by_rack.items())
-    return Grid(names, size, _SQUARE * len(names), made)
-
-
-def _racks(hosts: Sequence[str]) -> collections.abc.Callable[[str], str]:
-    """Return what names a host's rack: `r12-` of r12-gpu3; nothing for all where names do not tell of racks."""
-
-    def rack(host: str) -> str:
-        label, dash, _ = host.partition("-")
-        return label if dash and any(map(str.isdecimal, label)) else ""
-
-    sizes = collections.Counter(map(rack, hosts))
-    told = len(sizes) > 1 and "" not in sizes and len(sizes) * 3 <= len(hosts)
-    return rack if told else lambda host: ""
-
-
-def _paths(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return each kind's squares as one path of vertical strokes, which the page's style dashes into squares."""
-    paths: dict[str, str] = {}
-    begin = 0
-    for end in range(1, len(kinds) + 1):
-        if end == len(kinds) or kinds[end] != kinds[begin]:
-            length = _SQUARE * (end - begin) - 1
-            paths[kinds[begin]] = f"{paths.get(kinds[begin], '')}M5 {_SQUARE * begin}v{length}"
-            begin = end
-    return tuple(paths.items())
-
-
-def _sentence(result: HostResult) -> str:
-    reason = result.reason if result.exit_code != ExitCode.DONE else ""
-    return f"{result.word}: {reason}" if reason else result.word
-
-
-def _check_state(result: HostResult, name: str) -> str:
-    found = next((check.status for check in result.checks if check.name == name), None)
-    return "none" if found is None else _CHECK_STATES.get(found, "bad")
-
-
-def _step_state(result: HostResult, step: str) -> str:
-    made = [change for change in result.made if change.step == step]
-    if any(change.seconds is None for change in made):
-        return "bad"
-    planned = any(change.step == step for change in result.plan)
-    return "good" if made else "warn" if planned else "none"
-
-
-def _steps(result: HostResult) -> dict[str, None]:
-    return dict.fromkeys([change.step for change in result.plan] + [made.step for made in result.made])
 
 
 # -- versions, GPUs, durations ---------------------------------------------------------------------------------------
@@ -286,7 +197,7 @@ def _durations(results: Sequence[HostResult]) -> Durations | None:
     shortest, longest = min(seconds), slowest.seconds
     few: tuple[tuple[str, float, float], ...] = ()
     bins: tuple[tuple[str, int, float], ...] = ()
-    if len(began) <= _FEW_HOSTS:
+    if len(began) <= FEW_HOSTS:
         few = tuple((one.host, one.seconds, round(100 * one.seconds / (longest or 1), 2)) for one in began)
     else:
         bins = _bins(seconds, shortest, longest)
@@ -346,9 +257,9 @@ def _rows(results: Sequence[HostResult]) -> tuple[Row, ...]:
     return tuple(
         Row(
             result,
-            _STATES[result.word],
-            tuple((check, _CHECK_STATES.get(check.status, "bad")) for check in result.checks),
-            tuple((step, _step_counts(result, step)) for step in _steps(result)),
+            STATES[result.word],
+            tuple((check, CHECK_STATES.get(check.status, "bad")) for check in result.checks),
+            tuple((step, _step_counts(result, step)) for step in steps_of(result)),
         )
         for result in chosen[:_MOST_ROWS]
     )
@@ -361,7 +272,7 @@ def _others(results: Sequence[HostResult], rows: Sequence[Row]) -> tuple[tuple[s
     for result in results:
         if id(result) not in with_row:
             hosts[result.word].append(result.host)
-    return tuple((word, _STATES[word], tuple(names)) for word, names in hosts.items())
+    return tuple((word, STATES[word], tuple(names)) for word, names in hosts.items())
 
 
 def _step_counts(result: HostResult, step: str) -> str:
