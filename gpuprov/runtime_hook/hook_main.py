@@ -19,6 +19,7 @@ from .links import prepare_root
 from .main import printable
 from .rootfs import Root
 from .settings import read_settings
+from .volumes import volumes_of, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _equip(state: dict[str, Any]) -> int:
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
-    equip(pid, decision.root_path, decision.equipment, decision.settings)
+    equip(pid, decision)
     return 0
 
 
@@ -121,6 +122,7 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
         raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
+    watch(root, volumes_of(config, bundle))
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     return 0
 

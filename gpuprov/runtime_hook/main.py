@@ -12,10 +12,11 @@ from .dev_char import link_nodes
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
+from .volumes import mounts_to_make
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
 _BUNDLE_FLAGS = ("-b", "-bundle", "--bundle")
 # What stands before the command in a call of runc or crun, and has a value; and the commands that name a container.
@@ -77,11 +78,9 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
     if decision is None:
         return
     config, equipment = decision.config, decision.equipment
-    if _covered(config, equipment.links) and equipment.hook:
-        # A volume will lie over the links' folder: they can be made only once it is mounted.
-        equipment.edits.setdefault("hooks", []).append(equipment.hook)
-    else:
-        prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
+    if equipment.edits.get("mounts"):
+        equipment.edits["mounts"] = mounts_to_make(decision.root, decision.volumes, equipment.edits["mounts"])
+    prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
     apply_edits(config, equipment.edits)
     drop_nvidia_hooks(config)
     link_nodes(equipment.edits.get("deviceNodes") or [])
@@ -90,20 +89,6 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
     except OSError as error:
         raise Refused(f"{bundle}/config.json can't be written: {error.strerror}") from None
     _log(decision, bundle)
-
-
-def _covered(config: dict[str, Any], links: list[tuple[str, str]]) -> bool:
-    """Say whether one of the container's own mounts will hide a folder in which links or the cache are made."""
-    mounts = config.get("mounts")
-    covers = {
-        str(mount.get("destination")).rstrip("/") for mount in mounts or () if isinstance(mount, dict)
-    } if isinstance(mounts, list) else set()  # fmt: skip
-    for folder in {"/etc", *(path.rpartition("/")[0] for _, path in links)}:
-        while folder:
-            if folder in covers:
-                return True
-            folder = folder.rpartition("/")[0]
-    return False
 
 
 def _log(decision: Decision, bundle: str) -> None:
