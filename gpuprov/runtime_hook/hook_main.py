@@ -7,6 +7,7 @@ poststart, poststop: nothing. Source: OCI runtime specification 1.1, "POSIX-plat
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import posix
 import sys
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _LARGEST_STATE = 1 << 20
+# A start takes 0.1 s. The CDI specification has the engine end the hook later, at 30.
+_SECONDS = 20
 _STAGES = ("prestart", "createRuntime", "createContainer", "poststart", "poststop")
 _USAGE = f"usage: gpuprov-container-runtime-hook {'|'.join(_STAGES)}"
 
@@ -36,6 +39,8 @@ def main(arguments: list[str]) -> NoReturn:
     posix.environ.clear()
     # What is made is for everybody in the container, whatever the caller's umask is.
     posix.umask(0o022)
+    _signal.signal(_signal.SIGALRM, _give_up)
+    _signal.alarm(_SECONDS)
     try:
         code = serve(arguments)
     except Refused as refused:
@@ -56,6 +61,11 @@ def serve(arguments: list[str]) -> int:
     if stage:
         return 0
     raise Refused(_USAGE)
+
+
+def _give_up(number: int, frame: object) -> NoReturn:
+    """End a hook that something keeps waiting: a file system that does not answer, an engine that sends no state."""
+    posix._exit(_refuse(f"gpuprov: the container's files were not ready after {_SECONDS} s: something does not answer"))
 
 
 def _refuse(message: str) -> int:

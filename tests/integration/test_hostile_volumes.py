@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.runtime_hook import deploy
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
 from tests.integration.test_hostile_roots import state
 
@@ -209,3 +211,39 @@ def test_a_tmpfs_of_the_hosts_takes_nothing(bench: Bench, way: str) -> None:
         said = start(bench, way, tmpfs, bind(Path(folder), "/mnt", "rw"))
         assert "in the volume at /mnt, and nothing is written into volumes" in said
         assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "target", ["/proc/kmsg", "/proc/self/fd/0", "/proc/1/mem", "/proc/sys/kernel/ostype", "/sys/kernel/notes"]
+)
+def test_a_file_of_the_kernels_in_the_caches_place_is_not_read(bench: Bench, way: str, target: str) -> None:
+    """procfs calls /proc/kmsg a regular file, and a reader waits for ever: so did the start."""
+    (bench.root / "etc").mkdir(exist_ok=True)
+    (bench.root / "etc/ld.so.cache").symlink_to(target)
+    assert start(bench, way) == ""
+    content = (bench.root / "etc/ld.so.cache").read_bytes()
+    assert not (bench.root / "etc/ld.so.cache").is_symlink()
+    assert content.startswith(b"glibc-ld.so.cache1.1")
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createContainer"])
+def test_a_hook_that_is_kept_waiting_gives_up_and_says_so(bench: Bench, stage: str) -> None:
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    source = (library / "hook_main.py").read_text()
+    assert "_SECONDS = 20\n" in source
+    (library / "hook_main.py").write_text(source.replace("_SECONDS = 20\n", "_SECONDS = 1\n"))
+    deploy.compile_bytecode(str(library))
+    hook = subprocess.Popen(
+        (bench.deployed.hook, stage), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert hook.stderr is not None
+    try:
+        # The state never comes.
+        assert hook.wait(timeout=60) == 1
+        said = hook.stderr.read()
+    finally:
+        hook.kill()
+        hook.communicate()
+    assert said == "gpuprov: the container's files were not ready after 1 s: something does not answer\n"
