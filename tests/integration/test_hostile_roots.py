@@ -251,15 +251,23 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
     assert refused + made > 200
 
 
-def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench) -> None:
+@pytest.mark.parametrize("target", ["{outside}", "/volume"])
+def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench, target: str) -> None:
+    """Also into a volume that the container has."""
     shutil.rmtree(bench.root)
     shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
     outside = bench.folder / "outside-of-race"
-    (outside / "folder").mkdir(parents=True)
-    (outside / "file").write_text("host")
+    for place in (".", LIBRARIES[1:], "lib", "x86_64-linux-gnu", "ld.so.conf.d"):
+        (outside / place).mkdir(parents=True, exist_ok=True)
+    (outside / "ld.so.cache").write_text("host")
     before = world(outside)
-    bench.configure("NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]})
-    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), str(outside)))
+    volume = {"destination": "/volume", "type": "bind", "source": str(outside), "options": ["rbind", "rw"]}
+    bench.configure(
+        "NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]},
+        mounts=[*bench.pristine["mounts"], volume],
+    )  # fmt: skip
+    leads_to = target.format(outside=outside)
+    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), leads_to))
     codes = set()
     end = time.monotonic() + _RACE_SECONDS
     try:
