@@ -91,7 +91,7 @@ def test_a_read_only_container_is_equipped(docker: DockerHost) -> None:
 def hosts_files(tmp_path: Path) -> Path:
     """What stands for the host's root; the engine's own files of /etc are there too."""
     folder = tmp_path / "host"
-    for place in ("etc", LIBRARIES[1:]):
+    for place in ("etc", "usr/bin", LIBRARIES[1:]):
         (folder / place).mkdir(parents=True)
     for name in ("hosts", "hostname", "resolv.conf", "mtab", "ld.so.cache"):
         (folder / "etc" / name).write_text("the host's")
@@ -108,22 +108,19 @@ def image_root(bench: Bench, folder: Path, place: str, target: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("place", "says"), [("etc", ""), (LIBRARIES[1:], "in the volume at /rootfs, and nothing is written into volumes")]
-)
+@pytest.mark.parametrize("place", ["usr/bin", LIBRARIES[1:]])
 @pytest.mark.parametrize("access", ["ro", "rw"])
 def test_an_images_link_into_a_volume_writes_nothing_on_the_host(
-    bench: Bench, docker: DockerHost, hosts_files: Path, tmp_path: Path, place: str, says: str, access: str
+    bench: Bench, docker: DockerHost, hosts_files: Path, tmp_path: Path, place: str, access: str
 ) -> None:
     root = image_root(bench, tmp_path, place, f"/rootfs/{place}")
     content = subprocess.run(("tar", "-C", str(root), "-c", "."), capture_output=True, check=True).stdout
     docker.docker("import", "-", "hostile-gpu", stdin=content)
     before = state(hosts_files)
-    code, report, errors = run(docker, "--gpus", "all", "-v", f"{hosts_files}:/rootfs:{access}", image="hostile-gpu")
+    code, _, errors = run(docker, "--gpus", "all", "-v", f"{hosts_files}:/rootfs:{access}", image="hostile-gpu")
     assert state(hosts_files) == before
-    assert says in errors
-    assert code == (125 if says else 0), errors
-    assert bool(nodes(report)) is not bool(says)
+    assert "in the volume at /rootfs, and nothing is written into volumes" in errors
+    assert code == 125
 
 
 @pytest.mark.parametrize(
