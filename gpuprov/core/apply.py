@@ -1,11 +1,12 @@
-"""Carries a plan out, journalled; takes up what a kill cut off; rolls back. Never decides what to change."""
+"""Apply changes with a journal, resume after a kill, roll back; never decides what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.changes import Change, Json, file_digest, images_in
+from gpuprov.core.changes import Change, Json, Then, file_digest, images_in
 from gpuprov.core.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem, from_os_error
@@ -14,20 +15,16 @@ from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note,
 Kinds = Mapping[str, type[Change]]
 
 
-class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
-    """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
+class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
+    """The run was asked to stop: the change in progress was finished, the next one was not begun."""
 
 
-class PlanAfresh(Exception):  # noqa: N818 (it is no error: the change says so)
-    """The change that was just made has made the rest of the plan stale; `made` counts those made, itself included.
+@dataclass(frozen=True)
+class Applied:
+    """How many changes were made, and how the run continues after the last of them."""
 
-    With `reboot` the host must boot anew before the next plan.
-    """
-
-    def __init__(self, made: int, *, reboot: bool) -> None:
-        super().__init__("the rest is planned afresh")
-        self.made = made
-        self.reboot = reboot
+    made: int
+    then: Then = Then.CONTINUE
 
 
 def apply_changes(
@@ -36,11 +33,11 @@ def apply_changes(
     journal: Journal,
     sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> int:
-    """Make the changes in order and return how many were made.
+) -> Applied:
+    """Make the changes in order, up to the first one that makes the rest of the plan stale.
 
-    A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
-    GpuprovError, or Stopped between two changes, or PlanAfresh after one.
+    A change that fails is undone; those before it stand, and the next run continues from there. Raises the
+    GpuprovError of a change that fails, or Stopped between two changes.
     """
     for index, change in enumerate(changes, 1):
         if stop_requested():
@@ -49,9 +46,10 @@ def apply_changes(
         begun = system.now()
         outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
-        if "reboot" in outcome:
-            raise PlanAfresh(index, reboot=bool(outcome["reboot"]))
-    return len(changes)
+        then = change.then(outcome)
+        if then is not Then.CONTINUE:
+            return Applied(index, then)
+    return Applied(len(changes))
 
 
 def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> Json:
