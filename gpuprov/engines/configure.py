@@ -6,13 +6,13 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Request
+from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Reads, Request
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.wire.errors import GpuprovError, from_os_error
 
 
-def configuration(system: System, request: Request) -> Configuration:
+def configuration(system: Reads, request: Request) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
     parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
     return parts.get(request.engine, containerd_files.configuration)(system, request)
@@ -56,7 +56,7 @@ def _write(system: System, edit: FileEdit) -> None:
     system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
 
 
-def _crio(system: System, request: Request) -> Configuration:
+def _crio(system: Reads, request: Request) -> Configuration:
     main = request.config or crio.MAIN
     target = crio.DROP_IN if request.drop_in is None else request.drop_in or main
     take_up = "systemctl restart crio"
@@ -74,7 +74,7 @@ def _crio(system: System, request: Request) -> Configuration:
     return Configuration((edited(system, target, crio.wants(found, request.wish, source)),), notes, take_up)
 
 
-def _crio_status(system: System, request: Request) -> dict[str, object]:
+def _crio_status(system: Reads, request: Request) -> dict[str, object]:
     """Return CRI-O's configuration as the running CRI-O tells it; older ones have a program of its own for that."""
     command = (request.executable or "crio", "status", "config")
     done = system.run(command, timeout=20)
@@ -87,7 +87,7 @@ def _crio_status(system: System, request: Request) -> dict[str, object]:
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _podman(system: System, request: Request) -> Configuration:
+def _podman(system: Reads, request: Request) -> Configuration:
     main = request.config or podman.MAIN
     target = podman.DROP_IN if request.drop_in is None else request.drop_in or main
     if request.unset:
@@ -96,6 +96,6 @@ def _podman(system: System, request: Request) -> Configuration:
     return Configuration((edited(system, target, podman.wants(request.wish)),), notes)
 
 
-def _taken_out(system: System, *paths: str) -> tuple[FileEdit, ...]:
+def _taken_out(system: Reads, *paths: str) -> tuple[FileEdit, ...]:
     found = (emptied(system, path) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)
