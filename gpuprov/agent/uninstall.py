@@ -6,7 +6,7 @@ journals go last: as long as something is to be undone, they are there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
@@ -173,14 +173,23 @@ def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> st
 
 
 def _differences(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
-    """Return the files that are not as the oldest image of them shows; done means looked again."""
+    """Return the files that differ from their oldest image."""
     oldest: dict[str, Json] = {}
     for run in runs:
         for entry in run.undoable:
-            oldest.update((image["path"], image) for image in images_in(entry.before))
+            images = tuple(images_in(entry.before))
+            _forget_below(oldest, {parent for image in images for parent in image["missing_parents"]})
+            oldest.update((image["path"], image) for image in images)
             for path in kinds[entry.kind].kept(system, entry.before):
                 del oldest[path]
     return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
+
+
+def _forget_below(images: dict[str, Json], missing: Collection[str]) -> None:
+    """Replace what later images show in folders that were missing earlier: nothing was there (byte code, say)."""
+    for path in images:
+        if any(path.startswith(f"{folder}/") for folder in missing):
+            images[path] = {"path": path, "kind": "missing"}
 
 
 def _difference(system: System, image: Mapping[str, object]) -> str:
