@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
-from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
+from gpuprov.engines import containerd_files, crio, docker_file, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Reads, Request
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.wire.errors import GpuprovError, from_os_error
+from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 
 def configuration(system: Reads, request: Request) -> Configuration:
@@ -30,9 +30,26 @@ def usual_hook(system: System) -> str:
     return next(there, deploy.NVIDIA_HOOK_PATH)
 
 
-def hook(system: System, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
-    """Return what `--config-mode hook` would do."""
-    return hooks_d.configuration(system, engine, path, program, unset=unset)
+def hook(system: Reads, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
+    """Return what `--config-mode hook` would do: put the OCI hook's file into hooks.d, or take it out.
+
+    Raises GpuprovError for an engine that reads no such folder; podman and CRI-O do.
+    """
+    if engine not in ("podman", "crio"):
+        raise GpuprovError(
+            f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file", exit_code=ExitCode.USAGE
+        )
+    path = path or podman.HOOK_FILE
+    take_up = "systemctl restart crio" if engine == "crio" else ""
+    before = system.read_bytes(path)
+    after = podman.hook_json(program)
+    if not unset:
+        notes = ("NVIDIA calls OCI hooks deprecated; CDI needs none: podman run --device nvidia.com/gpu=all",)
+        return Configuration((FileEdit(path, before, after),), notes, take_up)
+    if before is None or not podman.is_hook_for(before, program):
+        there = () if before is None else (f"{path} runs another program than {program}: left alone",)
+        return Configuration((), there)
+    return Configuration((FileEdit(path, before, None),), (), take_up)
 
 
 def write(system: System, edits: tuple[FileEdit, ...]) -> None:
