@@ -60,7 +60,7 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
     number = journal.begin(change.key, type(change).__name__, before)
     try:
         outcome = change.apply(system, tell)
-        # Before the journal says so: programs that were run (an installer, rpm, dracut) sync little of what they write.
+        # Sync before the journal says "done": installers, rpm and dracut sync little of what they write.
         system.sync()
     except (GpuprovError, OSError) as error:
         told = error if isinstance(error, GpuprovError) else from_os_error(f"could not {change.summary()}", error)
@@ -74,7 +74,7 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
 def _undo_failed(
     change: Change, before: Json, number: int, system: System, journal: Journal, told: GpuprovError
 ) -> None:
-    """Undo what a change that failed had begun. Raises GpuprovError with both faults if that fails too."""
+    """Undo the half of a change that failed. Raises GpuprovError with both problems if the undo fails too."""
     try:
         change.undo(system, before, None)
         system.sync()
@@ -89,16 +89,15 @@ def _undo_failed(
 
 
 def _written(system: System, before: Json) -> Json:
-    """Return the digests of the files that a change has left, by which later changes of somebody else's are seen."""
+    """Return the digests of the files that a change wrote, to recognise later edits by others."""
     digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
     return {"written": digests} if digests else {}
 
 
 def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
-    """Return the journal of a run that was cut off, ready to be gone on with, or None if there is none.
+    """Return the journal of an interrupted run, ready to resume, or None if there is none.
 
-    The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
-    change would be wrong.
+    The interrupted change is undone first: half of it may exist, and facts gathered from half a change are wrong.
     """
     run = unfinished_run(system)
     if run is None:
@@ -116,7 +115,7 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
 
 
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
-    """Undo what stands of a run, latest change first; return how many changes were undone."""
+    """Undo the changes of a run, latest first; return how many were undone."""
     return undo_runs(system, (run,), kinds, sink)
 
 
@@ -127,9 +126,9 @@ def undo_runs(
     sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Undo what stands of the runs, in the order given, the latest change of each first; return how many were undone.
+    """Undo the changes of the runs in the order given, the latest change of each run first; return how many.
 
-    Goes on from where an interrupted roll-back stopped, for each undone change is noted.
+    The journal notes each undone change, so an interrupted rollback resumes where it stopped.
     """
     total, index = sum(len(run.undoable) for run in runs), 0
     for run in runs:
@@ -147,7 +146,7 @@ def undo_runs(
 
 
 def last_undoable_run(system: System) -> Run | None:
-    """Return the latest run of which something stands, or None."""
+    """Return the latest run with changes that can be undone, or None."""
     return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 
