@@ -27,6 +27,7 @@ from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
+from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
@@ -217,7 +218,11 @@ def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
 
 
 def _open_run(system: System) -> str:
-    run = unfinished_run(system)
+    try:
+        run = unfinished_run(system)
+    except GpuprovError:
+        # The journal of a newer gpuprov: `install` says so, and the doctor looks at everything else.
+        return ""
     if run is None:
         return ""
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"

@@ -12,10 +12,9 @@ from gpuprov.core.changes import images_in
 from gpuprov.core.journal import FORMAT, RUNS_DIRECTORY, Run, new_journal, parse_run, read_runs, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Finished
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.loaded_host import LoadedHost
-from tests.unit.test_uninstall import SPEC, carry_out, done
+from tests.unit.test_uninstall import SPEC, carry_out, done, finished
 from tests.unit.test_uninstall import host as host
 
 pytestmark = pytest.mark.root
@@ -101,19 +100,29 @@ def test_a_number_that_is_no_known_format_is_refused(number: object) -> None:
         parse_run("", json.dumps({"run": "install", "id": "", "format": number}))
 
 
-@pytest.mark.parametrize("command", ["install", "rollback", "uninstall"])
-def test_an_unknown_format_is_refused_and_nothing_is_touched(host: FakeHost, command: str) -> None:
+def install_by_a_newer_version(host: FakeHost) -> None:
     done(carry_out(host, "install"))
     first, _, rest = (host.read_text(JOURNAL) or "").partition("\n")
     host.write(JOURNAL, f"{json.dumps({**json.loads(first), 'format': FORMAT + 1})}\n{rest}".encode())
+
+
+@pytest.mark.parametrize("command", ["install", "rollback", "uninstall"])
+def test_an_unknown_format_is_refused_and_nothing_is_touched(host: FakeHost, command: str) -> None:
+    install_by_a_newer_version(host)
     before = host.state()
-    (ended,) = (event for event in carry_out(host, command) if isinstance(event, Finished))
+    ended = finished(carry_out(host, command))
     (problem,) = ended.problems
     assert ended.exit_code == ExitCode.FAILED
     assert problem.what == "the journal of an earlier run has a format that this gpuprov can't read"
     assert f"{JOURNAL} has format {FORMAT + 1}" in problem.evidence
     assert "gpuprov version" in problem.next_step
     assert host.state() == before
+
+
+def test_the_doctor_examines_a_host_of_a_newer_version(host: FakeHost) -> None:
+    install_by_a_newer_version(host)
+    host.docker_active = False
+    assert any("docker does not run" in problem.what for problem in finished(carry_out(host, "doctor")).problems)
 
 
 def test_the_latest_journal_is_the_one_with_the_highest_number(tmp_path: Path) -> None:
