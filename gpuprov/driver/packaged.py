@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell, Then
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled
 from gpuprov.packaging import apt, rpm_failures, rpm_packages
@@ -71,9 +71,9 @@ class ChangeDriverPackages(InstallPackages):
     def key(self) -> str:
         return _CHANGE
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        # The rest of the plan was made for the driver that is gone.
-        return {**super().apply(system, tell), "reboot": False}
+    def then(self, outcome: Json) -> Then:
+        """The rest of the plan was made for the replaced driver."""
+        return Then.PLAN_AGAIN
 
     def _install(self, system: System, tell: Tell) -> None:
         words = ("install", "--allow-downgrades", "--", *self.names)
@@ -121,7 +121,11 @@ class ChangeDriverRpms(InstallRpmPackages):
         version = rpm_packages.gather_packages(system, self.manager).installed.get(self.names[0], "")
         _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
-        return {"added": sorted(added(before, installed_rpms(system))), "reboot": False}
+        return {"added": sorted(added(before, installed_rpms(system)))}
+
+    def then(self, outcome: Json) -> Then:
+        """The rest of the plan was made for the replaced driver."""
+        return Then.PLAN_AGAIN
 
     def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
         """Take away compiled modules of another driver: their packages have names of their own, so no update does."""

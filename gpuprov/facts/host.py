@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,8 @@ from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.engines.more import EngineFacts
-from gpuprov.engines.more import gather as gather_engines
+from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import BootFacts, gather_boot
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
@@ -128,10 +128,10 @@ class HostFacts:
         return self.driver.kernel_version
 
 
-def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFacts:
+def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     """Return the facts of a machine. Reads only; a few commands, each with a time limit.
 
-    `engines`: engines besides docker to look at, each with the path of the runtime that it shall know.
+    `engines`: the engines besides docker to look at.
     """
     os = gather_os(system)
     packages = gather_software(system, os)
@@ -149,7 +149,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         driver_packaged=_driver_package(packages),
         packages=packages,
         docker=gather_docker(system),
-        engines=gather_engines(system, engines or {}),
+        engines=gather_engines(system, engines),
         files=gather_files(system),
         downloads=gather_downloads(system),
         python=".".join(str(part) for part in sys.version_info[:3]),
@@ -206,9 +206,11 @@ def gather_downloads(system: System) -> Mapping[str, str]:
 
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:
-    """Return the facts as plain JSON values for people and programs: files by digest, installed packages left out."""
+    """Return the facts as JSON values: of files the paths only, of installed packages their number."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
+    for name, engine in facts.engines.items():
+        data["engines"][name]["files"] = sorted(engine.files)
     data["other_specifications"] = sorted(facts.other_specifications)
     data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
     return data

@@ -12,7 +12,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
-from gpuprov.plan.steps import engine_wishes, repository_changes
+from gpuprov.plan.steps import repository_changes
 from gpuprov.wire.events import Note, Sink
 from gpuprov.wire.spec import HostSpec
 
@@ -24,7 +24,7 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, engine_wishes(spec))
+    facts = gather(system, spec.engines)
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     if spec.mig_layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable
 
@@ -25,7 +25,7 @@ from gpuprov.driver import (
     release,
     running_driver,
 )
-from gpuprov.engines import docker, more
+from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note, machine_problems
@@ -89,13 +89,8 @@ def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...
     return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
 
 
-def engine_wishes(spec: HostSpec) -> Mapping[str, str]:
-    """Return the engines besides docker that the spec names, each with the path of the runtime for it."""
-    return dict.fromkeys(spec.engines, toolkit.runtime_path(spec))
-
-
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return more.plan(facts.engines)
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec))
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -156,7 +151,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
         cuda_run.LinkCudaToolkit,
@@ -219,7 +214,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
             *docker.problems(facts.docker),
-            *more.problems(facts.engines),
+            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )
 

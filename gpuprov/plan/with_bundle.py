@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
@@ -37,22 +36,6 @@ _FOLDERS = {
     "images": ("images/",),
 }
 _SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
-
-
-def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
-    """Return the spec with .run files taken from the bundle; what the user pinned stays, and is checked against it."""
-    if bundle is None:
-        return spec
-    manifest = bundle.manifest
-    spec = cuda_run.from_bundle(spec, manifest)
-    if spec.driver != "runfile" or not manifest.driver_file:
-        return spec
-    return replace(
-        spec,
-        driver_version=spec.driver_version or manifest.driver_version,
-        driver_url=f"{FOLDER}/{manifest.driver_file}",
-        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
-    )
 
 
 def gather(system: System, manifest: Manifest) -> BundleFacts:

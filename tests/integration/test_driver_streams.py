@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.core.changes import Then
 from gpuprov.driver import cuda
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
@@ -107,8 +108,9 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     seen = stream.capture(host)
     stream.apply(host, tell)
     refresh.apply(host, tell)
-    # What was planned for the driver before counts no more: `reboot` is what makes the run plan anew.
-    assert change.apply(host, tell) == {"added": [], "reboot": False}
+    outcome = change.apply(host, tell)
+    assert outcome == {"added": []}
+    assert change.then(outcome) is Then.PLAN_AGAIN
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
     assert cuda.plan_pin(facts_of(host), spec) == cuda.plan_other_version(facts_of(host), spec) == ()
     type(stream).undo(host, seen, {})

@@ -9,10 +9,11 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.packaging import apt_offers, offers, rpm_offers
 from gpuprov.packaging.offers import Offers
-from gpuprov.wire.events import ChangeDone, Event, Finished, Note
+from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
+from tests.unit.test_fabric_manager import SwitchHost
 from tests.unit.test_packages import held_by_another
 
 pytestmark = pytest.mark.root
@@ -141,3 +142,15 @@ def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(tmp_
         assert made <= {"gpuprov", "lock", "gpuprov.lock"}, made
     _, events = install(host)
     assert any(isinstance(one, ChangeDone) for one in events)
+
+
+def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path) -> None:
+    """They are installed in the step `driver`, for they must match it."""
+    host = SwitchHost(tmp_path / "root")
+    with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
+        finished, events = install(host, steps=("download", "driver"), lock_timeout=0)
+    (problem,) = finished.problems
+    assert problem.what == "another program holds the package manager's lock"
+    planned = next(one for one in events if isinstance(one, Planned))
+    assert any("nvidia-fabricmanager" in change.summary for change in planned.changes)
+    assert not any(isinstance(one, ChangeStarted) for one in events)
