@@ -23,7 +23,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import mirror
 from gpuprov.facts.host import HostFacts, facts_to_json, gather
 from gpuprov.facts.reboot_state import forget_asked
-from gpuprov.packaging import turn
+from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.plan import with_bundle
 from gpuprov.plan.facts_for import gather_for
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
@@ -133,7 +133,7 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle:
     spec = _completed(spec, bundle, system)
     facts = gather_for(system, spec, bundle, request.steps, sink)
     plan = _announced_plan(facts, spec, request, sink, system)
-    busy = turn.holder(system, facts.packages.manager) if _needs_package_manager(plan) else ""
+    busy = facts.package_manager.lock_holder(system) if _needs_package_manager(plan) else ""
     if busy:
         sink(Note(f"{busy} holds the package manager's lock; a run waits up to {spec.lock_timeout} s for it"))
     count = len(plan.changes)
@@ -142,7 +142,7 @@ def _check(request: Request, spec: HostSpec, sink: Sink, system: System, bundle:
 
 
 def _needs_package_manager(plan: Plan) -> bool:
-    return any(item.step == "packages" for item in plan.changes)
+    return any(item.change.uses_package_manager for item in plan.changes)
 
 
 def _install(
@@ -156,7 +156,8 @@ def _install(
     plan = _announced_plan(facts, spec, request, sink, system)
     if _needs_package_manager(plan):
         # Before the first change: a run that must give up here has done nothing yet.
-        turn.wait_for(system, facts.packages.manager, spec.lock_timeout, lambda text, *_: sink(Note(text)))
+        holder = facts.package_manager.lock_holder
+        wait_until_free(system, lambda text, *_: sink(Note(text)), holder, spec.lock_timeout)
     count = 0
     if plan.changes:
         journal = interrupted or journal_for(system, request.command, request.run_id)

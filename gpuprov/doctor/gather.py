@@ -25,7 +25,7 @@ from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels
-from gpuprov.plan.steps import engine_wishes
+from gpuprov.plan.steps import engine_runtimes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.wire.spec import HostSpec
@@ -56,7 +56,7 @@ _WATCHED = (
 
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
-    host = gather_host(system, engine_wishes(spec))
+    host = gather_host(system, engine_runtimes(spec))
     log, log_error = _kernel_log(system)
     smi = _smi(system, host.driver)
     texts = _texts(system)

@@ -99,12 +99,15 @@ _EL_REALTIME = KernelPackages(r".+[.-]rt\d.*", ("kernel-rt-devel={kernel}",))
 _EL_FLAVOUR = KernelPackages(
     r"(?P<release>.+)\+(?P<flavour>[a-z0-9-]+)", ("kernel-{flavour}-devel={release}", "kernel-headers")
 )
-_OLD_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")),)
 # kernel-headers is built of newer sources from 9 on and need not be of the running kernel's version; Fedora has none
 # that were.
 _NEW_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers")),)
 _EL8_FLAVOUR = replace(_EL_FLAVOUR, names=("kernel-{flavour}-devel={release}", "kernel-headers={release}"))
-_EL8_HEADERS = (_EL_REALTIME, _EL8_FLAVOUR, *_OLD_HEADERS)
+_EL8_HEADERS = (
+    _EL_REALTIME,
+    _EL8_FLAVOUR,
+    KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")),
+)
 _EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
 # Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
 _UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
@@ -137,10 +140,6 @@ _EL = tuple(
 _ORACLE = tuple(
     replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK, *row.kernel_headers)) for row in _EL_RELEASES
 )
-_CENTOS7 = replace(
-    _EL8, id="centos", version="7", name="CentOS", package_manager="yum", kernel_headers=_OLD_HEADERS,
-    architectures=("x86_64",),
-)  # fmt: skip
 _FEDORA = replace(
     _ROCKY, id="fedora", version="*", name="Fedora", kernel_headers=(_EL_FLAVOUR, *_NEW_HEADERS),
     build_packages=(*_EL_BUILD, "dkms"), dkms_from="",
@@ -159,17 +158,10 @@ _AMAZON_HEADERS = (
         ("kernel{series}-devel={kernel}", "kernel-headers", "kernel{series}-modules-extra={kernel}"),
     ),
 )
-_AMAZON = (
-    replace(
-        _EL8, id="amzn", version="2", name="Amazon Linux", package_manager="yum", kernel_headers=_OLD_HEADERS,
-        docker_packages=("docker",),
-        docker_repository="", nvidia_name="rhel7", source="docs.aws.amazon.com: Amazon Linux 2 User Guide",
-    ),
-    replace(
-        _ROCKY, id="amzn", version="2023", name="Amazon Linux", kernel_headers=_AMAZON_HEADERS, next_kernel_headers=(),
-        build_packages=(*_EL_BUILD, "dkms"), dkms_from="", docker_packages=("docker",), docker_repository="",
-        nvidia_name="amzn2023", source="docs.aws.amazon.com: Amazon Linux 2023 User Guide; docs.nvidia.com",
-    ),
+_AMAZON = replace(
+    _ROCKY, id="amzn", version="2023", name="Amazon Linux", kernel_headers=_AMAZON_HEADERS, next_kernel_headers=(),
+    build_packages=(*_EL_BUILD, "dkms"), dkms_from="", docker_packages=("docker",), docker_repository="",
+    nvidia_name="amzn2023", source="docs.aws.amazon.com: Amazon Linux 2023 User Guide; docs.nvidia.com",
 )  # fmt: skip
 
 # -- SUSE: docs.nvidia.com, Driver Installation Guide, "SUSE"; kernel-binary.spec -------------------------------------
@@ -194,4 +186,4 @@ _SUSE = (
     replace(_LEAP, id="opensuse-tumbleweed", version="*", name="openSUSE Tumbleweed", nvidia_name=""),
 )
 
-ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, *_ORACLE, _CENTOS7, _FEDORA, *_AMAZON, *_SUSE)
+ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, *_ORACLE, _FEDORA, _AMAZON, *_SUSE)

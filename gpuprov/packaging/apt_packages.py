@@ -29,7 +29,7 @@ _REFRESH_SECONDS = 600
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """The package manager (apt, dnf, yum, zypper, or nothing that is supported) and what is installed: name → version.
+    """The package manager (apt, dnf, zypper, or nothing that is supported) and what is installed: name → version.
 
     `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
     `held_here` those of them that gpuprov holds; a name has its architecture behind it if that is not the machine's
@@ -111,6 +111,7 @@ class RefreshPackageIndex(Change):
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -143,6 +144,7 @@ class InstallPackages(Change):
     # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
     # again only to install them anew would gain nothing and could fail.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -229,6 +231,8 @@ class HoldPackages(Change):
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
+
+    uses_package_manager: ClassVar[bool] = True
 
     def summary(self) -> str:
         parts = (("hold ", self.names, " at this version"), ("no longer hold ", self.release, ""))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Callable, Protocol
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small, masked
@@ -84,3 +84,34 @@ def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
             "if the repository announced a new key, set its fingerprint; else somebody put another key there",
         )
     return key
+
+
+class PlannedKey(Protocol):
+    """What the changes that install a key, apt's and rpm's, have in common."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def place_keys(
+    system: System, folder: str, keys: Collection[PlannedKey], convert: Callable[[bytes], bytes]
+) -> Mapping[str, str]:
+    """Write keys that are yet to be installed to `folder`, converted; return the path each will have → where it is.
+
+    Raises GpuprovError if one is not the pinned key.
+    """
+    places = {key.path: f"{folder}/{key.path.rpartition('/')[2]}" for key in keys}
+    for key in keys:
+        system.write(places[key.path], convert(fetch_pinned_key(system, key.url, key.fingerprint)))
+    return places
+
+
+def with_placed_keys(source: bytes, places: Mapping[str, str]) -> bytes:
+    """Return a source that names its keys where `place_keys` wrote them."""
+    for path, place in places.items():
+        source = source.replace(path.encode(), place.encode())
+    return source

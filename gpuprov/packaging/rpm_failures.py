@@ -1,4 +1,4 @@
-"""What dnf, yum, zypper and rpm say when they fail, what it means, what to do; never runs them."""
+"""What dnf, zypper and rpm say when they fail, what it means, what to do; never runs them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
-NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"
-# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
+NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No provider of '.*' found"
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14. The first row that matches decides.
 _FAILURES = (
     # Before all others: of what has no room they say besides that it can't be fetched, is damaged, or is not signed.
     (r"[Nn]o space left on device|Curl error \(23\)|Failed writing (received data|body)|Error code: Write error"
@@ -17,7 +17,7 @@ _FAILURES = (
      "the disk is full", "make room: df -h"),
     (r"history\.sqlite.*no such table", "dnf's history is half made, as a full disk leaves it",
      "rm /var/lib/dnf/history.sqlite*, then run the same command again"),
-    (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
+    (r"System management is locked|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
      "this host has no package repositories",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from gpuprov.driver import kernel, precompiled
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import distribution_of
 from gpuprov.packaging import past_kernels
-from gpuprov.packaging.installed import not_installed
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -29,11 +27,11 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _lacking_headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    return not_installed(facts.packages, kernel.headers(facts, spec))
+    return facts.package_manager.missing(facts.packages, kernel.headers(facts, spec))
 
 
 def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:
-    row, release = distribution_of(facts.os), facts.kernel.release
+    row, release = facts.distribution, facts.kernel.release
     said = past_kernels.advice(row, release, facts.architecture) if row else None
     return Problem(
         said.meaning if said else f"no repository of this host has the headers of the running kernel {release}",

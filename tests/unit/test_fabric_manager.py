@@ -15,6 +15,8 @@ from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_gpus
+from gpuprov.package_managers.apt import APT
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging.apt_packages import PackageFacts, missing
 from gpuprov.verify import checks
 from gpuprov.verify.outcome import Failed
@@ -84,7 +86,7 @@ def test_switches_behind_adapters_are_known_by_their_product_data(host: SwitchHo
         (host.root / f"sys/class/infiniband/{name}/device/vpd").write_bytes(data)
     found = gather_fabric(host)
     assert (found.switches, found.managed) == (("0000:c1:00.0", "mlx5_1"), True)
-    assert packages("580.95.05", "apt", found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
+    assert packages("580.95.05", APT, found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
 
 
 def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
     ],
 )
 def test_the_package_is_named_as_the_repository_names_it(version: str, manager: str, name: str) -> None:
-    assert packages(version, manager, FabricFacts()) == (name,)
+    assert packages(version, manager_of(None, manager), FabricFacts()) == (name,)
 
 
 def test_a_pattern_is_met_by_a_version_of_its_kind() -> None:

@@ -12,7 +12,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import more
 from gpuprov.engines.more import ConfigureEngine, gather, plan, problems
-from gpuprov.plan.steps import engine_wishes
+from gpuprov.plan.steps import engine_runtimes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec
@@ -122,9 +122,9 @@ def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Hos
 
 
 def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
-    assert gather(host, engine_wishes(parse_spec({}))) == {}
+    assert gather(host, engine_runtimes(parse_spec({}))) == {}
     assert host.asked == []
-    wishes = engine_wishes(parse_spec({"engines": ["containerd"], "toolkit": "nvidia"}))
+    wishes = engine_runtimes(parse_spec({"engines": ["containerd"], "toolkit": "nvidia"}))
     assert wishes == {"containerd": "/usr/bin/nvidia-container-runtime"}
     assert set(more.ENGINES) == {"containerd", "crio", "podman"}
 
