@@ -46,7 +46,12 @@ class Apt:
 
     name = "apt"
     commands = Commands(
-        "apt-get install -y", "apt-get install -y --reinstall", "apt-get purge", "apt-cache policy", "apt-mark hold"
+        "apt-get install -y",
+        "apt-get install -y --reinstall",
+        "apt-get purge",
+        "apt-cache policy",
+        "apt-mark hold",
+        "export DEBIAN_FRONTEND=noninteractive; apt-get -q update && apt-get -q -y install",
     )
     # Debian's and Ubuntu's docker only recommend it, and recommendations are not installed (docs.docker.com, AppArmor).
     confinement_packages: tuple[str, ...] = ("apparmor",)

@@ -29,7 +29,12 @@ class Dnf(RpmManager):
 
     name = "dnf"
     commands = Commands(
-        "dnf install -y", "dnf reinstall -y", "dnf remove", "dnf list --showduplicates", "dnf versionlock add"
+        "dnf install -y",
+        "dnf reinstall -y",
+        "dnf remove",
+        "dnf list --showduplicates",
+        "dnf versionlock add",
+        "dnf -q -y install",
     )
     refresh: tuple[str, ...] = ("dnf", "-y", "makecache")
     install: tuple[str, ...] = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")

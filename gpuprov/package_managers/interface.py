@@ -20,13 +20,17 @@ from gpuprov.wire.spec import HostSpec
 
 @dataclass(frozen=True)
 class Commands:
-    """What a person types; the names of packages follow. `versions` shows what repositories have of a package."""
+    """What a person types; the names of packages follow. `versions` shows what repositories have of a package.
+
+    `script` installs a package from a shell script, with nobody to answer a question.
+    """
 
     install: str
     reinstall: str
     remove: str
     versions: str
     hold: str
+    script: str
 
 
 @dataclass(frozen=True)

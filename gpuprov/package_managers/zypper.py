@@ -24,7 +24,12 @@ class Zypper(RpmManager):
 
     name = "zypper"
     commands = Commands(
-        "zypper install -y", "zypper install -y --force", "zypper remove", "zypper search -s", "zypper addlock"
+        "zypper install -y",
+        "zypper install -y --force",
+        "zypper remove",
+        "zypper search -s",
+        "zypper addlock",
+        "zypper -q -n install",
     )
     refresh: tuple[str, ...] = (*_ZYPPER, "refresh")
     install: tuple[str, ...] = (*_ZYPPER, "install", "--no-recommends", "--")

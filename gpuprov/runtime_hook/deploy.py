@@ -47,7 +47,7 @@ else
     done
 fi
 if [ -z "$low_level" ]; then
-    echo "gpuprov: neither runc nor crun is installed: apt-get install runc" >&2
+    echo "gpuprov: neither runc nor crun is installed: install the package runc" >&2
     exit 1
 fi
 create= bundle=. previous=
