@@ -10,7 +10,8 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.package_managers.interface import Commands
-from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected, tell_nobody
+from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
+from gpuprov.packaging.package_lock import tell_nobody
 from gpuprov.packaging.rpm_failures import finish
 from gpuprov.packaging.rpm_locks import LOCK_TOOLS
 from gpuprov.packaging.rpm_packages import run_rpm

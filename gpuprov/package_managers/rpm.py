@@ -173,7 +173,3 @@ def collected(pairs: Iterable[tuple[str, str]]) -> Versions:
     for name, version in pairs:
         found[name] = (*found.get(name, ()), version)
     return found
-
-
-def tell_nobody(message: str, done: int, total: int) -> None:
-    """Ignore progress: the query is announced by its caller."""

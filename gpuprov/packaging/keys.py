@@ -1,4 +1,4 @@
-"""Repository keys: fetched, compared with the pinned fingerprint, installed; the same for all package managers."""
+"""Repository keys: fetched, compared with the pinned fingerprint, installed; for all package managers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.wire.errors import GpuprovError, Problem
 
-# Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
+# Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
+# Source: NVIDIA's blog, 27 April 2022.
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 
 
@@ -26,7 +27,7 @@ class Named(Protocol):
 
 
 def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
-    """Return what is wrong with repositories of whatever package manager."""
+    """Return what is wrong with repositories of any package manager."""
     withdrawn = tuple(
         Problem(
             f"the key of repository {one.name} is withdrawn",
@@ -46,7 +47,7 @@ def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
 
 @dataclass(frozen=True)
 class InstallKey(Change):
-    """The key at a URL shall be trusted, if it is the pinned one and nothing else."""
+    """Install the key at a URL, if it is the pinned one and nothing else."""
 
     path: str
     url: str

@@ -17,7 +17,7 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 
-# The packages that gpuprov holds, under apt too; those that somebody else holds are none of its business.
+# The packages that gpuprov holds, under apt too; it leaves the holds of others alone.
 HELD_LIST = f"{STATE_DIRECTORY}/held"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 
@@ -69,7 +69,7 @@ LOCK_TOOLS: Mapping[str, LockTool] = {
         lambda name, evr: f"{name}-{evr}.*\n",
         plugin="python3-dnf-plugin-versionlock", configuration="/etc/dnf/plugins/versionlock.conf",
     ),
-    # No host is planned for yum any more; journals of CentOS 7 and Amazon Linux 2 name it.
+    # Old journals of CentOS 7 and Amazon Linux 2 name it; no plan does.
     "yum": LockTool(
         "/etc/yum/pluginconf.d/versionlock.list", _lines, _field(r"^(?:\d+:)?([^#!\s:][^\s]*?)-[^-\s]+-[^-\s]+\s*$"),
         lambda name, evr: f"{evr.partition(':')[0]}:{name}-{evr.partition(':')[2]}.*\n",
@@ -125,7 +125,7 @@ def _list_path(system: System, tool: LockTool) -> str:
 
 
 def held_names(tool: str, text: str) -> frozenset[str]:
-    """Return the packages that a list holds, in whatever version."""
+    """Return the packages that a list holds, in any version."""
     how = LOCK_TOOLS[tool]
     return frozenset(name for entry in how.entries(text) if (name := how.name(entry)))
 
@@ -146,10 +146,10 @@ def edited(tool: str, text: str, hold: Mapping[str, str], release: Iterable[str]
 def plan(
     facts: LockFacts, wanted: Iterable[str] | None, lacking: Iterable[str]
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    """Return the changes before and behind an installation: holds taken off, holds set.
+    """Return the changes before and after an installation: holds removed, holds set; none if `wanted` is None.
 
     `wanted` are the packages that shall be held, `lacking` those that are to be installed in another version than they
-    have: dnf and zypper would not touch them while they are held, whoever holds them.
+    have: dnf and zypper do not change held packages.
     """
     if not facts.tool or wanted is None:
         return (), ()
@@ -163,7 +163,7 @@ def plan(
 
 @dataclass(frozen=True)
 class HoldRpmPackages(Change):
-    """These packages (`names`) shall stay at the version that they have; those of `release` are free again."""
+    """Hold these packages (`names`) at the version that they have, and no longer hold those of `release`."""
 
     tool: str
     path: str
@@ -202,7 +202,7 @@ class HoldRpmPackages(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Give the list back to the byte; what somebody else has written into it since then stays."""
+        """Restore the list byte for byte, but keep what others have added to it since."""
         path = before["file"]["path"]
         now = system.read_text(path) or ""
         if outcome is None or now == outcome["text"]:

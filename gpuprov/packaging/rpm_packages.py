@@ -11,7 +11,7 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
+from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, tell_nobody, wait_until_free
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.packaging.rpm_failures import finish
@@ -25,7 +25,7 @@ _PID_FILES = (
     "/var/cache/dnf/metadata_lock.pid", "/var/cache/dnf/download_lock.pid", "/var/lib/dnf/rpmdb_lock.pid",
     "/run/zypp.pid",
 )  # fmt: skip
-# Files that rpm itself locks, by fcntl(2), whoever drives it; the second place is SUSE's and newer Fedoras'.
+# Files that rpm locks with fcntl(2), whichever program calls it; the second is SUSE's and newer Fedoras'.
 _LOCKS = ("/var/lib/rpm/.rpm.lock", "/usr/lib/sysimage/rpm/.rpm.lock")
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
 _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
@@ -67,7 +67,7 @@ def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
         if len(words) < 2 or words[0] == "gpg-pubkey":
             continue
         installed[words[0]] = f"{installed[words[0]]} {words[1]}" if words[0] in installed else words[1]
-        # Libraries, files and capabilities with brackets are nothing that a user would name.
+        # A user never names libraries, files and capabilities with brackets.
         provided.update(name for name in words[2:] if not re.search(r"[(/]", name))
     return installed, frozenset(provided - set(installed))
 
@@ -86,7 +86,7 @@ def parse_keys(text: str) -> Mapping[str, str]:
         try:
             found.update(dict.fromkeys(fingerprints(match[2].encode()), match[1]))
         except GpuprovError:
-            # A key of a kind that we don't know is none that we pinned.
+            # A key of an unknown kind is not a pinned key: skip it.
             continue
     return found
 
@@ -120,7 +120,7 @@ def versions(installed: str, *, rebuilds: bool) -> set[str]:
 
 @dataclass(frozen=True)
 class RefreshRpmIndex(Change):
-    """dnf or zypper fetches the current index of its repositories; `options` are further options for it."""
+    """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
 
     program: RpmProgram
     lock_timeout: int = LOCK_SECONDS
@@ -142,11 +142,11 @@ class RefreshRpmIndex(Change):
 
 @dataclass(frozen=True)
 class InstallRpmPackages(Change):
-    """These packages (`NAME` or `NAME=VERSION`) shall be installed, and units that they bring start with the machine.
+    """Install these packages (`NAME` or `NAME=VERSION`), and enable the units that they bring.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
-    `options` are further words for the package manager, such as make a bundle its only source; `advice` is for what
-    nobody has.
+    `options` are options for the package manager, such as those that make a bundle its only source. `advice` is the
+    answer if no repository has a package.
     """
 
     program: RpmProgram
@@ -156,7 +156,7 @@ class InstallRpmPackages(Change):
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
-    # The next run plans afresh, from what rpm says is there.
+    # The next run plans again, from what rpm reports.
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
@@ -184,9 +184,9 @@ class InstallRpmPackages(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Take away what this change added; what was there before is never touched, nor is what needs it by now.
+        """Remove what this change added, with rpm: it refuses if another package needs one of them by now.
 
-        By rpm itself: dnf and zypper would take along other packages that depend on these, or that they think unused.
+        dnf and zypper would also remove packages that depend on these, and those that they consider unused.
         """
         now = installed_rpms(system)
         gone = [
@@ -194,7 +194,7 @@ class InstallRpmPackages(Change):
         ]
         if gone:
             lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = run_rpm(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, _INSTALL_SECONDS, lock_timeout)
             finish(done, f"{', '.join(gone)} could not be removed")
 
 
@@ -221,8 +221,8 @@ def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]
 
 
 def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
-    """Run a package manager, or rpm, once nobody else is at work with packages."""
-    # dnf would wait for ever, and say nothing.
+    """Run a package manager, or rpm, once no other process works with packages."""
+    # dnf would wait without a time limit and without a message.
     wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
     return system.run(
         command,
@@ -233,10 +233,10 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
 
 
 def rpm_lock_holder(system: System) -> str:
-    """Return `NAME (pid N)` of the process that is at work with packages, or nothing."""
+    """Return `NAME (pid N)` of the process that works with packages, or nothing."""
     for path in _PID_FILES:
         pid = (system.read_text(path) or "").strip()
-        # A killed one leaves its file behind.
+        # A killed process leaves its file.
         name = system.read_text(f"/proc/{pid}/comm") if pid.isdigit() else None
         if name is not None and int(pid) != system.own_pid():
             return f"{name.strip()} (pid {pid})"

@@ -87,7 +87,7 @@ def key_files(text: str) -> list[str]:
 def repositories(
     program: RepositoryProgram, spec: HostSpec, architecture: str, docker: DockerRepository | None = None
 ) -> tuple[RpmRepository, ...]:
-    """Return the repositories that a host shall have besides its distribution's."""
+    """Return the repositories that a host needs besides its distribution's."""
     found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, program) for own in spec.repositories]
     # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
     found += [
@@ -111,7 +111,7 @@ def problems(
     docker: DockerRepository | None = None,
     past: tuple[PastRelease, ...] = (),
 ) -> tuple[Problem, ...]:
-    """Return what in the host's or the user's repositories can't be mended by gpuprov."""
+    """Return what gpuprov can't correct in the host's or the user's repositories."""
     wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
     mixed = tuple(
         Problem(
@@ -140,7 +140,7 @@ def plan_repositories(
     docker: DockerRepository | None = None,
     past: tuple[PastRelease, ...] = (),
 ) -> tuple[Change, ...]:
-    """Return the keys and files to write, and what stands in their way to remove."""
+    """Return the keys and files to write, and the conflicting ones to remove."""
     files = host.files
     wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
     changes: list[Change] = []
@@ -206,7 +206,7 @@ def _plain(uri: str, architecture: str) -> str:
 
 @dataclass(frozen=True)
 class InstallRpmKey(Change):
-    """The key at a URL shall be trusted by rpm, if it is the pinned one and nothing else."""
+    """Make rpm trust the key at a URL, if it is the pinned one and nothing else."""
 
     path: str
     url: str

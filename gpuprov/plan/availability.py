@@ -10,14 +10,14 @@ from gpuprov.wire.spec import HostSpec
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of which the repositories are to be asked before a plan is made; none if all are there."""
+    """Return the packages to query the repositories for before a plan is made; none if all are installed."""
     if facts.bundle is not None:
         return ()
     return (*precompiled.questions(facts, spec), *_lacking_headers(facts, spec))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what no repository has, or why that is not known; nothing where nobody was asked."""
+    """Return what no repository has, or why the query failed; nothing if no repository was queried."""
     if facts.offers is None:
         return ()
     if facts.offers.problems:

@@ -1,4 +1,4 @@
-"""The facts that a plan is made from: a machine's own, and what a wish makes worth a look besides. Reads only."""
+"""The facts that a plan is made from: the host's own, and additional facts that the specification needs. Reads only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts
-    # Most runs change nothing, and ask nobody.
+    # Most runs change nothing and query no repository.
     from gpuprov.package_managers import offers
 
     sink(Note(f"asking the repositories for {', '.join(names)}"))

@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepChange:
-    """A change and the step that wants it."""
+    """A change and the step that it belongs to."""
 
     step: str
     change: Change

@@ -134,7 +134,7 @@ def _word(name: str, kernel: str) -> str:
 
 
 def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
-    """What is unpacked lies beside the bundle for a while."""
+    """Unpacking needs room in addition to the bundle itself."""
     need = sum(one.size for one in manifest.files if one.path.startswith(folders))
     free = facts.free_bytes.get(CACHE, need)
     if free >= need:
