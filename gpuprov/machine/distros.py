@@ -170,7 +170,8 @@ def docker_repository(row: Distribution, architecture: str) -> DockerRepository 
     if not row.docker_repository:
         return None
     base = f"{_DOCKER_DOWNLOADS}/{row.docker_repository}"
-    if row.package_manager == "apt":
+    # Debian's and Ubuntu's releases have code names, which are apt's suites.
+    if row.codename:
         return DockerRepository(base, f"{base}/gpg", "9DC858229FC7DD38854AE2D88D81803C0EBFCD88", row.codename, "stable")
     uri = f"{base}/{row.version}/{architecture}/stable"
     return DockerRepository(uri, f"{base}/gpg", "060A61C51B558A7F742B77AAC52FEB6B621E9F35")

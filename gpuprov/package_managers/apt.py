@@ -60,14 +60,9 @@ class Apt:
     # -1, or -1ubuntu1 on newer releases.
     any_release = "-*"
 
-    def gather(self, system: System) -> PackageFacts:
-        return apt_packages.gather_packages(system)
-
-    def lock_holder(self, system: System) -> str:
-        return apt.lock_holder(system)
-
-    def missing(self, packages: PackageFacts, names: Sequence[str]) -> tuple[str, ...]:
-        return apt_packages.missing(packages, names)
+    gather = staticmethod(apt_packages.gather_packages)
+    lock_holder = staticmethod(apt.lock_holder)
+    missing = staticmethod(apt_packages.missing)
 
     def version_names(self, version: str) -> set[str]:
         return {version}

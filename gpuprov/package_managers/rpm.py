@@ -10,17 +10,14 @@ from gpuprov.bundle import use_rpm
 from gpuprov.bundle.manifest import BundlePackage, Manifest
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution, DockerRepository
+from gpuprov.machine.distros import Distribution
 from gpuprov.package_managers.interface import Commands, Installation
 from gpuprov.packaging import rpm_locks, rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts, pinned
 from gpuprov.packaging.keys import place_keys, with_placed_keys
-from gpuprov.packaging.past_kernels import PastRelease
 from gpuprov.packaging.pgp import armored
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import Host, InstallRpmKey
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec
+from gpuprov.packaging.rpm_repos import InstallRpmKey
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
@@ -54,6 +51,10 @@ class RpmManager(ABC):
     old_fabric_manager = "nvidia-fabric-manager"
     any_release = ""
 
+    lock_holder = staticmethod(rpm_packages.rpm_lock_holder)
+    repository_problems = rpm_repos.problems
+    plan_repositories = rpm_repos.plan_repositories
+
     @abstractmethod
     def hold_tool(self, system: System) -> str:
         """Return the tool that holds packages, by its name in rpm_locks.LOCK_TOOLS."""
@@ -80,9 +81,6 @@ class RpmManager(ABC):
 
     def gather(self, system: System) -> PackageFacts:
         return rpm_packages.gather_packages(system, self)
-
-    def lock_holder(self, system: System) -> str:
-        return rpm_packages.rpm_lock_holder(system)
 
     def missing(self, packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
         return rpm_packages.missing(packages, names, rebuilds=self.rebuilds)
@@ -136,16 +134,6 @@ class RpmManager(ABC):
             system.write(f"{folder}/{file.path.rpartition('/')[2]}", with_placed_keys(file.content, places))
         named = {path for file in files for path in rpm_repos.key_files(file.content.decode())}
         return self.only_from_copy(system, work, sorted(places.get(path, path) for path in named))
-
-    def repository_problems(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
-    ) -> tuple[Problem, ...]:
-        return rpm_repos.problems(self, host, spec, docker, past)
-
-    def plan_repositories(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
-    ) -> tuple[Change, ...]:
-        return rpm_repos.plan_repositories(self, host, spec, docker, past)
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         names = self.missing(packages, wanted.names)
