@@ -15,7 +15,7 @@ from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import forget_asked
-from gpuprov.packaging import turn
+from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.plan import with_bundle
 from gpuprov.plan.facts_for import gather_for
 from gpuprov.plan.resolve import resolve
@@ -42,7 +42,7 @@ def check(run: RunContext) -> Finished:
     run = _resolved(run)
     facts = _gather(run)
     plan = _announced_plan(run, facts)
-    busy = turn.holder(run.system, facts.packages.manager) if _needs_package_manager(plan) else ""
+    busy = facts.package_manager.lock_holder(run.system) if _needs_package_manager(plan) else ""
     if busy:
         run.note(f"{busy} holds the package manager's lock; a run waits up to {run.spec.lock_timeout} s for it")
     count = len(plan.changes)
@@ -59,7 +59,8 @@ def install(run: RunContext) -> Finished:
     plan = _announced_plan(run, facts)
     if _needs_package_manager(plan):
         # Before the first change: a run that must give up here has changed nothing.
-        turn.wait_for(run.system, facts.packages.manager, run.spec.lock_timeout, lambda message, *_: run.note(message))
+        holder = facts.package_manager.lock_holder
+        wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
     end = _Progress(0, facts, plan)
     if plan.changes:
         journal = interrupted or journal_for(run.system, run.request.command, run.request.run_id)
@@ -116,8 +117,8 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
 
 
 def _needs_package_manager(plan: Plan) -> bool:
-    """Return whether the plan installs packages; the fabric manager's are installed in the step `driver`."""
-    return any(item.step == "packages" or item.change.bundle_part == "packages" for item in plan.changes)
+    """Return whether any change of the plan runs the package manager."""
+    return any(item.change.uses_package_manager for item in plan.changes)
 
 
 def _reboot(run: RunContext, end: _Progress) -> Finished:

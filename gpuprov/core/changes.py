@@ -35,6 +35,8 @@ class Change:
     undo_when_interrupted: ClassVar[bool] = True
     # What it takes of a bundle where a run has one: packages, driver, cuda, images, or nothing.
     bundle_part: ClassVar[str] = ""
+    # Whether it needs the package manager's lock: a run waits for that before its first change.
+    uses_package_manager: ClassVar[bool] = False
 
     @property
     def key(self) -> str:

@@ -22,6 +22,9 @@ from gpuprov.driver.supported_gpus import read_supported_gpus
 from gpuprov.driver_run import INCOMPLETE_MARK, installs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import gather_os
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
@@ -200,8 +203,14 @@ class InstallDriver(Change):
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
         """Look for oneself: the log, the libraries, the modules."""
+        log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
+        initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
         failure = runfile.explain_failure(
-            done.returncode, system.read_text(INSTALLER_LOG) or "", done.stdout + done.stderr
+            done.returncode,
+            log,
+            done.stdout + done.stderr,
+            commands=manager_of(row).commands,
+            initramfs=initramfs,
         )
         if failure is not None:
             what, line, next_step = failure

@@ -115,11 +115,11 @@ class ChangeDriverRpms(InstallRpmPackages):
         before = installed_rpms(system)
         names = sorted({package_name(one) for one in before if _DRIVER_PACKAGES.match(one)})
         # dnf(8): to the newest that the enabled streams have, be it older than what is there.
-        command = (self.manager, "-y", *self.options, "distro-sync", *names)
+        command = (self.program.name, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
-        version = rpm_packages.gather_packages(system, self.manager).installed.get(self.names[0], "")
-        _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
+        version = rpm_packages.gather_packages(system, self.program).installed.get(self.names[0], "")
+        _require_version(version, self.wanted, f"{self.program.name} list --showduplicates {self.names[0]}")
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
         return {"added": sorted(added(before, installed_rpms(system)))}
 
@@ -158,6 +158,8 @@ class EnableStream(Change):
 
     stream: str
     before: str = ""
+
+    uses_package_manager: ClassVar[bool] = True
 
     def summary(self) -> str:
         instead = f" instead of {self.before}" if self.before else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.bundle.manifest import BundleFacts
@@ -25,7 +26,7 @@ from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
-from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import (
     Kernel,
     OperatingSystem,
@@ -35,13 +36,15 @@ from gpuprov.machine.machine import (
     gather_kernel,
     gather_os,
 )
-from gpuprov.packaging import rpm_packages, rpm_repos
-from gpuprov.packaging.apt_packages import PackageFacts, gather_packages
+from gpuprov.package_managers.interface import PackageManager
+from gpuprov.package_managers.registry import manager_of
+from gpuprov.packaging import rpm_repos
+from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 if TYPE_CHECKING:
-    from gpuprov.packaging.offers import Offers
+    from gpuprov.package_managers.offers import Offers
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
@@ -112,6 +115,16 @@ class HostFacts:
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
 
+    @cached_property
+    def distribution(self) -> Distribution | None:
+        """The row of the table of distributions, None if the distribution is not supported."""
+        return distribution_of(self.os)
+
+    @cached_property
+    def package_manager(self) -> PackageManager:
+        """The package manager that was found, else the distribution's."""
+        return manager_of(self.distribution, self.packages.manager)
+
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
         """The PCI device ids of the GPUs, which tell their generations."""
@@ -165,10 +178,12 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
 
 def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
     """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
-    row = distribution_of(os)
-    if row is None or row.package_manager not in rpm_packages.MANAGERS:
-        return gather_packages(system)
-    return rpm_packages.gather_packages(system, row.package_manager)
+    return manager_of(distribution_of(os)).gather(system)
+
+
+def manager_on(system: System) -> PackageManager:
+    """Return the package manager of the distribution that a system says it is: for what a message tells to type."""
+    return manager_of(distribution_of(gather_os(system)))
 
 
 def _driver_package(packages: PackageFacts) -> str:

@@ -1,4 +1,4 @@
-"""The facts that a plan is made from: a machine's own, and what a wish makes worth a look besides. Reads only."""
+"""The facts that a plan is made from: the host's own, and additional facts that the specification needs. Reads only."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts
-    # Most runs change nothing, and ask nobody.
-    from gpuprov.packaging import offers
+    # Most runs change nothing and query no repository.
+    from gpuprov.package_managers import offers
 
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     planned = repository_changes(facts, spec) if "repositories" in steps else ()
-    return replace(facts, offers=offers.ask(system, facts.packages.manager, names, planned, spec.lock_timeout))
+    return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))

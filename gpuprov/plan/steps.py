@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, repos, toolkit
+from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.driver import (
@@ -31,7 +31,6 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note, machine_problems
 from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.installed import not_installed
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.plan import availability, images, software, with_bundle
@@ -54,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepChange:
-    """A change and the step that wants it."""
+    """A change and the step that it belongs to."""
 
     step: str
     change: Change
@@ -74,19 +73,15 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
-    if facts.packages.manager in rpm_packages.MANAGERS:
-        return rpm_repos.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
-    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
+    return facts.package_manager.plan_repositories(facts, cuda.with_repository(facts, spec), docker, past)
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
-    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
-    if facts.packages.manager in rpm_packages.MANAGERS:
-        return rpm_repos.problems(facts, spec, docker, software.past_releases(facts, spec))
-    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
+    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
+    return facts.package_manager.repository_problems(facts, cuda.with_repository(facts, spec), docker, past)
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -221,7 +216,9 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     fabric = fabric_plan.wanted_packages(facts, spec)
-    names = not_installed(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    names = facts.package_manager.missing(
+        facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric)
+    )
     installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
     return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 

@@ -18,7 +18,7 @@ from gpuprov.core.changes import Then
 from gpuprov.driver import cuda
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packaging import rpm_repos
+from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
@@ -66,9 +66,9 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     facts = facts_of(host)
     assert cuda.problems(facts, spec) == ()
     streams = [change for change in cuda.plan_pin(facts, spec) if isinstance(change, EnableStream)]
-    repositories = rpm_repos.plan_repositories(facts, cuda.with_repository(facts, spec))
+    repositories = DNF.plan_repositories(facts, cuda.with_repository(facts, spec))
     names = cuda.packages(facts, spec)
-    for change in (*repositories, RefreshRpmIndex("dnf"), *streams, InstallRpmPackages("dnf", names)):
+    for change in (*repositories, RefreshRpmIndex(DNF), *streams, InstallRpmPackages(DNF, names)):
         change.apply(host, tell)
     assert cuda.plan_pin(facts_of(host), spec) == ()
     return streams
@@ -86,7 +86,7 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     before = host.read_text(cuda.STREAM_FILE)
     change = EnableStream("570-open")
     facts = facts_of(host)
-    for one in rpm_repos.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
+    for one in DNF.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)
