@@ -172,6 +172,7 @@ def test_a_connection_that_always_breaks_is_given_up_and_what_came_is_kept(syste
         (b"of another file", ["bytes=15-", ""]),
         (b"", [""]),
     ],
+    ids=["its start", "all of it", "more than it", "another file", "nothing"],
 )
 def test_what_an_earlier_run_left_is_gone_on_with_or_thrown_away(
     system: System, site: Site, part: bytes, ranges: list[str]
