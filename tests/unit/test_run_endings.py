@@ -414,5 +414,5 @@ def test_a_journal_that_can_not_be_begun_says_which(tmp_path: Path) -> None:
     system = System(str(tmp_path))
     system.make_directory("/var/lib")
     system.write("/var/lib/gpuprov", b"a file where the folder belongs")
-    with pytest.raises(GpuprovError, match="could not begin the run's journal, /var/lib/gpuprov/runs/0001.jsonl"):
+    with pytest.raises(GpuprovError, match=r"could not begin the run's journal, .*/runs/0001\.jsonl"):
         new_journal(system, "install")
