@@ -181,6 +181,7 @@ def test_a_failed_run_whose_undoing_failed_too_is_unfinished_until_the_next_run_
         "the first fault", "what this had begun could not be undone: do half of it",
     ]  # fmt: skip
     assert "Input/output error" in error.problems[1].evidence
+    assert "run the same command again" in error.problems[1].next_step
     run = unfinished_run(system)
     assert run is not None and run.interrupted is not None
     assert (run.end, run.interrupted.key) == ("failed", "do half of it")
@@ -351,6 +352,17 @@ def test_the_run_to_roll_back_is_the_latest_of_which_something_stands(system: Re
     journal = new_journal(system, "install")
     journal.end("done")
     assert last_undoable_run(system) == first
+
+
+def test_a_change_of_a_kind_that_this_version_does_not_know_is_left_and_named(system: Recording) -> None:
+    two_runs(system)
+    with pytest.raises(GpuprovError) as caught:
+        undo_runs(system, read_runs(system)[:1], {"Half": Half}, ignore)
+    (problem,) = caught.value.problems
+    assert problem.what == "can't undo a change of kind 'WriteFile': this gpuprov does not know it"
+    assert problem.evidence == f"journal {RUNS_DIRECTORY}/0001.jsonl, write /a2"
+    assert "gpuprov version" in problem.next_step
+    assert system.exists("/a2")
 
 
 # -- journals --------------------------------------------------------------------------------------------------------

@@ -80,7 +80,11 @@ def test_a_revoked_key_is_refused_even_if_it_is_known(
     place = user if revoked_in == "user" else system
     with place.open("a") as file:
         file.write(line(FIRST, "*", "@revoked "))
-    assert refusal(FIRST, user, system, accept_new=accept_new)[0].startswith(f"{NAME} offers a revoked key")
+    what, evidence, _ = refusal(FIRST, user, system, accept_new=accept_new)
+    assert what.startswith(f"{NAME} offers a revoked key")
+    shown = f"{FIRST.get_name()} {fingerprint(FIRST.asbytes())}"
+    second = f"{place}:{2 if revoked_in == 'user' else 1}"
+    assert evidence.splitlines()[-3:] == [f"it offers {shown}", f"{user}:1 has {shown}", f"{second} has {shown}"]
 
 
 def test_another_key_beside_a_revoked_one_is_accepted_if_it_is_known(user: Path, system: Path) -> None:
@@ -120,6 +124,19 @@ def test_fingerprints_and_stored_keys_are_as_openssh_has_them(tmp_path: Path) ->
     (found,) = known.keys("[lab-a]:2222")
     assert (found.key, found.place, found.revoked) == (FIRST.asbytes(), f"{path}:1", False)
     assert known.keys("lab-a") == known.keys("[lab-b]:2222") == ()
+
+
+def test_a_file_whose_name_has_a_colon_is_named_whole(tmp_path: Path) -> None:
+    user = tmp_path / "of:me"
+    user.write_text(line(FIRST))
+    assert refusal(SECOND, user, tmp_path / "none", accept_new=True)[2].count(f" -f {user},") == 1
+
+
+def test_each_stored_key_has_a_line_of_its_own_and_no_line_is_empty(user: Path, system: Path) -> None:
+    known = KnownHosts((str(user),), ())
+    known.store(NAME, FIRST.get_name(), FIRST.asbytes())
+    known.store("lab-b", SECOND.get_name(), SECOND.asbytes())
+    assert user.read_text() == line(FIRST) + line(SECOND, "lab-b")
 
 
 def test_only_the_user_may_read_what_is_stored(tmp_path: Path) -> None:
@@ -172,6 +189,8 @@ def test_keys_come_in_the_order_of_the_file_with_their_lines() -> None:
     [
         ("|1|AAAA=|AAAA ssh-rsa AAAA", 0),
         ("lab-a,|1| ssh-rsa AAAA", 1),
+        ("|1|A|AAAA ssh-rsa AAAA", 0),
+        ("|1|AAAA|A ssh-rsa AAAA", 0),
         ("@revoked", 0),
         ("@revoked lab-a ssh-rsa", 0),
         ("@unheard-of lab-a ssh-rsa AAAA", 0),
