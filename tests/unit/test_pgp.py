@@ -136,10 +136,12 @@ def test_lengths_at_the_edges_of_their_forms(name: str) -> None:
         fingerprints(packet + b"\x00")
 
 
-@pytest.mark.parametrize("first", range(224, 255))
+@pytest.mark.parametrize("first", [224, 225, 254])
 def test_a_partial_length_is_for_no_key(first: int) -> None:
+    """Taken for a length in two octets, it would have a whole body behind it."""
+    length = ((first - 192) << 8) + 4 + 192
     with pytest.raises(GpuprovError, match="no OpenPGP key"):
-        fingerprints(bytes((0xC6, first)) + b"\x04" + bytes(1 << 16))
+        fingerprints(bytes((0xC6, first, 4, 4)) + bytes(length - 1))
 
 
 @pytest.mark.parametrize("algorithms", [("rsa2048",), ("ed25519", "nistp256")])

@@ -22,6 +22,7 @@ from gpuprov.core.apply import (
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import (
     RUNS_DIRECTORY,
+    Run,
     journal_for,
     new_journal,
     parse_run,
@@ -92,7 +93,7 @@ class Recording(System):
 
     def append(self, path: str, content: bytes) -> None:
         super().append(path, content)
-        self.noted.append(content.decode().partition('"')[2].partition('"')[0])
+        self.noted.append(content.decode("utf-8", "replace").partition('"')[2].partition('"')[0])
 
     def sync(self) -> None:
         if self.full:
@@ -304,6 +305,7 @@ def test_a_change_that_makes_the_rest_stale_ends_the_round(system: Recording, th
 def test_the_journal_keeps_what_a_change_returned_and_the_digest_of_what_it_wrote(system: Recording) -> None:
     apply_changes([Half(), WriteFile("/a", b"1")], system, new_journal(system, "install"), ignore)
     first, second = read_runs(system)[0].entries
+    assert (first.number, second.number) == (1, 2)
     assert (first.kind, first.before, first.outcome) == ("Half", {"path": MARK}, {"did": "it"})
     assert second.outcome == {"written": {"/a": sha256_of(b"1")}}
 
@@ -399,11 +401,12 @@ def test_a_request_joins_the_run_that_it_is_a_part_of(system: Recording) -> None
 def test_a_torn_last_line_does_not_swallow_the_next(system: Recording) -> None:
     journal = new_journal(system, "install")
     journal.begin("a", "Half", {})
-    system.append(journal.path, b'{"do"')
+    system.append(journal.path, b'{"do\xc3')
     resume_journal(system, read_runs(system)[0]).done(1, {"x": 1})
     (run,) = read_runs(system)
     assert [(entry.state, entry.outcome) for entry in run.entries] == [("done", {"x": 1})]
     content = system.read_bytes(journal.path)
+    assert unfinished_run(system) == run
     resume_journal(system, run)
     assert system.read_bytes(journal.path) == content
 
@@ -412,6 +415,7 @@ def test_lines_that_are_no_records_are_passed_over() -> None:
     run = parse_run("/j", '{"run":"install"}\n[1]\n"end"\n\x00\n{"begin":1,"key":"a","kind":"Half","before":{}}\n')
     assert (run.path, run.command, run.run_id, run.end) == ("/j", "install", "", "")
     assert run.interrupted is not None and run.interrupted.outcome is None
+    assert parse_run("/j", "") == Run("/j", "", (), "")
 
 
 def test_undoing_keeps_what_the_journal_knows_of_the_outcome() -> None:
