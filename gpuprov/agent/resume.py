@@ -37,7 +37,7 @@ ExecStart={command}
 def leave_resume(system: System, request: Request) -> None:
     """Make the next boot go on with this request."""
     passed = {name: value for name, value in command_environment().items() if name not in COMMAND_ENVIRONMENT}
-    words = (sys.executable, "-I", "-c", _START, str(Path(__file__).resolve().parent.parent))
+    words = (sys.executable, "-I", "-c", _START, str(Path(__file__).resolve().parents[2]))
     text = _TEXT.format(
         nodes=NODES, refresh=REFRESH, request=_REQUEST, command=" ".join(f'"{_word(word)}"' for word in words),
         environment="".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items())),

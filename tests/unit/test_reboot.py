@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +220,19 @@ def test_a_proxy_with_odd_signs_stands_rightly_in_the_unit(
     status = host.status(f"/etc/systemd/system/{UNIT}")
     assert status is not None
     assert status.mode == 0o600
+
+
+def test_the_unit_runs_the_modules_that_are_installed_here(host: RebootingHost) -> None:
+    """Started as systemd starts it, but without site-packages: the folder that it names must hold the package."""
+    leave_resume(host, Request("install"))
+    unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
+    (command,) = (line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
+    words = shlex.split(command.replace("%%", "%").replace("$$", "$"))
+    assert words[1:3] == ["-I", "-c"]
+    assert (Path(words[-1]) / "gpuprov/agent/agent.py").is_file()
+    look = "import sys; sys.path.insert(0, sys.argv[1]); import gpuprov; print(gpuprov.__file__)"
+    done = subprocess.run((words[0], "-I", "-S", "-c", look, words[-1]), cwd="/", capture_output=True, text=True)
+    assert done.stdout.strip() == str(Path(words[-1]) / "gpuprov/__init__.py"), done.stderr
 
 
 def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None:
