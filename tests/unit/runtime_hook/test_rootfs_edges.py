@@ -101,7 +101,7 @@ def test_the_descriptor_of_a_folder_is_kept_until_the_root_is_closed(tree: Path,
 def test_what_is_no_folder_is_said_to_be_none(tree: Path, root: Root, name: str) -> None:
     (tree / "file").write_text("x")
     os.mkfifo(tree / "fifo")
-    with pytest.raises(OSError, match="Invalid argument"):
+    with pytest.raises(OSError, match=r"Invalid argument|Not a directory"):
         root.open_directory(f"/{name}/below")
     assert not root.is_directory(f"/{name}")
 
@@ -138,20 +138,23 @@ def test_names_are_sorted_and_given_only_if_they_are_few(tree: Path, root: Root)
     assert root.names("/none", 9) == root.names("/etc/a", 9) == root.names("/a\0b", 9) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, 100])
+@pytest.mark.parametrize("size", [1, 100])
 def test_a_file_is_read_whole_or_not_at_all(tree: Path, root: Root, size: int) -> None:
     (tree / "etc/file").write_bytes(b"x" * size)
     assert root.read_file("/etc/file", size) == b"x" * size
     assert root.read_file("/etc/file", size + 1) == b"x" * size
-    if size:
-        assert root.read_file("/etc/file", size - 1) is None
+    assert root.read_file("/etc/file", size - 1) is None
 
 
 def test_a_file_that_comes_in_pieces_is_read_whole(tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     content = os.urandom(1000)
     (tree / "etc/file").write_bytes(content)
-    read = os.read
-    monkeypatch.setattr("posix.read", lambda handle, size: read(handle, min(size, 7)))
+    read, inode = os.read, (tree / "etc/file").stat().st_ino
+
+    def read_little(handle: int, size: int) -> bytes:
+        return read(handle, min(size, 7) if os.fstat(handle).st_ino == inode else size)
+
+    monkeypatch.setattr("posix.read", read_little)
     assert root.read_file("/etc/file", 1000) == content
     assert root.read_file("/etc/file", 999) is None
 
