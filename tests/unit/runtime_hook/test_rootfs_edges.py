@@ -11,6 +11,7 @@ import pytest
 
 from gpuprov.runtime_hook.rootfs import Root
 
+pytestmark = pytest.mark.root
 LINKS = 40  # as many as the kernel follows (path_resolution(7))
 
 
