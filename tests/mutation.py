@@ -34,7 +34,7 @@ def run(names: Sequence[str]) -> None:
 def states() -> dict[str, str]:
     """Return what became of each mutant, by its name: `MODULE.FUNCTION__mutmut_NUMBER`."""
     shown = subprocess.run((_MUTMUT, "results", "--all", "true"), capture_output=True, text=True, check=True).stdout
-    return dict(line.strip().rsplit(": ", 1) for line in shown.splitlines() if ": " in line)  # type: ignore[misc]
+    return dict(line.strip().rsplit(": ", 1) for line in shown.splitlines() if ": " in line)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import requests
 
 from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, unreachable
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError, Problem
 
 CONTENT = bytes(range(256)) * 12_000  # 3 MB, so that it comes in several pieces
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -670,7 +670,7 @@ def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) ->
 def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
     url = site.url.replace("//", "//user:secret@")
     site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
-    found = []
+    found: list[Problem] = []
     for name in ("run", "page"):
         with pytest.raises(GpuprovError) as caught:
             progress(system, f"{url}/{name}")
@@ -689,7 +689,7 @@ def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: S
 def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Site) -> None:
     url = site.url.replace("//", "//user:secret@")
     site.files["/huge"] = b"x" * ((1 << 20) + 1)
-    found = []
+    found: list[Problem] = []
     for address in (f"{url}/huge", "file:///nothing"):
         with pytest.raises(GpuprovError) as caught:
             fetch_small(system, address)
