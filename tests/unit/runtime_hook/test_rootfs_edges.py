@@ -305,7 +305,9 @@ def test_a_folder_that_another_start_makes_at_the_same_moment_is_used(
 def test_only_what_is_named_is_taken_away(tree: Path, root: Root) -> None:
     (tree / "etc/file").write_text("x")
     (tree / "etc/link").symlink_to("file")
+    (tree / "etc/dangling").symlink_to("/none")
     root.remove("/etc/link")
+    root.remove("/etc/dangling")
     root.remove("/etc/none")
     root.remove("/none/file")
     assert [path.name for path in (tree / "etc").iterdir()] == ["file"]
