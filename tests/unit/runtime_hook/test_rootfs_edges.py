@@ -302,6 +302,39 @@ def test_a_folder_that_another_start_makes_at_the_same_moment_is_used(
     assert (tree / "opt/file").read_bytes() == b"ours"
 
 
+def test_the_owner_of_a_folder_that_is_swapped_for_a_link_as_soon_as_it_is_made_goes_nowhere_else(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    make = os.mkdir
+
+    def swap(name: str, mode: int, dir_fd: int) -> None:
+        make(name, mode, dir_fd=dir_fd)
+        os.rmdir(name, dir_fd=dir_fd)
+        os.symlink(outside, name, dir_fd=dir_fd)
+
+    monkeypatch.setattr("posix.mkdir", swap)
+    root = Root(str(tree), owner=(100000, 100001))
+    with pytest.raises(OSError, match="too many links"):
+        root.write_file("/opt/file", b"ours", 0o644)
+    root.close()
+    assert (outside.stat().st_uid, outside.stat().st_gid, list(outside.iterdir())) == (0, 0, [])
+
+
+@pytest.mark.usefixtures("mask")
+def test_nobody_else_may_open_a_file_before_it_is_whole(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, write = [], os.write
+
+    def noted(handle: int, data: bytes) -> int:
+        modes.append(stat.S_IMODE(os.fstat(handle).st_mode))
+        return write(handle, data)
+
+    monkeypatch.setattr("posix.write", noted)
+    root.write_file("/etc/file", b"ours", 0o644)
+    assert modes == [0o600]
+
+
 def test_only_what_is_named_is_taken_away(tree: Path, root: Root) -> None:
     (tree / "etc/file").write_text("x")
     (tree / "etc/link").symlink_to("file")
