@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-fast lint docs bench agent collection sanity clean
+.PHONY: help setup demo demo-down test test-fast lint mutation docs bench agent collection sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -47,6 +47,10 @@ test: lint  ## All tests, real hosts included.
 test-fast: setup  ## The tests that need neither root nor hosts.
 	$(BIN)/python -m pytest $(PARALLEL) tests/unit
 
+mutation: setup  ## By hand: put faults into the modules on which safety rests, and count those that their unit tests find.
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutation]'
+	nice -n 15 $(BIN)/python -m tests.mutation
+
 docs: setup  ## Write the configuration reference from the schema, the pages on distributions and on causes from their tables.
 	$(BIN)/python -m tests.distributions_page
 	$(BIN)/python -m tests.doctor_page
@@ -72,4 +76,4 @@ sanity: setup  ## All sanity tests of ansible-test for the collection; needs PyP
 		$$($(CURDIR)/$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 clean: demo-down  ## Remove what was built and cached.
-	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache mutants

@@ -137,6 +137,14 @@ def test_what_a_reboot_has_not_changed_asks_for_no_second_one(host: RebootingHos
     assert host.reboots == 1
 
 
+def test_a_reboot_that_was_asked_for_in_this_very_boot_is_asked_for_again(host: RebootingHost) -> None:
+    """The same command typed twice without a reboot between them: no reboot was in vain yet."""
+    for _ in range(2):
+        finished, _ = install(host)
+        assert finished.exit_code == ExitCode.REBOOT_NEEDED
+        assert [problem.evidence for problem in finished.problems] == [BOUND]
+
+
 def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> None:
     host.module_in_use = False
     finished, _ = install(host, reboot="if-needed")
