@@ -164,7 +164,7 @@ def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> byt
     # Put in before, for another driver: then its strings serve again, and the file does not grow from driver to driver.
     recent = max(0, len(tail) - _SEARCHED)
     again = any(tail.find(part[1], recent) >= 0 for part in parts if isinstance(part, tuple))
-    recent = recent if again else len(tail)
+    recent = recent if again else -1
     table = b"".join(
         part
         if isinstance(part, bytes)
@@ -178,8 +178,8 @@ def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> byt
 
 
 def _string(tail: bytearray, text: bytes, recent: int) -> int:
-    """Return where in the strings a text stands, from `recent` on; added if need be."""
-    place = tail.find(b"\0" + text + b"\0", recent)
+    """Return where in the strings a text stands, from `recent` on (-1: nowhere); added if need be."""
+    place = tail.find(b"\0" + text + b"\0", recent) if recent >= 0 else -1
     if place < 0:
         # The zero in front: to be found again, whatever the byte before the strings is.
         place = len(tail)

@@ -146,7 +146,17 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 # Where the outside is mounted as a volume; links of the tree may stand there too.
-_DESTINATIONS = ("/volume", "/usr", "/usr/lib", LIBRARIES, "/etc", "/etc/ld.so.conf.d", "/usr/bin", "/lib64", "/lib/..")
+_DESTINATIONS = (
+    "/volume",
+    "/usr",
+    "/usr/lib",
+    LIBRARIES,
+    "/etc",
+    "/etc/ld.so.conf.d",
+    "/usr/bin",
+    "/lib64",
+    "/lib/../opt",
+)
 
 
 @settings(max_examples=_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
