@@ -16,6 +16,8 @@ from gpuprov.errors import GpuprovError
 from gpuprov.system import System
 from tests import simgpu
 
+pytestmark = pytest.mark.root
+
 
 @pytest.fixture
 def host(tmp_path: Path) -> System:
