@@ -28,8 +28,8 @@ from gpuprov.spec import HostSpec
 from gpuprov.system import System
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import EACH_HOST, Repository, repository, template
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
-from tests.integration.rpm_repositories import Repository, repository, template
 from tests.lab.rpm_repository import RpmPackage
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
@@ -166,7 +166,7 @@ def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server:
 
 
 @pytest.mark.skipif(shutil.which("createrepo_c") is None, reason="needs createrepo_c")
-@pytest.mark.parametrize("name", RPM_HOSTS)
+@pytest.mark.parametrize("name", EACH_HOST)
 def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository: Repository, tmp_path: Path) -> None:
     repository.add(RpmPackage("large", size=16 << 20))
     with small_disk(tmp_path / "disk", "200m") as disk:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gpuprov.errors import GpuprovError
 from gpuprov.packaging.pgp import dearmored, fingerprints, key_ids
+from tests.examples import examples
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def test_a_truncated_key_is_refused_wherever_it_ends(keys: Keys) -> None:
         assert found == (keys.prints["rsa2048"],)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.binary()
     | st.binary().map(lambda tail: b"\x99" + tail)
