@@ -37,6 +37,8 @@ NEEDS = [
 ]
 # os-release → its package manager.
 HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
+# One of each manager for `make test`.
+EACH_HOST = ("rocky-9.5", pytest.param("fedora-38", marks=pytest.mark.slow), "opensuse-tumbleweed")
 
 
 class Repository:
@@ -86,7 +88,7 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield Repository(folder, template / "gnupg", url)
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=EACH_HOST)
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
     return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
 

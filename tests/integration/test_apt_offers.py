@@ -23,6 +23,7 @@ from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
     pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),

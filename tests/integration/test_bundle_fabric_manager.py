@@ -41,6 +41,8 @@ Description: as NVIDIA names it
 """
 _PROGRAM = "#!/bin/sh\necho 'Fabric Manager version is : {version}'\n"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def gnupg(tmp_path: Path) -> Iterator[Path]:

@@ -27,8 +27,8 @@ from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import EACH_HOST, Repository, repository, template
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
-from tests.integration.rpm_repositories import Repository, repository, template
 from tests.integration.rpm_repositories import manager as manager_on
 from tests.integration.rpm_repositories import plan_repositories as plan_rpm_repositories
 from tests.lab.rpm_repository import RpmPackage
@@ -167,7 +167,7 @@ def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server:
 
 
 @pytest.mark.skipif(shutil.which("createrepo_c") is None, reason="needs createrepo_c")
-@pytest.mark.parametrize("name", RPM_HOSTS)
+@pytest.mark.parametrize("name", EACH_HOST)
 def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository: Repository, tmp_path: Path) -> None:
     repository.add(RpmPackage("large", size=16 << 20))
     with small_disk(tmp_path / "disk", "200m") as disk:

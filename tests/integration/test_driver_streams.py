@@ -26,7 +26,7 @@ from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 _VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}
 
 

@@ -17,8 +17,11 @@ from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
 ENXIO = "No such device or address"
-# In a mount namespace of its own; $1 stands for the machine's /etc/cdi.
-_WITH_CDI = 'mount --bind "$1" /etc/cdi && shift && exec "$@"'
+# In a mount namespace of its own, with an /etc of its own, whose layers lie in $1; $2 stands for /etc/cdi.
+_WITH_CDI = """
+mkdir "$1/upper" "$1/work" && mount -t overlay -o "lowerdir=/etc,upperdir=$1/upper,workdir=$1/work" gpuprov-etc /etc
+mkdir -p /etc/cdi && mount --bind "$2" /etc/cdi && shift 2 && exec "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +164,18 @@ def test_a_container_that_starts_many_times_leaves_what_one_start_leaves(docker:
 def test_podman_takes_devices_by_the_specification(bench: Bench, tmp_path: Path) -> None:
     configuration = tmp_path / "containers.conf"
     configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
-    made = not Path("/etc/cdi").exists()
-    Path("/etc/cdi").mkdir(exist_ok=True)
-    private = ("unshare", "-m", "sh", "-c", _WITH_CDI, "sh", str(bench.deployed.specifications))
+    (tmp_path / "etc").mkdir()
+    private = ("unshare", "-m", "sh", "-ec", _WITH_CDI, "sh", f"{tmp_path}/etc", str(bench.deployed.specifications))
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    try:
-        # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
-        with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
-            argv = (
-                *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
-                "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
-                "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
-            )  # fmt: skip
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
-            subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
-    finally:
-        if made:
-            Path("/etc/cdi").rmdir()
+    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+        argv = (
+            *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
+            "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
+            "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
+        )  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     report = done.stdout.splitlines()
     assert paths(report) == ["/dev/nvidia1", "/dev/nvidiactl"]

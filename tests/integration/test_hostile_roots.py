@@ -1,6 +1,6 @@
 """Hostile root file systems: random trees full of links, and trees that change meanwhile; nothing outside is touched.
 
-The short form takes seconds. For the long one set GPUPROV_RACE_SECONDS=300 and GPUPROV_HOSTILE_EXAMPLES=1000.
+The short form takes seconds. For the long one: --hypothesis-profile=thorough, and GPUPROV_RACE_SECONDS=300.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from gpuprov.runtime_hook.equipment import Equipment
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import prepare_root
 from gpuprov.runtime_hook.rootfs import Root
+from tests.examples import examples
 from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes, runc")]
 _RACE_SECONDS = float(os.environ.get("GPUPROV_RACE_SECONDS", "8"))
-# Real containers, for runc and crun each.
-_EXAMPLES = int(os.environ.get("GPUPROV_HOSTILE_EXAMPLES", "20"))
 # Every place on the way to something that a start makes.
 _PLACES = (
     "usr", "usr/lib", LIBRARIES[1:], f"{LIBRARIES[1:]}/libcuda.so.1", f"{LIBRARIES[1:]}/libcuda.so.550.163.01",
@@ -111,10 +110,11 @@ def prepare(path: Path) -> bool:
 _TREES = st.dictionaries(st.sampled_from(_PLACES), st.sampled_from(_TARGETS) | st.sampled_from(_KINDS), max_size=8)
 
 
-def test_ten_thousand_random_trees_lead_nowhere_else() -> None:
+@pytest.mark.property
+def test_thousands_of_random_trees_lead_nowhere_else() -> None:
     """By a plain generator: hypothesis takes four times as long, and a tree is small enough to be read as it is."""
     outcomes = set()
-    for seed in range(10_000):
+    for seed in range(examples(5_000)):
         random = Random(seed)
         places = random.sample(_PLACES, random.randint(0, 8))
         tree = {place: random.choice((*_TARGETS, *_KINDS)) for place in places}
@@ -133,7 +133,13 @@ def world(outside: Path) -> tuple[object, ...]:
     """Return what is outside of the root; of this machine's mounts, those in the test's own folder."""
     files = sorted(path.name for path in Path("/proc/self/fd").iterdir())
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(outside.parent) in line]
-    return state(outside), Path("/etc").stat().st_mtime_ns, len(files), mounts
+    return state(outside), _etc(), len(files), mounts
+
+
+def _etc() -> list[tuple[str, int, int]]:
+    """Return what a start that went astray would write into this machine's /etc; others may write there, too."""
+    found = (path for pattern in ("ld.so*", "*gpuprov*") for path in Path("/etc").glob(pattern))
+    return sorted((path.name, path.lstat().st_ino, path.lstat().st_mtime_ns) for path in found)
 
 
 @pytest.fixture(scope="module", params=["runc", "crun"])
@@ -159,7 +165,7 @@ _DESTINATIONS = (
 )
 
 
-@settings(max_examples=_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     tree=_TREES,
     way=st.sampled_from(["", "prestart", "createRuntime", "createContainer"]),
@@ -242,7 +248,8 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
     made = refused = 0
     end = time.monotonic() + _RACE_SECONDS
     try:
-        while time.monotonic() < end:
+        # Both happened, or this was no race: on a busy machine that takes longer.
+        while time.monotonic() < end or made <= 100 or made + refused <= 200:
             for path in (root / LIBRARIES[1:], root / "etc"):
                 for name in ("libcuda.so", "libcuda.so.1", "ld.so.cache"):
                     with contextlib.suppress(OSError):
@@ -256,9 +263,6 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
         swapper.kill()
         swapper.wait()
     assert state(outside) == before
-    # Both happened, or this was no race.
-    assert made > 100
-    assert refused + made > 200
 
 
 @pytest.mark.parametrize("target", ["{outside}", "/volume"])

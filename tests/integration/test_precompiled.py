@@ -29,7 +29,7 @@ from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 _KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
 _SLES_KERNEL = "6.4.0-150600.23.7-default"
 _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"

@@ -29,7 +29,7 @@ from tests.integration.rpm_repositories import (
 from tests.lab.rpm_repository import RpmPackage
 
 __all__ = ["repository", "template"]
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

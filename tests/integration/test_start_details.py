@@ -14,6 +14,7 @@ import pytest
 
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from tests.integration.container_bench import LIBRARIES, Bench, nodes
+from tests.integration.own_devices import own_devices
 
 pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
@@ -32,21 +33,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def host_nodes(bench: Bench) -> Iterator[None]:
-    """Device nodes on the host, which a user namespace can't make: taken away again."""
-    made = []
-    for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
-        path = Path("/dev") / name
-        if not path.exists():
+    """Device nodes on the host, which a user namespace can't make; in a /dev of the test's own."""
+    with own_devices():
+        for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
+            path = Path("/dev") / name
             os.mknod(path, 0o20666, os.makedev(195, minor))
             path.chmod(0o666)
-            made.append(path)
-    links = Path("/dev/char")
-    before = set(links.iterdir()) if links.exists() else None
-    yield
-    for path in (*made, *(set(links.iterdir()) - (before or set()))):
-        path.unlink()
-    if before is None:
-        links.rmdir()
+        yield
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])

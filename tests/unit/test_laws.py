@@ -23,6 +23,7 @@ from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
 from tests.unit.fake_host import FakeHost, write_runfile
 
@@ -47,7 +48,8 @@ FOREIGN = {
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
     """A spec that gives every step something to do, with its files on a real web server."""
     folder = tmp_path_factory.mktemp("www")
-    fingerprint = build_repository(folder / "apt", tmp_path_factory.mktemp("gpg") / "home")
+    with gpg_home(tmp_path_factory.mktemp("gpg") / "home") as home:
+        fingerprint = build_repository(folder / "apt", home)
     run_file = folder / "driver.run"
     write_runfile(run_file)
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))

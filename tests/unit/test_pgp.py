@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints, key_ids
 from gpuprov.wire.errors import GpuprovError
+from tests.examples import examples
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def test_a_truncated_key_is_refused_wherever_it_ends(keys: Keys) -> None:
         assert found == (keys.prints["rsa2048"],)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     st.binary()
     | st.binary().map(lambda tail: b"\x99" + tail)

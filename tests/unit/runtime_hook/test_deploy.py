@@ -84,6 +84,7 @@ def test_every_deployed_module_imports_in_isolation(modules: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("environment", ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=void"])
 def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, environment: str) -> None:
     """Up to the very exec, which the interpreter's audit hook sees."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.ldcache import FLAGS, FLAGS_32_BIT, merge
+from tests.examples import examples
 
 X86_64 = FLAGS["x86_64"]
 FOLDER = "/usr/lib/x86_64-linux-gnu"
@@ -114,6 +115,7 @@ def test_optimised_variants_of_the_image_survive(tmp_path: Path) -> None:
     assert any('hwcap: "x86-64-v2"' in row for row in rows)
 
 
+@pytest.mark.root
 def test_the_loader_itself_finds_a_library_by_the_cache_alone(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "opt/driver").mkdir(parents=True)
@@ -171,7 +173,7 @@ def test_extensions_larger_than_the_loaders_own_are_left_out() -> None:
     assert sizes[8] and not sizes[800_000]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
     good = bytearray(merge(b"", [(f"lib{n}.so.{n}", f"/opt/{n}", X86_64) for n in range(8)]))

@@ -13,6 +13,8 @@ from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import prepare_root, statement_on_loader
 from gpuprov.runtime_hook.rootfs import Root
 
+pytestmark = pytest.mark.root
+
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 COMPAT = "usr/local/cuda-13.0/compat"
 

@@ -60,6 +60,7 @@ def test_links_are_resolved_inside_the_root(tree: Path, link: str, target: str, 
     root.close()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     "target", ["/outside", "../outside", "{outside}", "/proc/self/root{outside}", "/proc/self/cwd"]
 )
@@ -75,6 +76,7 @@ def test_a_link_that_leads_out_ends_inside(tree: Path, outside: Path, target: st
     assert not Path("file").exists()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("target", ["{outside}/secret", "../../outside/secret", "/proc/self/root{outside}/secret"])
 def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
     tree: Path, outside: Path, target: str
@@ -88,6 +90,7 @@ def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
     assert (outside / "secret").read_text() == "secret"
 
 
+@pytest.mark.root
 def test_the_temporary_name_taken_by_a_link_or_a_file_is_taken_back(tree: Path, outside: Path) -> None:
     for content in (None, "file"):
         if content is None:
@@ -123,6 +126,7 @@ def test_a_path_that_doubles_with_each_link_ends_too(tree: Path) -> None:
     root.close()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
 def test_what_is_no_regular_file_is_not_even_opened(tree: Path, kind: str) -> None:
     """A pipe would hang the start, a device may act on being opened."""
@@ -172,6 +176,7 @@ def test_a_folder_in_a_links_place_is_not_taken_away(tree: Path) -> None:
     assert (tree / "usr/lib/a/inner").is_dir()
 
 
+@pytest.mark.root
 def test_what_is_made_belongs_to_the_containers_root_user(tree: Path) -> None:
     root = Root(str(tree), owner=(100000, 100001))
     root.make_link("/opt/new/link", "file")
@@ -182,6 +187,7 @@ def test_what_is_made_belongs_to_the_containers_root_user(tree: Path) -> None:
         assert (found.st_uid, found.st_gid) == (100000, 100001)
 
 
+@pytest.mark.root
 def test_no_descriptor_is_left_open(tree: Path) -> None:
     before = listing(Path("/proc/self/fd"))
     (tree / "lib").symlink_to("/usr/lib")
