@@ -14,6 +14,7 @@ from gpuprov.core.changes import Then
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
+from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.plan import with_bundle
@@ -172,4 +173,5 @@ def _versions(facts: HostFacts) -> dict[str, str]:
         "driver": facts.driver_installed_version,
         "docker": facts.docker.version,
         "gpus": str(len(facts.gpus)),
+        **({"mig": mig} if (mig := mig_layout((gpu.index, gpu.instances) for gpu in facts.mig)) else {}),
     }

@@ -22,7 +22,7 @@ BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "rollback", "uninstall")
 
 
 def task_request(
@@ -80,8 +80,7 @@ def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
     """Return the result of a task that check mode leaves out, or None if it goes to the host."""
     if command in _IN_CHECK_MODE:
         return None
-    reason = "it starts containers" if command == "verify" else "it has no dry run"
-    return {"skipped": True, "msg": f"check mode: {command} is left out, {reason}"}
+    return {"skipped": True, "msg": f"check mode: {command} is left out, it starts containers"}
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
@@ -98,6 +97,24 @@ def left_boot(events: Iterable[Event]) -> str:
 def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
     """Return the events of a run that a reboot cut in two, such that those of its second half may follow."""
     return tuple(event for event in events if not isinstance(event, Finished))
+
+
+def one_line(result: Mapping[str, Any]) -> str:
+    """Return what people see of a result without -v: what changed, by step, and how many checks went well.
+
+    Nothing for a task that did not change, check or fail anything. A failure's first line has the next step.
+    """
+    if result.get("failed"):
+        return str(result.get("msg", "")).partition("\n")[0]
+    by_step: dict[str, list[str]] = {}
+    for change in result.get("changes", ()):
+        by_step.setdefault(change["step"], []).append(change["summary"])
+    checks = result.get("checks", ())
+    good = sum(check["status"] == "ok" for check in checks)
+    parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
+    verified = [f"{good} of {len(checks)} checks ok"] if checks else []
+    told = "; ".join((*parts, *verified))
+    return f"{result.get('msg', '')} ({told})" if told else ""
 
 
 def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -145,15 +162,28 @@ def _failed(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_problem(check: Mapping[str, Any]) -> Problem:
-    seen = f"host: {check['host']}, container: {check['container']}" if check["container"] else str(check["host"])
+    there, here = check["in_container"], check["on_host"]
+    seen = f"host: {here}, container: {there}" if there else str(here)
     return Problem(f"{check['name']}: {check['reason']}", seen)
 
 
 def problem_text(problems: Iterable[Problem]) -> str:
-    """Return what failed, on which evidence, and what to do next, as `msg` shows it."""
-    return "\n".join(str(problem) for problem in problems)
+    """Return what failed with the next step, then the evidence, as `msg` shows it: callbacks cut long messages."""
+    return "\n".join(map(_problem_text, problems))
+
+
+def _problem_text(problem: Problem) -> str:
+    """Return `what; next: step`, and what was seen in lines of its own."""
+    steps = problem.next_step.strip().splitlines()
+    first = f"{problem.what}; next: {steps[0]}" if steps else problem.what
+    more = [*steps[1:], *(f"seen: {line}" for line in problem.evidence.strip().splitlines())]
+    return "\n".join((first, *(f"  {line}" for line in more)))
 
 
 def failure(error: GpuprovError) -> dict[str, Any]:
     """Return the result of a task that failed before the agent could say so."""
-    return {"failed": True, "msg": str(error), "problems": [asdict(problem) for problem in error.problems]}
+    return {
+        "failed": True,
+        "msg": problem_text(error.problems),
+        "problems": [asdict(problem) for problem in error.problems],
+    }

@@ -69,6 +69,8 @@ def _dispatch(run: RunContext) -> Finished:
     if command == "install" and run.request.check:
         with _with_bundle(run) as run:
             return check(run)
+    if command == "rollback" and run.request.check:
+        return _check_roll_back(run)
     if command == "uninstall" and run.request.check:
         return _check_uninstall(run)
     return _locked(run)
@@ -128,6 +130,18 @@ def _roll_back(run: RunContext) -> Finished:
     return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
 
 
+def _check_roll_back(run: RunContext) -> Finished:
+    """Report what a rollback would do, and what it can't bring back."""
+    from gpuprov.agent.uninstall import last_run, planned
+
+    removal = last_run(run.system, CHANGE_KINDS)
+    for sentence in removal.lasting:
+        run.note(sentence, "warning")
+    run.sink(Planned(planned(run.system, removal, "rollback", diff=run.request.diff)))
+    summary = f"{removal.count} changes would be undone" if removal.count else "there is no run to roll back"
+    return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
+
+
 def _check_uninstall(run: RunContext) -> Finished:
     """Report what an uninstall would do, and what it can't bring back."""
     count = _announced_removal(run).count
@@ -155,7 +169,7 @@ def _announced_removal(run: RunContext) -> Removal:
         raise GpuprovError.several(found)
     for sentence in removal.lasting:
         run.note(sentence, "warning")
-    run.sink(Planned(planned(run.system, removal, diff=run.request.diff)))
+    run.sink(Planned(planned(run.system, removal, "uninstall", diff=run.request.diff)))
     return removal
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.apply import Kinds, kind_of, undo_runs
+from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
 from gpuprov.core.journal import STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -19,7 +19,6 @@ from gpuprov.verify.image import REPOSITORY
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.events import PlannedChange, Sink
 
-_STEP = "uninstall"
 _RUNTIME = "nvidia"
 # The container runtime's state; the log of internal errors.
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
@@ -58,6 +57,13 @@ def survey(system: System, kinds: Kinds) -> Removal:
     return Removal(runs, _leftovers(system, runs), _images(system), lasting(system, runs, kinds))
 
 
+def last_run(system: System, kinds: Kinds) -> Removal:
+    """Return what a rollback has to do: the latest run of which something stands, if there is one."""
+    run = last_undoable_run(system)
+    runs = (run,) if run else ()
+    return Removal(runs, (), (), lasting(system, runs, kinds))
+
+
 def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
     """Return what prevents an uninstall: a running container needs its runtime until it stops."""
     running = _containers_of_the_runtime(system) if removal.entries else ()
@@ -72,15 +78,15 @@ def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
     )
 
 
-def planned(system: System, removal: Removal, *, diff: bool) -> tuple[PlannedChange, ...]:
+def planned(system: System, removal: Removal, step: str, *, diff: bool) -> tuple[PlannedChange, ...]:
     """Return the changes in the form of a plan."""
     contents: dict[str, bytes | None] = {}
     undone = tuple(
-        PlannedChange(entry.key, _STEP, f"undo: {entry.key}", _diff(system, entry, contents) if diff else "")
+        PlannedChange(entry.key, step, f"undo: {entry.key}", _diff(system, entry, contents) if diff else "")
         for entry in removal.entries
     )
-    images = tuple(PlannedChange(f"remove image {image}", _STEP, f"remove image {image}") for image in removal.images)
-    paths = tuple(PlannedChange(f"remove {path}", _STEP, f"remove {path}") for path in removal.leftovers)
+    images = tuple(PlannedChange(f"remove image {image}", step, f"remove image {image}") for image in removal.images)
+    paths = tuple(PlannedChange(f"remove {path}", step, f"remove {path}") for path in removal.leftovers)
     return images + undone + paths
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 from gpuprov import __version__
 from gpuprov.bundle.manifest import CUDA, BundleFile, BundleImage, BundlePackage, Manifest
-from gpuprov.bundling.recipe import Recipe, RunFile
+from gpuprov.bundling.recipe import Collection, RunFile
 from gpuprov.bundling.repository_apt import collect_apt
 from gpuprov.bundling.repository_key import new_key
 from gpuprov.bundling.repository_rpm import collect_rpm
-from gpuprov.core.changes import Tell
 from gpuprov.core.download import fetch, masked, published_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_run, runfile
@@ -36,18 +35,19 @@ class Collected:
     places: Mapping[str, str]
 
 
-def collect(system: System, recipe: Recipe, agent: bytes, work: str, cache: str, tell: Tell) -> Collected:
-    """Return what the recipe names, collected in the folder `work`; large downloads are kept in `cache`.
+def collect(to: Collection, agent: bytes, cache: str) -> Collected:
+    """Return what the recipe names; large downloads are kept in `cache`.
 
     `agent` is gpuprov's own zipapp. Raises GpuprovError, naming what can't be had.
     """
-    places = {AGENT: f"{work}/agent.pyz"}
-    system.write(places[AGENT], agent)
-    driver = _collect_driver(system, recipe, cache, tell, places)
-    cuda = _collect_cuda(system, recipe, cache, tell, places)
-    packages, repository_key = _collect_packages(system, recipe, work, tell, places)
-    images = _collect_images(system, recipe, work, tell, places)
-    files = tuple(_described(system, path, places[path]) for path in sorted(places))
+    recipe, places = to.recipe, to.places
+    places[AGENT] = f"{to.work}/agent.pyz"
+    to.system.write(places[AGENT], agent)
+    driver = _collect_driver(to, cache)
+    cuda = _collect_cuda(to, cache)
+    packages, repository_key = _collect_packages(to)
+    images = tuple(_image(to, reference) for reference in recipe.images)
+    files = tuple(_described(to.system, path, places[path]) for path in sorted(places))
     manifest = Manifest(
         distribution=recipe.distribution,
         version=recipe.version,
@@ -66,15 +66,13 @@ def collect(system: System, recipe: Recipe, agent: bytes, work: str, cache: str,
     return Collected(manifest, places)
 
 
-def _collect_packages(
-    system: System, recipe: Recipe, work: str, tell: Tell, places: dict[str, str]
-) -> tuple[tuple[BundlePackage, ...], str]:
+def _collect_packages(to: Collection) -> tuple[tuple[BundlePackage, ...], str]:
     """Return the packages, and the fingerprint of the key that signed the repository of them."""
-    if not recipe.packages:
+    if not to.recipe.packages:
         return (), ""
-    collect_them = collect_rpm if recipe.rpm_sources else collect_apt
-    with new_key(system, f"{work}/gnupg") as key:
-        return collect_them(system, recipe, work, key, tell, places), key.fingerprint
+    collect_them = collect_rpm if to.recipe.rpm_sources else collect_apt
+    with new_key(to.system, f"{to.work}/gnupg") as key:
+        return collect_them(to, key), key.fingerprint
 
 
 def with_file(system: System, collected: Collected, path: str, place: str) -> Collected:
@@ -92,12 +90,12 @@ def _described(system: System, path: str, place: str) -> BundleFile:
 # -- .run files ------------------------------------------------------------------------------------------------------
 
 
-def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
-    driver = recipe.driver
+def _collect_driver(to: Collection, cache: str) -> str:
+    recipe, driver = to.recipe, to.recipe.driver
     if not driver.url:
         return ""
-    place = _fetched(system, driver, "driver", cache, tell)
-    found = runfile.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    place = _fetched(to, driver, "driver", cache)
+    found = runfile.parse_header((to.system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
         raise GpuprovError(
             f"the driver file is {found.version} for {found.architecture}, "
@@ -106,58 +104,53 @@ def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, plac
             "correct --driver, --arch or gpuprov_driver_url",
         )
     path = f"driver/NVIDIA-Linux-{recipe.architecture}-{driver.version}.run"
-    places[path] = place
+    to.places[path] = place
     return path
 
 
-def _collect_cuda(system: System, recipe: Recipe, cache: str, tell: Tell, places: dict[str, str]) -> str:
-    if not recipe.cuda.url:
+def _collect_cuda(to: Collection, cache: str) -> str:
+    cuda = to.recipe.cuda
+    if not cuda.url:
         return ""
-    place = _fetched(system, recipe.cuda, "CUDA toolkit", cache, tell)
-    cuda_run.require_run_file(system, place, f"what lies at {masked(recipe.cuda.url)}")
-    path = f"{CUDA}/cuda-{recipe.cuda.version}-{recipe.architecture}.run"
-    places[path] = place
+    place = _fetched(to, cuda, "CUDA toolkit", cache)
+    cuda_run.require_run_file(to.system, place, f"what lies at {masked(cuda.url)}")
+    path = f"{CUDA}/cuda-{cuda.version}-{to.recipe.architecture}.run"
+    to.places[path] = place
     return path
 
 
-def _fetched(system: System, wanted: RunFile, what: str, cache: str, tell: Tell) -> str:
+def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
     """Return where a file lies in the cache, its digest checked."""
     url = f"file://{wanted.url}" if wanted.url.startswith("/") else wanted.url
-    tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
-    sha256 = wanted.sha256 or published_sha256(system, url)
+    to.tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
+    sha256 = wanted.sha256 or published_sha256(to.system, url)
     if not sha256:
         raise GpuprovError(
             f"the {what}'s SHA-256 is not known, so a download could not be trusted",
             f"there is no {masked(url)}.sha256sum",
             "add -e gpuprov_driver_sha256=… (sha256sum FILE, of a file that you trust)",
         )
-    system.make_directory(cache, 0o700)
+    to.system.make_directory(cache, 0o700)
     place = f"{cache}/{sha256}.run"
-    fetch(system, url, place, sha256=sha256, tell=tell)
+    fetch(to.system, url, place, sha256=sha256, tell=to.tell)
     return place
 
 
 # -- images ----------------------------------------------------------------------------------------------------------
 
 
-def _collect_images(
-    system: System, recipe: Recipe, work: str, tell: Tell, places: dict[str, str]
-) -> tuple[BundleImage, ...]:
-    return tuple(_image(system, reference, work, tell, places) for reference in recipe.images)
-
-
-def _image(system: System, reference: str, work: str, tell: Tell, places: dict[str, str]) -> BundleImage:
-    if not image_identity(system, reference):
-        tell(f"pulling {reference}", 0, 0)
-        done = system.run(("docker", "pull", "--quiet", reference), timeout=_DOWNLOAD_SECONDS)
+def _image(to: Collection, reference: str) -> BundleImage:
+    if not image_identity(to.system, reference):
+        to.tell(f"pulling {reference}", 0, 0)
+        done = to.system.run(("docker", "pull", "--quiet", reference), timeout=_DOWNLOAD_SECONDS)
         if not done.ok:
             raise GpuprovError(f"the image {reference} can't be had", done.evidence(4), "docker pull it by hand")
     # Two references may differ only in what a path can't show.
     name = re.sub(r"[^A-Za-z0-9.-]", "_", reference).strip("._-")[:60] + f"-{sha256_of(reference.encode())[:8]}"
-    path, place = f"images/{name}.tar", f"{work}/{name}.tar"
-    tell(f"saving {reference}", 0, 0)
-    system.require(
+    path, place = f"images/{name}.tar", f"{to.work}/{name}.tar"
+    to.tell(f"saving {reference}", 0, 0)
+    to.system.require(
         ("docker", "save", "--output", place, reference), f"{reference} can't be saved", timeout=_DOWNLOAD_SECONDS
     )
-    places[path] = place
-    return BundleImage(reference, image_identity(system, reference), path)
+    to.places[path] = place
+    return BundleImage(reference, image_identity(to.system, reference), path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
+from gpuprov.core.changes import Tell
 from gpuprov.core.download import masked
+from gpuprov.core.system import System
 from gpuprov.driver import cuda, fabric_manager
 from gpuprov.driver.services import service_packages
 from gpuprov.driver_run import default_url
@@ -35,7 +37,7 @@ _Repository = TypeVar("_Repository", AptRepository, RpmSource)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Wanted:
     """What the command line says besides the specifications of hosts. `distro` is such as `debian-12`."""
 
     distro: str
@@ -99,36 +101,47 @@ class Recipe:
         }
 
 
-def make_recipe(wishes: Wishes, specs: Sequence[HostSpec]) -> Recipe:
+@dataclass(frozen=True)
+class Collection:
+    """A bundle that is being made in the folder `work`; `places` says where each of its files lies, by its path."""
+
+    system: System
+    recipe: Recipe
+    work: str
+    tell: Tell
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
     """Return what hosts of these specifications need. Raises GpuprovError (exit code 2) for what can't be."""
-    row = _distribution(wishes.distro)
-    if wishes.architecture not in DEBIAN_ARCHITECTURES:
+    row = _distribution(wanted.distro)
+    if wanted.architecture not in DEBIAN_ARCHITECTURES:
         known = ", ".join(DEBIAN_ARCHITECTURES)
-        raise _usage(f"the architecture {wishes.architecture} is not supported", "", f"supported are: {known}")
-    driver, cuda_run = _driver(wishes, specs), _cuda(specs)
-    version = wishes.distro[len(row.id) + 1 :] or row.version
+        raise _usage(f"the architecture {wanted.architecture} is not supported", "", f"supported are: {known}")
+    driver, cuda_run = _driver(wanted, specs), _cuda(specs)
+    version = wanted.distro[len(row.id) + 1 :] or row.version
     return Recipe(
         distribution=row.id,
         version=version,
-        architecture=wishes.architecture,
-        packages=tuple(sorted({*_packages(row, wishes, specs), *_fabric_manager(row, wishes, driver.version)})),
-        kernels=tuple(sorted(set(wishes.kernels))),
+        architecture=wanted.architecture,
+        packages=tuple(sorted({*_packages(row, wanted, specs), *_fabric_manager(row, wanted, driver.version)})),
+        kernels=tuple(sorted(set(wanted.kernels))),
         driver=driver,
         cuda=cuda_run,
-        images=tuple(sorted(set(wishes.images))),
-        **_sources(row, version, wishes, specs),
+        images=tuple(sorted(set(wanted.images))),
+        **_sources(row, version, wanted, specs),
     )
 
 
-def _sources(row: Distribution, version: str, wishes: Wishes, specs: Sequence[HostSpec]) -> dict[str, Any]:
+def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[HostSpec]) -> dict[str, Any]:
     """Return where the packages come from: the distribution's servers or what replaces them, and what hosts add."""
-    architecture = wishes.architecture
+    architecture = wanted.architecture
     if row.package_manager == "apt":
-        found = [one for spec in specs for one in _repositories(row, wishes, spec)]
-        sources = wishes.sources or default_sources(row.id, row.version, architecture)
+        found = [one for spec in specs for one in _repositories(row, wanted, spec)]
+        sources = wanted.sources or default_sources(row.id, row.version, architecture)
         return {"sources": sources, "repositories": _distinct(found)}
-    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wishes, spec)]
-    own = rpm_sources(row.id, version, architecture, wishes.sources)
+    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
+    own = rpm_sources(row.id, version, architecture, wanted.sources)
     return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
 
 
@@ -143,11 +156,11 @@ def _distribution(distro: str) -> Distribution:
     return row
 
 
-def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
+def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> tuple[str, ...]:
     docker = (name for spec in specs for name in _engine(row, spec))
-    headers = (name for kernel in wishes.kernels for name in _headers(row, kernel))
+    headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
-    build = (*row.build_packages, *services) if wishes.kernels else ()
+    build = (*row.build_packages, *services) if wanted.kernels else ()
     more = (
         name
         for spec in specs
@@ -158,7 +171,7 @@ def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> t
             *software.hold_packages(row, spec),
         )
     )
-    return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
+    return tuple(sorted({*docker, *headers, *build, *more, *wanted.packages}))
 
 
 def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
@@ -171,24 +184,24 @@ def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
 
 
-def _repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[AptRepository, ...]:
+def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:
     """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
-    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
-    return repositories(with_docker(_with_cuda(row, wishes, spec), docker), wishes.architecture)
+    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
+    return repositories(with_docker(_with_cuda(row, wanted, spec), docker), wanted.architecture)
 
 
-def _rpm_repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[RpmRepository, ...]:
+def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
     """Return the same for dnf, which chooses zypper's packages too."""
-    docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
-    return rpm_repos.repositories(DNF, _with_cuda(row, wishes, spec), wishes.architecture, docker)
+    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
+    return rpm_repos.repositories(DNF, _with_cuda(row, wanted, spec), wanted.architecture, docker)
 
 
-def _with_cuda(row: Distribution, wishes: Wishes, spec: HostSpec) -> HostSpec:
+def _with_cuda(row: Distribution, wanted: Wanted, spec: HostSpec) -> HostSpec:
     """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
     _require_runfile(spec)
-    if wishes.fabric_manager and (problems := cuda.repository_problems(row, wishes.architecture, spec)):
+    if wanted.fabric_manager and (problems := cuda.repository_problems(row, wanted.architecture, spec)):
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
-    return cuda.with_repository_of(row, wishes.architecture, spec, more=wishes.fabric_manager)
+    return cuda.with_repository_of(row, wanted.architecture, spec, more=wanted.fabric_manager)
 
 
 def _require_runfile(spec: HostSpec) -> None:
@@ -200,20 +213,20 @@ def _require_runfile(spec: HostSpec) -> None:
         )
 
 
-def _fabric_manager(row: Distribution, wishes: Wishes, driver: str) -> tuple[str, ...]:
+def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str, ...]:
     """Return the package of the fabric manager of the driver's very version, if it is asked for."""
-    if not wishes.fabric_manager:
+    if not wanted.fabric_manager:
         return ()
     if not driver:
         raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
     return fabric_manager.packages(driver, manager_of(row), FabricFacts())
 
 
-def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> RunFile:
+def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
     """Return the one driver that all specifications ask for."""
     return _only(
         (
-            RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wishes.architecture),
+            RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wanted.architecture),
                     spec.driver_sha256)
             for spec in specs
             if spec.driver == "runfile" and spec.driver_version
@@ -242,9 +255,9 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
 def _only(asked: Iterable[RunFile], what: str) -> RunFile:
     """Return the one .run file that is asked for, or none; whoever pins its digest pins it for all."""
     files = tuple(asked)
-    wanted = {(one.version, one.url) for one in files}
-    if len(wanted) > 1:
-        seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in wanted))
+    kinds = {(one.version, one.url) for one in files}
+    if len(kinds) > 1:
+        seen = ", ".join(sorted(f"{version} from {masked(url)}" for version, url in kinds))
         raise _usage(f"the hosts ask for different {what}, and a bundle holds one", seen, "make one for each: --limit")
     digests = {one.sha256 for one in files} - {""}
     if len(digests) > 1:

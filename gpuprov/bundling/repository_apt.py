@@ -9,7 +9,7 @@ import re
 import time
 
 from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundlePackage
-from gpuprov.bundling.recipe import Recipe
+from gpuprov.bundling.recipe import Collection, Recipe
 from gpuprov.bundling.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundling.sources import ARCHIVES
 from gpuprov.core.changes import Tell
@@ -26,14 +26,13 @@ _PASSED = re.compile(r'^Acquire::(?:http|https|ftp)::.*";$', re.MULTILINE)
 _APT = ("apt-get", "-q", "--yes", "--no-install-recommends", "-o", "Acquire::Retries=3")
 
 
-def collect_apt(
-    system: System, recipe: Recipe, work: str, key: RepositoryKey, tell: Tell, places: dict[str, str]
-) -> tuple[BundlePackage, ...]:
-    """Return the recipe's packages and all that they need, downloaded, indexed and signed below `work`.
+def collect_apt(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]:
+    """Return the recipe's packages and all that they need, downloaded, indexed and signed.
 
-    Their files are added to `places`. Raises GpuprovError, naming what can't be had.
+    Their files are added to the collection. Raises GpuprovError, naming what can't be had.
     """
-    environment = _private_apt(system, recipe, f"{work}/apt", tell, places)
+    system, recipe, tell = to.system, to.recipe, to.tell
+    environment = _private_apt(to, f"{to.work}/apt")
     tell("reading the repositories' lists", 0, 0)
     update = (*_APT, "-o", "APT::Update::Error-Mode=any", "update")
     done = system.run(update, timeout=_UPDATE_SECONDS, env=environment)
@@ -44,13 +43,13 @@ def collect_apt(
     done = system.run(install, timeout=_DOWNLOAD_SECONDS, env=environment, on_line=lambda line: _tell_get(line, tell))
     if not done.ok:
         raise GpuprovError("the packages can't be had", done.evidence(), "is a repository missing? --source, --hosts")
-    archives = f"{work}/apt/archives"
+    archives = f"{to.work}/apt/archives"
     found = [
-        _package(system, f"{archives}/{name}", places) for name in system.list_directory(archives) if _is_deb(name)
+        _package(system, f"{archives}/{name}", to.places) for name in system.list_directory(archives) if _is_deb(name)
     ]
     _require_all(done.stdout, len(found))
     found.sort(key=lambda pair: pair[0].file)
-    _write_index(system, recipe, work, [stanza for _, stanza in found], key, places)
+    _write_index(to, [stanza for _, stanza in found], key)
     return tuple(package for package, _ in found)
 
 
@@ -71,8 +70,9 @@ def _is_deb(name: str) -> bool:
     return name.endswith(".deb")
 
 
-def _private_apt(system: System, recipe: Recipe, root: str, tell: Tell, places: dict[str, str]) -> dict[str, str]:
+def _private_apt(to: Collection, root: str) -> dict[str, str]:
     """Make apt a root of its own in which nothing is installed; return the environment that leads it there."""
+    system, recipe = to.system, to.recipe
     if system.which("apt-get") is None or system.which("dpkg-deb") is None:
         raise GpuprovError(
             "there is no apt on this machine, and it chooses the packages",
@@ -82,7 +82,7 @@ def _private_apt(system: System, recipe: Recipe, root: str, tell: Tell, places: 
     for folder in ("lists/partial", "archives/partial", "none", "keys"):
         system.make_directory(f"{root}/{folder}", 0o700)
     system.write(f"{root}/status", b"")
-    sources = [*recipe.sources, *(_site_source(system, one, root, tell, places) for one in recipe.repositories)]
+    sources = [*recipe.sources, *(_site_source(to, one, root) for one in recipe.repositories)]
     _require_keyring(system, recipe)
     # What `file:` names, apt would use where it lies instead of bringing it here.
     lines = [re.sub(r"\sfile:", " copy:", line) for line in sources]
@@ -114,11 +114,11 @@ def _require_keyring(system: System, recipe: Recipe) -> None:
         )
 
 
-def _site_source(system: System, one: AptRepository, root: str, tell: Tell, places: dict[str, str]) -> str:
+def _site_source(to: Collection, one: AptRepository, root: str) -> str:
     """Fetch a repository's key, hold it against its fingerprint, and return the repository as a line for apt."""
     key = f"{root}/keys/{one.name}.gpg"
-    InstallKey(key, one.key_url, one.key_fingerprint).apply(system, tell)
-    places[f"keys/{one.name}.gpg"] = key
+    InstallKey(key, one.key_url, one.key_fingerprint).apply(to.system, to.tell)
+    to.places[f"keys/{one.name}.gpg"] = key
     words = one.suite if one.suite.endswith("/") else f"{one.suite} {one.components or 'main'}"
     return f"deb [arch={one.architecture} signed-by={key}] {one.uri} {words}"
 
@@ -139,10 +139,9 @@ def _package(system: System, place: str, places: dict[str, str]) -> tuple[Bundle
     return BundlePackage(fields["Package"], fields["Version"], fields["Architecture"], path), stanza
 
 
-def _write_index(
-    system: System, recipe: Recipe, work: str, stanzas: list[str], key: RepositoryKey, places: dict[str, str]
-) -> None:
+def _write_index(to: Collection, stanzas: list[str], key: RepositoryKey) -> None:
     """Write Packages, the key, and InRelease, which is Release signed; its date is no bundle's own."""
+    system, recipe, work = to.system, to.recipe, to.work
     packages = "\n".join(stanzas).encode()
     date = time.strftime("%a, %d %b %Y %H:%M:%S UTC", time.gmtime(SIGNED_AT))
     release = (
@@ -154,5 +153,5 @@ def _write_index(
     system.write(f"{work}/key.gpg", key.public)
     key.clear_sign(f"{work}/Release", f"{work}/InRelease")
     for name in ("Packages", "InRelease"):
-        places[f"{REPOSITORY}/{name}"] = f"{work}/{name}"
-    places[REPOSITORY_KEY] = f"{work}/key.gpg"
+        to.places[f"{REPOSITORY}/{name}"] = f"{work}/{name}"
+    to.places[REPOSITORY_KEY] = f"{work}/key.gpg"

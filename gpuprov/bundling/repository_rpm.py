@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundlePackage, is_safe_path
-from gpuprov.bundling.recipe import Recipe
+from gpuprov.bundling.recipe import Collection, Recipe
 from gpuprov.bundling.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundling.rpm_sources import RpmSource
 from gpuprov.core.changes import Tell
@@ -31,17 +31,16 @@ _QUERY = (
 _SIGNER = re.compile(r"Key (?:ID|Fingerprint):? ?[0-9a-f]*([0-9a-f]{16})")
 
 
-def collect_rpm(
-    system: System, recipe: Recipe, work: str, key: RepositoryKey, tell: Tell, places: dict[str, str]
-) -> tuple[BundlePackage, ...]:
-    """Return the recipe's packages and all that they need, downloaded, indexed and signed below `work`.
+def collect_rpm(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]:
+    """Return the recipe's packages and all that they need, downloaded, indexed and signed.
 
-    Their files are added to `places`. Raises GpuprovError, naming what can't be had.
+    Their files are added to the collection. Raises GpuprovError, naming what can't be had.
     """
+    system, recipe, places = to.system, to.recipe, to.places
     _require_programs(system)
-    root = f"{work}/rpm"
+    root = f"{to.work}/rpm"
     makers = _write_sources(system, recipe, root)
-    _download(system, recipe, root, tell)
+    _download(to, root)
     folder = f"{root}/packages"
     names = tuple(name for name in system.list_directory(folder) if name.endswith(".rpm"))
     if not names:
@@ -99,7 +98,8 @@ def _source_text(source: RpmSource, root: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _download(system: System, recipe: Recipe, root: str, tell: Tell) -> None:
+def _download(to: Collection, root: str) -> None:
+    system, recipe, tell = to.system, to.recipe, to.tell
     major = recipe.version.partition(".")[0]
     settings = {
         "reposdir": f"{root}/repos.d", "cachedir": f"{root}/cache", "keepcache": "False",

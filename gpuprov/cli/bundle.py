@@ -8,11 +8,11 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from gpuprov.fleet.given import FILE, text
+from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
@@ -43,9 +43,13 @@ def bundle() -> None:
     "--distro", metavar="NAME-VERSION", required=True, help="The hosts' distribution, such as debian-12 or rocky-9."
 )
 @click.option(
-    "--arch", metavar="ARCH", default=platform.machine, help="The hosts' `uname -m`. Default: this machine's."
+    "--arch",
+    "architecture",
+    metavar="ARCH",
+    default=platform.machine,
+    help="The hosts' `uname -m`. Default: this machine's.",
 )
-@text("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
+@text_option("--driver", metavar="VERSION", help="The driver. Default: what the inventory asks for.")
 @click.option(
     "--driver-file",
     metavar="FILE",
@@ -86,39 +90,11 @@ def bundle() -> None:
     help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf and zypper, instead of the "
     "distribution's own servers. Once for each.",
 )
-@text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
-@click.option(
-    "--hosts",
-    type=FILE,
-    metavar="INVENTORY",
-    multiple=True,
-    help="Take along what these hosts ask for: driver, toolkit, repositories, packages.",
-)
-@text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
-@click.option(
-    "--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the inventory."
-)
-@text("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+@text_option("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
+@options_of_inventories(help_of_hosts="Take along what these hosts ask for: driver, toolkit, repositories, packages.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
-def create(
-    distro: str,
-    arch: str,
-    driver: str,
-    driver_file: str | None,
-    cuda_file: str | None,
-    fabric_manager: bool,
-    kernels: tuple[str, ...],
-    packages: tuple[str, ...],
-    images: tuple[str, ...],
-    sources: tuple[str, ...],
-    sign_key: str,
-    hosts: tuple[str, ...],
-    limit: str,
-    extra_vars: tuple[str, ...],
-    vault_password_file: str,
-    output: str,
-) -> None:
+def create(sign_key: str, output: str, **given: Any) -> None:
     """Collect packages with all that they depend on, keys, the driver and gpuprov's agent into one file.
 
     Needs apt (dnf and createrepo_c for rpm's distributions), gpg, a network, and no root.
@@ -128,19 +104,15 @@ def create(
       gpuprov bundle create --distro debian-12 --driver 550.163.01 --kernel 6.1.0-37-amd64 -o bundle.tar
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
-    from gpuprov.bundling.recipe import Wishes, make_recipe
+    from gpuprov.bundling.recipe import Wanted, make_recipe
     from gpuprov.core.system import System
     from gpuprov.driver.mirror import resolved
 
-    changed = {"driver_version": driver}
-    if driver_file:
-        changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
-    if cuda_file:
-        # A path alone would be one on the hosts.
-        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
-    specs = _specs(hosts, limit, extra_vars, vault_password_file, {k: v for k, v in changed.items() if v})
-    specs = tuple(resolved(System(), spec, arch) for spec in specs)
-    recipe = make_recipe(Wishes(distro, arch, kernels, packages, images, sources, fabric_manager), specs)
+    inventory = {name: given.pop(name) for name in INVENTORY_FIELDS}
+    changed = _changed(given.pop("driver"), given.pop("driver_file"), given.pop("cuda_file"))
+    wanted = Wanted(**given)
+    specs = tuple(resolved(System(), spec, wanted.architecture) for spec in _specs(inventory, changed))
+    recipe = make_recipe(wanted, specs)
     contents = _create(recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
     click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
@@ -152,17 +124,24 @@ def _sha256(file: str) -> str:
     return System().sha256(str(Path(file).resolve()))
 
 
-def _specs(
-    hosts: tuple[str, ...], limit: str, extra_vars: tuple[str, ...], vault_password_file: str, changed: dict[str, str]
-) -> tuple[HostSpec, ...]:
+def _changed(driver: str, driver_file: str | None, cuda_file: str | None) -> dict[str, str]:
+    """Return the options of the specification that win over the inventory."""
+    changed = {"driver_version": driver} if driver else {}
+    if driver_file:
+        changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
+    if cuda_file:
+        # A path alone would be one on the hosts.
+        changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
+    return changed
+
+
+def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec, ...]:
     """Return the specifications of the inventory's hosts, or the one that -e describes."""
     from gpuprov.fleet.inventory import read_extra_vars, read_inventory
     from gpuprov.wire.spec import parse_spec, spec_to_json
 
-    if hosts:
-        found = read_inventory(hosts, limit=limit, extra_vars=extra_vars, vault_password_file=vault_password_file).hosts
-    else:
-        found = (read_extra_vars(extra_vars),)
+    sources = inventory.pop("hosts")
+    found = read_inventory(sources, **inventory).hosts if sources else (read_extra_vars(inventory["extra_vars"]),)
     specs = (parse_spec({**spec_to_json(target.spec), **changed}, "the command line") for target in found)
     return tuple(dict.fromkeys(specs))
 
@@ -172,6 +151,7 @@ def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
     from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle.signature import export_key, sign
     from gpuprov.bundling import create as collecting
+    from gpuprov.bundling.recipe import Collection
     from gpuprov.core.system import System
     from gpuprov.fleet.agent_build import build_agent
 
@@ -179,9 +159,8 @@ def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
     work = system.temporary_directory("/var/tmp")
     part = output.with_name(f"{output.name}.part")
     try:
-        collected = collecting.collect(
-            system, recipe, build_agent().content, work, str(Path(_CACHE).expanduser()), _tell
-        )
+        to = Collection(system, recipe, work, _tell)
+        collected = collecting.collect(to, build_agent().content, str(Path(_CACHE).expanduser()))
         signature = b""
         if sign_key:
             environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
@@ -231,7 +210,7 @@ def show(file: str, as_json: bool) -> None:
 
 @bundle.command(short_help="Check every digest, and the signature if a key is given.")
 @_FILE
-@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
+@text_option("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed it.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def verify(file: str, bundle_key: str, as_json: bool) -> None:
     """Check every digest, and the signature if a key is given; exit 1 if anything is wrong.
@@ -242,7 +221,7 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
       gpuprov bundle verify bundle.tar --bundle-key 'AB12 … 90EF'
     """
     from gpuprov.bundle.check import checked
-    from gpuprov.fleet.output import percentage
+    from gpuprov.fleet.standard_streams import percentage
 
     try:
         contents = checked(str(Path(file).absolute()), bundle_key, percentage("checking every digest:"))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpuprov.fleet.given import FILE, FOLDER, standard_input
+from gpuprov.fleet.options import FILE, FOLDER
+from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from gpuprov.fleet.given import standard_input
-from gpuprov.fleet.text import plain
+from gpuprov.fleet.display_text import plain
+from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
@@ -105,8 +105,9 @@ def _explain_on_hosts(hosts: tuple[str, ...], limit: str, container: str, *, as_
     """Say what was decided for the container on each host; with one host that has it, that is enough."""
     from gpuprov.engines.containers import decision_of
     from gpuprov.fleet.inventory import read_inventory
+    from gpuprov.fleet.options import SshSettings
     from gpuprov.fleet.remote_system import RemoteSystem
-    from gpuprov.fleet.ssh import SshSettings, connected
+    from gpuprov.fleet.ssh import connected
 
     if not hosts or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"

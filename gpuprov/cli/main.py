@@ -19,48 +19,22 @@ from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.hook import hook
 from gpuprov.cli.runtime import runtime
-from gpuprov.fleet.given import FILE, text
+from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
-_CONNECTION_OPTIONS = (
-    click.option("--hosts", type=FILE, metavar="INVENTORY", multiple=True, help="An Ansible inventory: file, directory "
-                 "or `a,b,`. Default: this machine."),
-    text("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit."),
-    click.option("--extra-vars", "-e", metavar="VAR", multiple=True, help="key=value, JSON or @file.yml; wins over the "
-                 "inventory."),
-    text("--vault-password-file", type=FILE, help="The password of encrypted variables."),
-    click.option("--forks", metavar="N", type=click.IntRange(1, 1000), default=20, show_default=True,
-                 help="How many hosts at a time."),
-    text("--serial", metavar="N|N%|1,5,20%", help="In batches of so many hosts, as Ansible's "
-                 "serial: the next begins when one is through."),
-    text("--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have "
-                 "failed."),
-    text("--canary", metavar="HOST|N", help="These hosts, or the first N, before all others; if "
-                 "one fails, nothing else begins."),
-    click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
-    click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
-    click.option("--accept-new-host-keys", is_flag=True, help="Store host keys seen for the first time; changed ones "
-                 "are refused all the same."),
-    click.option("--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10,
-                 show_default=True, help="How long to wait for a connection."),
-    click.option("--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500, show_default=True,
-                 help="Give up on a host that says nothing for so long."),
-    click.option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none."),
-    text("--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."),
-    click.option("--json", "as_json", is_flag=True, help="Print events as JSON lines, a summary last."),
-    click.option("--verbose", "-v", is_flag=True, help="Tell more."),
-)  # fmt: skip
-_CHECK_OPTION = click.option("--check", "-C", is_flag=True, help="Say what would change; change nothing.")
-_DIFF_OPTION = click.option("--diff", "-D", is_flag=True, help="Show the changes to files.")
 
+def _run_options(command: str) -> Callable[[_Command], _Command]:
+    """Return what gives a command its options for a run over hosts, and those that ask for passwords."""
 
-def _fleet_options(command: _Command) -> _Command:
-    for option in reversed(_CONNECTION_OPTIONS):
-        command = option(command)
-    return command
+    def give(function: _Command) -> _Command:
+        function = click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password.")(function)
+        function = click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password.")(function)
+        return options_of(command)(function)
+
+    return give
 
 
 @click.group(context_settings=_SETTINGS)
@@ -84,15 +58,10 @@ def cli() -> None:
 
 
 @cli.command(short_help="Bring hosts to what the inventory says.")
-@_CHECK_OPTION
-@_DIFF_OPTION
-@text("--bundle", "bundle_file", type=FILE, help="Install from this file alone, without a "
-              "network (`gpuprov bundle create` makes it).")  # fmt: skip
-@text("--bundle-key", metavar="FINGERPRINT", help="The key that must have signed the bundle.")
 @click.option("--reboot", type=click.Choice(["never", "if-needed"]), help="Whether a host that needs it may be "
               "rebooted; the run then goes on by itself. Default: what gpuprov_reboot says.")  # fmt: skip
-@_fleet_options
-def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: str | None, **options: Any) -> None:
+@_run_options("install")
+def install(reboot: str | None, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
 
     Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
@@ -103,15 +72,14 @@ def install(check: bool, diff: bool, bundle_file: str, bundle_key: str, reboot: 
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
     """
-    more = {"check": check, "diff": diff, "bundle": bundle_file, "bundle_key": bundle_key}
-    _run("install", options, overrides=_given(reboot=reboot), **more)
+    _run("install", options, reboot=reboot)
 
 
 @cli.command(short_help="Compare what containers see with what the host has.")
-@text("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
+@text_option("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
               "host's own.")  # fmt: skip
-@text("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
-@_fleet_options
+@text_option("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
+@_run_options("verify")
 def verify(image: str, torch_image: str, **options: Any) -> None:
     """Compare what containers see with what the host has; a table of checks.
 
@@ -121,11 +89,11 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
       gpuprov verify --hosts inventory.ini
       gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
     """
-    _run("verify", options, overrides=_given(verify_image=image, torch_image=torch_image))
+    _run("verify", options, verify_image=image, torch_image=torch_image)
 
 
 @cli.command(short_help="Say why containers do not see the GPUs, and what to type.")
-@_fleet_options
+@_run_options("doctor")
 def doctor(**options: Any) -> None:
     """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
 
@@ -141,7 +109,7 @@ def doctor(**options: Any) -> None:
 
 
 @cli.command(short_help="Show what hosts are; changes nothing.")
-@_fleet_options
+@_run_options("facts")
 def facts(**options: Any) -> None:
     """Show what hosts are: distribution, kernel, GPUs, driver, docker. Changes nothing.
 
@@ -155,23 +123,21 @@ def facts(**options: Any) -> None:
 
 
 @cli.command()
-@_fleet_options
+@_run_options("rollback")
 def rollback(**options: Any) -> None:
     """Undo the last run on each host, back to the byte.
 
     \b
     Examples:
-      sudo gpuprov rollback
+      sudo gpuprov rollback --check --diff
       gpuprov rollback --hosts inventory.ini --limit lab-a
     """
     _run("rollback", options)
 
 
 @cli.command(short_help="Undo all runs, and remove what is left of gpuprov.")
-@_CHECK_OPTION
-@_DIFF_OPTION
-@_fleet_options
-def uninstall(check: bool, diff: bool, **options: Any) -> None:
+@_run_options("uninstall")
+def uninstall(**options: Any) -> None:
     """Undo all runs on each host, the newest first, and remove what is left of gpuprov.
 
     What can't be brought back is listed before anything is done: --check shows it.
@@ -181,15 +147,15 @@ def uninstall(check: bool, diff: bool, **options: Any) -> None:
       sudo gpuprov uninstall --check --diff
       gpuprov uninstall --hosts inventory.ini --limit lab-a
     """
-    _run("uninstall", options, check=check, diff=diff)
+    _run("uninstall", options)
 
 
 @cli.command()
 @click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
-@text("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
+@text_option("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
               "beginning of it. Default: the last.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@text("--html", type=FILE, help="Write it as one HTML page instead.")
+@text_option("--html", type=FILE, help="Write it as one HTML page instead.")
 @click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
 def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
     """Show again what came of a run.
@@ -288,50 +254,67 @@ cli.add_command(hook)
 cli.add_command(runtime)
 
 
-def _given(**variables: str | None) -> tuple[tuple[str, str], ...]:
-    """Return what wins over the inventory: the variables that the command line has."""
-    return tuple((name, value) for name, value in variables.items() if value)
+def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:
+    """Carry a command out; `overrides` win over the inventory if they have a value."""
+    from gpuprov.fleet.command import run_command
+    from gpuprov.fleet.options import Options
+
+    password = _asked("SSH password", wanted=options.pop("ask_pass"))
+    become_password = _asked("sudo password", wanted=options.pop("ask_become_pass"))
+    wanted = tuple((name, value) for name, value in overrides.items() if value)
+    made = Options(command, password=password, become_password=become_password, overrides=wanted, **options)
+    raise SystemExit(int(run_command(made)))
 
 
-def _run(command: str, given: dict[str, Any], **more: Any) -> None:
-    from gpuprov.fleet.command import Options, run_command
-    from gpuprov.fleet.passwords import ask
+def _asked(what: str, *, wanted: bool) -> str:
+    """Return what is typed at the terminal or, where there is none, the next line of standard input.
 
-    options = Options(
-        command=command,
-        hosts=given["hosts"],
-        limit=given["limit"],
-        extra_vars=given["extra_vars"],
-        vault_password_file=given["vault_password_file"],
-        json=given["as_json"],
-        verbose=given["verbose"],
-        forks=given["forks"],
-        serial=given["serial"],
-        max_fail=given["max_fail"],
-        canary=given["canary"],
-        password=ask("SSH password", wanted=given["ask_pass"]),
-        become_password=ask("sudo password", wanted=given["ask_become_pass"]),
-        accept_new_host_keys=given["accept_new_host_keys"],
-        connect_timeout=given["connect_timeout"],
-        host_timeout=given["host_timeout"],
-        bootstrap_python=given["bootstrap_python"],
-        report=given["report"],
-        **more,
-    )
-    raise SystemExit(int(run_command(options)))
+    Raises GpuprovError (exit code 2) if there is neither.
+    """
+    if not wanted:
+        return ""
+    if _has_terminal():
+        return str(click.prompt(what, hide_input=True, err=True))
+    line = sys.stdin.readline() if sys.stdin else ""
+    if not line:
+        raise GpuprovError(
+            f"there is nobody to ask for the {what}",
+            "no terminal, and nothing more on standard input",
+            "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault",
+            exit_code=ExitCode.USAGE,
+        )
+    return line.rstrip("\n")
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _leave_removed_folder() -> None:
+    """Go to the root if the working directory was removed: Ansible and relative paths ask for it."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        os.chdir("/")
+        click.echo("warning: the working directory was removed; relative paths count from /", err=True)
 
 
 def main() -> None:
     """Run the command line; every way to fail ends in a sentence, never in a traceback."""
     try:
-        from gpuprov.fleet.output import lasting_outputs
+        from gpuprov.fleet.standard_streams import lasting_outputs
 
         if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
             os.environ["HOME"] = "/"  # as docker has it
+        _leave_removed_folder()
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:
-        from gpuprov.fleet.text import plain
+        from gpuprov.fleet.display_text import plain
 
         click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuprov.fleet.given import FILE
+from gpuprov.fleet.options import FILE
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:

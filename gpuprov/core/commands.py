@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, TypeVar
 
 # Commands find their programs here, whatever the caller's PATH is: a host-side run is root's.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -50,6 +51,25 @@ class Completed:
         """Return the command, its exit code and the last lines it printed, for an error."""
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()[-lines:]
         return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
+
+
+_Row = TypeVar("_Row")
+
+
+def first_match(
+    rows: Iterable[_Row], pattern: Callable[[_Row], str], said: Iterable[str], flags: int = 0
+) -> tuple[_Row, str] | None:
+    """Return the first row whose pattern is found in one of the lines, and the first such line; None if no row's is.
+
+    The order of the rows decides, not that of the lines: programs say consequences before causes.
+    """
+    lines = tuple(said)
+    for row in rows:
+        compiled = re.compile(pattern(row), flags)
+        line = next((line for line in lines if compiled.search(line)), None)
+        if line is not None:
+            return row, line
+    return None
 
 
 def run_command(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Callable, TypeVar
 
 from gpuprov.core.changes import Tell
+from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem
 
@@ -288,7 +289,8 @@ _CAUSES = (
 
 def _explained(url: str, error: Exception) -> GpuprovError:
     said = masked(str(error))
-    for part, meaning, next_step in _CAUSES:
-        if part in said:
-            return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)
+    found = first_match(_CAUSES, lambda row: row[0], [said])
+    if found is not None:
+        (_, meaning, next_step), _ = found
+        return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)
     return GpuprovError(f"{masked(url)} can't be reached", said[-200:], "check network and proxy, then run this again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpuprov.core.commands import first_match
 from gpuprov.package_managers.interface import Commands
 from gpuprov.wire.errors import GpuprovError
 
@@ -226,11 +227,11 @@ def explain_failure(
     if returncode == 0 and not errors:
         return None
     said = f"{log}\n{output}"
-    for pattern, what, next_step in _FAILURES:
-        line = next((line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)), None)
-        if line is not None:
-            own = {"install": commands.install, "remove": commands.remove, "initramfs": initramfs}
-            return what, line.strip(), next_step.format(**own)
+    found = first_match(_FAILURES, lambda row: row[0], said.splitlines(), re.IGNORECASE)
+    if found is not None:
+        (_, what, next_step), line = found
+        own = {"install": commands.install, "remove": commands.remove, "initramfs": initramfs}
+        return what, line.strip(), next_step.format(**own)
     what, next_step = _FAILED_BY_CODE.get(
         returncode, ("the driver's installer reported errors", "see the log named above")
     )

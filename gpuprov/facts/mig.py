@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuprov.core.system import System
@@ -29,6 +29,11 @@ class MigGpu:
     pending: str
     instances: tuple[str, ...] = ()
     most: Mapping[str, int] = field(default_factory=dict)
+
+
+def mig_layout(gpus: Iterable[tuple[object, Sequence[str]]]) -> str:
+    """Return (index, profiles of the instances) pairs as `0: 3g.40gb, 3g.40gb; 1: 7g.80gb`, for people and pages."""
+    return "; ".join(f"{index}: {', '.join(instances)}" for index, instances in gpus if instances)
 
 
 def gather_mig(system: System) -> tuple[MigGpu, ...]:

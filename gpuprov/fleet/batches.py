@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpuprov.fleet.display_text import counted, listed
 from gpuprov.fleet.target import HostTarget
-from gpuprov.fleet.text import counted, listed
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _SHARE = re.compile(r"(\d{1,6})(%?)")

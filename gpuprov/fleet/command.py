@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.core.download import masked
 from gpuprov.fleet.batches import Rollout, parse_rollout
-from gpuprov.fleet.beside import begun_beside
+from gpuprov.fleet.display_text import one_line
 from gpuprov.fleet.history import Run, moment, new_identifier, save
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.fleet.text import one_line
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import parse_spec, spec_to_json
@@ -37,37 +36,6 @@ _NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
 # What to type next: after an installation that went well, and after a verification that did not.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
-# What a run over SSH needs, and nothing before it: half a second of imports.
-_FOR_SSH = ("fabric", "rich.console", "gpuprov.fleet.run", "gpuprov.fleet.progress", "gpuprov.fleet.report")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for. `overrides` are options of the specification that win over the inventory."""
-
-    command: str
-    hosts: tuple[str, ...] = ()
-    limit: str = ""
-    extra_vars: tuple[str, ...] = ()
-    vault_password_file: str = ""
-    check: bool = False
-    diff: bool = False
-    json: bool = False
-    verbose: bool = False
-    forks: int = 20
-    serial: str = ""
-    max_fail: str = ""
-    canary: str = ""
-    password: str = field(default="", repr=False)
-    become_password: str = field(default="", repr=False)
-    accept_new_host_keys: bool = False
-    connect_timeout: float = 10.0
-    host_timeout: float = 4500.0
-    bootstrap_python: bool = False
-    report: str = ""
-    overrides: tuple[tuple[str, str], ...] = ()
-    bundle: str = ""
-    bundle_key: str = ""
 
 
 def run_command(options: Options) -> ExitCode:
@@ -119,35 +87,29 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
             raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
         return "", ""
     from gpuprov.bundle.check import checked
-    from gpuprov.fleet.output import percentage
+    from gpuprov.fleet.standard_streams import percentage
 
     path = str(Path(options.bundle).absolute())
+    if not Path(path).is_file():
+        raise GpuprovError(
+            f"there is no bundle {options.bundle}", f"{path}: no such file",
+            "name the file that `gpuprov bundle create` wrote", exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
 def _inventory(options: Options) -> Inventory:
     if options.hosts:
-        inventory = _read(options)
-    else:
-        _require_local_call_to_make_sense(options)
-        inventory = Inventory((read_extra_vars(options.extra_vars),))
-    return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
-
-
-def _read(options: Options) -> Inventory:
-    """Read the inventory in a process of its own, while this one gets ready for SSH: each takes half a second."""
-    inventory = begun_beside(
-        lambda: read_inventory(
+        inventory = read_inventory(
             options.hosts,
             limit=options.limit,
             extra_vars=options.extra_vars,
             vault_password_file=options.vault_password_file,
         )
-    )
-    for name in _FOR_SSH:
-        importlib.import_module(name)
-    _agent()
-    return inventory()
+    else:
+        _require_local_call_to_make_sense(options)
+        inventory = Inventory((read_extra_vars(options.extra_vars),))
+    return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 
 @functools.cache
@@ -182,17 +144,13 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
 
 def _run(options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout) -> tuple[HostResult, ...]:
     from gpuprov.fleet.run import Fleet, RunSettings
-    from gpuprov.fleet.ssh import SshSettings
 
     console = make_console()
     settings = RunSettings(
         _agent,
+        options,
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
-        SshSettings(options.accept_new_host_keys, options.connect_timeout),
-        options.bootstrap_python,
-        options.forks,
         rollout,
-        options.host_timeout,
     )
     progress = _progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
@@ -204,8 +162,11 @@ def make_console() -> Console:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        # With NO_COLOR rich would keep bold: plain is plain.
+        return Console(highlight=False, markup=False, emoji=False, color_system=None) if console.no_color else console
     # In a pipe nobody's window limits the line; rich would break tables at 80 columns.
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
+    return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
@@ -213,7 +174,7 @@ def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progr
 
     if options.json:
         return JsonLines(console)
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
         return LiveTable(console, hosts, diff=options.diff)
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 

@@ -23,7 +23,9 @@ from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange
 
 MOST_RUNS = 50
-_FORMAT = 1
+_FORMAT = 2
+# What format 1 called a check's fields: `host` stood for two things there.
+_RENAMED = {"host": "on_host", "container": "in_container"}
 _IDENTIFIER = re.compile(r"\d{8}T\d{6}-\d+")
 _HIDDEN = "•••"
 _SHORTEST_SECRET = 4  # shorter ones would blot out half of every sentence
@@ -115,6 +117,22 @@ def load(identifier: str = "") -> Run:
         raise _usage(f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}") from None
 
 
+def before(run: Run) -> Run | None:
+    """Return the last run before this one of the same command over the same inventory, or None; broken ones count not.
+
+    A check and an installation are two kinds.
+    """
+    for identifier in identifiers():
+        if identifier < run.identifier:
+            try:
+                found = load(identifier)
+            except GpuprovError:
+                continue
+            if (found.command, found.check, found.inventory) == (run.command, run.check, run.inventory):
+                return found
+    return None
+
+
 def _finite(text: str) -> float:
     """Return a number, 0 for one that is none: earlier versions kept whatever a host had sent."""
     number = float(text)
@@ -132,18 +150,19 @@ def to_json(run: Run) -> dict[str, Any]:
 
 def from_json(data: Mapping[str, Any]) -> Run:
     """Return the run that JSON holds; raises ValueError, TypeError or KeyError for anything else."""
-    if data["format"] != _FORMAT:
+    if data["format"] not in (1, _FORMAT):
         raise ValueError(f"format {data['format']} is not known to gpuprov {__version__}")
     values = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
-    results = tuple(_result(one) for one in data["results"])
+    results = tuple(_result(one, _RENAMED if data["format"] == 1 else {}) for one in data["results"])
     return Run(**{**values, "inventory": tuple(data["inventory"]), "results": results})
 
 
-def _result(data: Mapping[str, Any]) -> HostResult:
+def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:
     parts: Mapping[str, type[Any]] = {
         "problems": Problem, "checks": CheckDone, "plan": PlannedChange, "made": MadeChange,
     }  # fmt: skip
-    built = {key: tuple(cls(**one) for one in data[key]) for key, cls in parts.items()}
+    checks = [{renamed.get(name, name): value for name, value in check.items()} for check in data["checks"]]
+    built = {key: tuple(cls(**one) for one in {**data, "checks": checks}[key]) for key, cls in parts.items()}
     return HostResult(**{**data, **built, "exit_code": ExitCode(data["exit_code"])})
 
 

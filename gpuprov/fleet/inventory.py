@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpuprov.fleet.ansible_messages import (
+from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
+    Wrong,
     ansible_error,
     ansible_said,
     ansible_temporary_folder,
@@ -22,13 +23,12 @@ from gpuprov.fleet.ansible_messages import (
     clean,
     explained,
     vault_hint,
+    with_origins,
     worth_telling,
 )
-from gpuprov.fleet.ansible_routing import keep_routing
-from gpuprov.fleet.origins import with_origins
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import PREFIX, spec_from_variables
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
@@ -52,14 +52,15 @@ def read_inventory(
     """
     for source in sources:
         _require_there(source)
+    _require_files(extra_vars)
     with ansible_temporary_folder(), ansible_said() as said:
         try:
-            hosts = _load(sources, limit, extra_vars, vault_password_file, said)
+            hosts, given = _load(sources, limit, extra_vars, vault_password_file, said)
         except ansible_error() as error:
             raise _usage(
                 "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
             ) from None
-    targets, warnings = _targets(hosts, sources)
+    targets, warnings = _targets(hosts, sources, given)
     return Inventory(targets, tuple(dict.fromkeys((*worth_telling(said), *warnings))))
 
 
@@ -72,9 +73,19 @@ def _require_there(source: str) -> None:
         raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint)
 
 
+def _require_files(extra_vars: Sequence[str]) -> None:
+    """Raise GpuprovError if -e names a file that is not there; Ansible's own sentence has five lines."""
+    for word in extra_vars:
+        path = Path(word[1:]).expanduser()
+        if word.startswith("@") and not path.is_file():
+            raise _usage(f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}",
+                         EXTRA_VARS_HINT)  # fmt: skip
+
+
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
     """Return this machine as the one host, described by extra variables alone. Raises GpuprovError (exit code 2)."""
     values: Mapping[str, Any] = {}
+    _require_files(extra_vars)
     if extra_vars:
         from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
@@ -91,8 +102,8 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
 
 def _load(
     sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, said: list[str]
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (name, variables that concern us, templates resolved) of every host."""
+) -> tuple[list[tuple[str, Mapping[str, Any]]], frozenset[str]]:
+    """Return (name, variables that concern us, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.template import Templar
@@ -101,7 +112,7 @@ def _load(
     loader = DataLoader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are looked for beside all that the manager has been given.
-    places = [source if "," in source else str(Path(source).absolute()) for source in sources]
+    places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
     manager = InventoryManager(loader=loader, sources=places, parse=False)
     for source, place in zip(sources, places):
         before = len(said)
@@ -127,14 +138,22 @@ def _load(
         values = variables.get_vars(host=host)
         templar = Templar(loader=loader, variables=values)
         found.append((str(host.name), _resolved(host.name, values, templar.template)))
-    return found
+    return found, frozenset(map(str, variables.extra_vars))
+
+
+def _expanded(names: str) -> str:
+    """Return `a,b,` with ranges such as gpu[01:03] written out, as Ansible does in files and advanced_host_list."""
+    from ansible.plugins.inventory import detect_range, expand_hostname_range
+
+    words = [word.strip() for word in names.split(",")]
+    every = [one for word in words for one in (expand_hostname_range(word) if detect_range(word) else [word])]
+    return ",".join(every) + ("" if len(every) > 1 else ",")
 
 
 @functools.cache
 def _find_plugins() -> None:
     from ansible.plugins.loader import init_plugin_loader
 
-    keep_routing(Path("~/.cache/gpuprov").expanduser())
     init_plugin_loader([])
 
 
@@ -195,20 +214,20 @@ def _give_vault_password(loader: Any, path: str) -> None:
 
 
 def _targets(
-    hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str]
+    hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str], given: frozenset[str]
 ) -> tuple[tuple[HostTarget, ...], list[str]]:
     targets: list[HostTarget] = []
     warnings: list[str] = []
-    problems: list[tuple[str, Problem]] = []
+    problems: list[Wrong] = []
     for name, values in hosts:
         try:
             arguments = _ssh_arguments(name, values)
             targets.append(target_from_variables(name, values, arguments))
             warnings += [f"{name}: {warning}" for warning in arguments.warnings]
         except GpuprovError as error:
-            problems += [(name, problem) for problem in error.problems]
+            problems += [Wrong(name, problem, values) for problem in error.problems]
     if problems:
-        raise GpuprovError.several(with_origins(problems, sources), exit_code=ExitCode.USAGE)
+        raise GpuprovError.several(with_origins(problems, sources, given), exit_code=ExitCode.USAGE)
     return tuple(targets), warnings
 
 

@@ -1,189 +1,373 @@
-"""A run as one HTML page: no script, nothing from elsewhere, no word from a host that is not escaped. Renders only."""
+"""A run as one HTML page: no script, nothing from elsewhere, no word from a host that is not escaped.
+
+This module says what stands on the page (numbers, names, the shapes of drawings); page.html.j2 says how it looks.
+"""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Iterator, Sequence
+import collections
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
 
 from gpuprov.fleet.causes import causes
+from gpuprov.fleet.display_text import counted, listed, plain, shortened
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.text import counted, listed, plain, shortened
-from gpuprov.fleet.versions import spreads
+from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.run_changes import differences
+from gpuprov.fleet.versions import MIG, mig_instances
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.events import CheckDone, PlannedChange
 
-# Colour never stands alone: every cell has its word or sign as well.
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1c1c1c;--dim:#5f6368;--line:#d8dadd;--head:#f3f4f5;
---good:#126b2e;--bad:#b3141d;--warn:#8a5a00}
-@media(prefers-color-scheme:dark){:root{--bg:#16181a;--fg:#e6e6e6;--dim:#a0a4a8;--line:#3a3d40;--head:#22252a;
---good:#6fce8a;--bad:#ff8a8a;--warn:#f0c060}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:90rem;
-background:var(--bg);color:var(--fg);font:16px/1.45 system-ui,sans-serif}
-h1{font-size:1.3rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:1.6rem 0 .5rem}
-p{margin:.2rem 0}.dim{color:var(--dim)}
-.good{color:var(--good)}.bad{color:var(--bad)}.warn{color:var(--warn)}
-.counts{display:flex;flex-wrap:wrap;gap:.4rem 1.4rem;font-size:1.1rem;margin:.7rem 0}
-.wide{overflow:auto;max-height:85vh;border:1px solid var(--line);border-radius:6px}
-table{border-collapse:separate;border-spacing:0;font-size:.88rem;width:100%}
-th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top;white-space:nowrap}
-td.text{white-space:normal;min-width:min(20rem,70vw);overflow-wrap:anywhere}
-thead th{position:sticky;top:0;background:var(--head);z-index:1}
-tbody th{position:sticky;left:0;background:var(--bg);font-weight:600}
-@media(max-width:40rem){tbody th{white-space:normal;overflow-wrap:anywhere;min-width:7rem;max-width:35vw}}
-.number{text-align:right;font-variant-numeric:tabular-nums}th.number{text-align:right}
-details,.cause{border:1px solid var(--line);border-radius:6px;padding:.5rem .8rem;margin:.5rem 0}
-summary{cursor:pointer}
-pre{margin:.4rem 0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.85rem}
-"""
-_HEAD = (
-    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-    '<meta name="referrer" content="no-referrer">\n'
-)
-_CLASSES = {"done": "good", "reboot needed": "warn", "not run": "warn", "ok": "good", "skipped": "warn"}
-_VERSION_NAMES = ("driver", "gpus", "docker", "kernel", "os")
-# Columns of numbers, aligned to the right with their heads.
-_NUMBERS = frozenset(("hosts", "changes", "time"))
+# Colour never stands alone: each state has its word, and in the grid its width.
+_STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",
+           "not run": "none"}  # fmt: skip
+_CHECK_STATES = {"ok": "good", "failed": "bad", "skipped": "warn"}
+_VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
 _MOST_NAMED = 30
+_MOST_VERSIONS = 8
+_FEW_HOSTS = 12  # so many have their names, and a bar for the time of each
+_MOST_DETAILED = 60  # so many have a row each, whatever came of them
+_MOST_ROWS = 150  # of hosts that are not done; the page stays below 1 MB
+_MOST_PLANS = 30
+_MOST_BINS = 24
+_SQUARE = 10  # units of the grid's drawings
 
 
-def render(run: Run) -> str:
-    """Return the page; the same run gives the same bytes."""
-    title = f"gpuprov {run.command}{' --check' if run.check else ''}"
-    body = (
-        *_top(run, title),
-        *_causes(run.results),
-        *_versions(run.results),
-        *_hosts(run.results),
-        *_details(run.results),
-    )
-    lines = (f"{_HEAD}<title>{_text(title)}: {_text(run.identifier)}</title>", f"<style>{_STYLE}</style>", "</head>",
-             "<body>", *body, "</body>", "</html>")  # fmt: skip
-    return "\n".join(lines) + "\n"
-
-
-def _text(value: object) -> str:
-    """Return what may stand between tags and within quotes: no control characters, no markup, and not without end."""
-    return html.escape(shortened(plain(value)), quote=True)
-
-
-def _top(run: Run, title: str) -> Iterator[str]:
-    yield f"<h1>{_text(title)}</h1>"
-    where = ", ".join(run.inventory) or "this machine"
-    limit = f", limited to {run.limit}" if run.limit else ""
-    yield f'<p class="dim">{_text(run.began.replace("T", " "))} · {_duration(run.seconds)} · {_text(where + limit)}</p>'
-    counts: dict[str, int] = {}
-    for result in run.results:
-        counts[result.word] = counts.get(result.word, 0) + 1
-    words = (f'<span class="{_class(word)}"><b>{number}</b> {_text(word)}</span>' for word, number in counts.items())
-    yield f'<p class="counts"><span><b>{counted(len(run.results), "host")}</b></span> {" ".join(words)}</p>'
-
-
-def _causes(results: Sequence[HostResult]) -> Iterator[str]:
-    found = causes(results)
-    if found:
-        yield "<h2>What failed, by cause</h2>"
-    for cause in found:
-        yield f'<div class="cause"><p class="bad"><b>{counted(len(cause.hosts), "host")}:</b> {_text(cause.what)}</p>'
-        yield f"<p>{_text(listed(cause.hosts, _MOST_NAMED))}</p>"
-        yield from (f"<pre>{_text(evidence)}</pre>" for evidence in cause.evidence)
-        if cause.next_step:
-            yield f"<p><b>next:</b> {_text(cause.next_step)}</p>"
-        yield "</div>"
-
-
-def _versions(results: Sequence[HostResult]) -> Iterator[str]:
-    rows = [
-        (_row_head(spread.name), _cell(spread.usual), _cell(str(spread.count), "number"),
-         _cell("; ".join(f"{version}: {listed(hosts, _MOST_NAMED)}" for version, hosts in spread.others), "text warn"))
-        for spread in spreads(results)
-    ]  # fmt: skip
-    if rows:
-        yield "<h2>Versions</h2>"
-        yield from _table(("", "on most hosts", "hosts", "the odd ones out"), rows)
-
-
-def _hosts(results: Sequence[HostResult]) -> Iterator[str]:
-    """Yield the table of hosts: outcome, one column for each check, or for each step of the work, then versions."""
-    versions = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in results)]
-    checks = list(dict.fromkeys(check.name for result in results for check in result.checks))
-    steps = list(dict.fromkeys(step for result in results for step in _steps(result)))
-    rows = (
-        (_row_head(result.host), _cell(result.word, _class(result.word)),
-         # Beside the outcome, where it is seen without scrolling.
-         _cell(result.reason, "text"), _cell(str(result.changed), "number"),
-         _cell(_duration(result.seconds), "number"), *(_check_cell(result, name) for name in checks),
-         *(_step_cell(result, step) for step in steps), *(_cell(result.versions.get(name, "")) for name in versions))
-        for result in results
+def render(run: Run, before: Run | None = None) -> str:
+    """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, finalize=_shown, keep_trailing_newline=True,
     )  # fmt: skip
-    yield "<h2>Hosts</h2>"
-    yield from _table(("host", "result", "reason", "changes", "time", *checks, *steps, *versions), rows)
+    environment.filters |= {"duration": _duration, "listed": _listed}
+    results = run.results
+    rows = _rows(results)
+    return environment.get_template("page.html.j2").render(
+        run=run,
+        title=f"gpuprov {run.command}{' --check' if run.check else ''}",
+        where=(", ".join(run.inventory) or "this machine") + (f", limited to {run.limit}" if run.limit else ""),
+        states=_states(results),
+        hosts=counted(len(results), "host"),
+        grid=_grid(results),
+        causes=causes(results),
+        versions=_versions(results),
+        durations=_durations(results),
+        gpus=_gpus(results),
+        plans=_plans(results) if run.check else (),
+        before=before,
+        changes=differences(before, run) if before else (),
+        rows=rows,
+        others=_others(results, rows),
+        step_counts=_step_counts,
+    )
+
+
+def _shown(value: object) -> object:
+    """Return what a template may show of a value: no control characters and not without end; Jinja escapes it."""
+    return value if isinstance(value, (Markup, int, float)) else shortened(plain(value))
+
+
+def _listed(names: Iterable[str], most: int = _MOST_NAMED) -> str:
+    return listed(names, most)
+
+
+def _duration(seconds: float) -> str:
+    """Return `4.2 s`, `3 min 20 s`."""
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+@dataclass(frozen=True)
+class State:
+    """How many hosts ended in a word; `x` and `width` are its part of the bar, in percent."""
+
+    word: str
+    kind: str
+    count: int
+    x: float
+    width: float
+
+
+def _states(results: Sequence[HostResult]) -> tuple[State, ...]:
+    counts = collections.Counter(result.word for result in results)
+    made: list[State] = []
+    x = 0.0
+    for word, kind in _STATES.items():
+        if counts[word]:
+            width = 100 * counts[word] / len(results)
+            made.append(State(word, kind, counts[word], round(x, 3), round(width, 3)))
+            x += width
+    return tuple(made)
+
+
+# -- the grid --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """One host of the grid: `paths` are (kind, path data) of its squares, from the top."""
+
+    host: str
+    sentence: str
+    paths: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One column for each host and one square for each of `names`; `size` is a class of the page."""
+
+    names: tuple[str, ...]
+    size: str
+    height: int
+    racks: tuple[tuple[str, tuple[Column, ...]], ...]
+
+
+def _grid(results: Sequence[HostResult]) -> Grid:
+    checks = dict.fromkeys(check.name for result in results for check in result.checks)
+    steps = dict.fromkeys(step for result in results for step in _steps(result))
+    names = ("result", *checks, *steps)
+    size = "few" if len(results) <= _FEW_HOSTS else "some" if len(results) <= 150 else "many"
+    by_rack: dict[str, list[Column]] = {}
+    racks = _racks([result.host for result in results])
+    for result in results:
+        kinds = [_STATES[result.word], *(_check_state(result, name) for name in checks),
+                 *(_step_state(result, step) for step in steps)]  # fmt: skip
+        by_rack.setdefault(racks(result.host), []).append(Column(result.host, _sentence(result), _paths(kinds)))
+    made = tuple((name, tuple(columns)) for name, columns in by_rack.items())
+    return Grid(names, size, _SQUARE * len(names), made)
+
+
+def _racks(hosts: Sequence[str]) -> collections.abc.Callable[[str], str]:
+    """Return what names a host's rack: `r12-` of r12-gpu3; nothing for all where names do not tell of racks."""
+
+    def rack(host: str) -> str:
+        label, dash, _ = host.partition("-")
+        return label if dash and any(map(str.isdecimal, label)) else ""
+
+    sizes = collections.Counter(map(rack, hosts))
+    told = len(sizes) > 1 and "" not in sizes and len(sizes) * 3 <= len(hosts)
+    return rack if told else lambda host: ""
+
+
+def _paths(kinds: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return each kind's squares as one path of vertical strokes, which the page's style dashes into squares."""
+    paths: dict[str, str] = {}
+    begin = 0
+    for end in range(1, len(kinds) + 1):
+        if end == len(kinds) or kinds[end] != kinds[begin]:
+            length = _SQUARE * (end - begin) - 1
+            paths[kinds[begin]] = f"{paths.get(kinds[begin], '')}M5 {_SQUARE * begin}v{length}"
+            begin = end
+    return tuple(paths.items())
+
+
+def _sentence(result: HostResult) -> str:
+    reason = result.reason if result.exit_code != ExitCode.DONE else ""
+    return f"{result.word}: {reason}" if reason else result.word
+
+
+def _check_state(result: HostResult, name: str) -> str:
+    found = next((check.status for check in result.checks if check.name == name), None)
+    return "none" if found is None else _CHECK_STATES.get(found, "bad")
+
+
+def _step_state(result: HostResult, step: str) -> str:
+    made = [change for change in result.made if change.step == step]
+    if any(change.seconds is None for change in made):
+        return "bad"
+    planned = any(change.step == step for change in result.plan)
+    return "good" if made else "warn" if planned else "none"
 
 
 def _steps(result: HostResult) -> dict[str, None]:
     return dict.fromkeys([change.step for change in result.plan] + [made.step for made in result.made])
 
 
-def _step_cell(result: HostResult, step: str) -> str:
+# -- versions, GPUs, durations ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One value and the hosts that have it; `width` is their part of all hosts, in percent."""
+
+    value: str
+    hosts: tuple[str, ...]
+    width: float
+    is_usual: bool = False
+
+
+def _versions(results: Sequence[HostResult]) -> tuple[tuple[str, tuple[Bar, ...], int], ...]:
+    """Return (name, bars, how many versions have no bar) of all that differs, or could."""
+    told = [result for result in results if result.versions]
+    names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in told)]
+    found = []
+    for name in names:
+        hosts: dict[str, list[str]] = collections.defaultdict(list)
+        for result in told:
+            hosts[str(result.versions.get(name) or "none")].append(result.host)
+        bars = _bars(hosts)
+        found.append((name, bars[:_MOST_VERSIONS], len(bars) - len(bars[:_MOST_VERSIONS])))
+    return tuple(found)
+
+
+def _bars(hosts: Mapping[str, Sequence[str]]) -> tuple[Bar, ...]:
+    """Return one bar for each value, the longest first."""
+    ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
+    all_of_them = sum(map(len, hosts.values()))
+    return tuple(
+        Bar(value, tuple(names), round(100 * len(names) / all_of_them, 2), number == 0)
+        for number, (value, names) in enumerate(ordered)
+    )
+
+
+@dataclass(frozen=True)
+class GpuLayout:
+    """Hosts with the same GPUs: `gpus` holds, for each, its MIG instances as (profile, x, width) of its drawing."""
+
+    count: str
+    gpus: tuple[tuple[tuple[str, float, float], ...], ...]
+    mig: str
+    hosts: tuple[str, ...]
+
+
+_MOST_DRAWN = 16
+_SLICES = 7  # of a GPU, as MIG divides it: 1g is one of them
+
+
+def _gpus(results: Sequence[HostResult]) -> tuple[GpuLayout, ...]:
+    hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for result in results:
+        if result.versions.get("gpus"):
+            hosts[result.versions["gpus"], result.versions.get(MIG, "")].append(result.host)
+    found = []
+    for (count, mig), names in sorted(hosts.items(), key=lambda item: -len(item[1])):
+        instances = mig_instances(mig)
+        number = min(int(count), _MOST_DRAWN) if count.isascii() and count.isdigit() and len(count) < 4 else 0
+        gpus = tuple(_slices(instances.get(index, ())) for index in range(number))
+        found.append(GpuLayout(count, gpus, mig, tuple(names)))
+    return tuple(found[:_MOST_VERSIONS])
+
+
+def _slices(profiles: Sequence[str]) -> tuple[tuple[str, float, float], ...]:
+    """Return how MIG instances fill a GPU that is 28 units wide: `3g.40gb` takes three sevenths."""
+    found = []
+    x = 0.0
+    for profile in profiles[:_SLICES]:
+        digits = profile.partition("g")[0]
+        width = 4.0 * min(int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 3 else 1, _SLICES)
+        found.append((profile, x, round(width - 0.8, 1)))
+        x += width
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long hosts took: a bar for each of few hosts, a histogram of many; `bins` are (label, count, height)."""
+
+    few: tuple[tuple[str, float, float], ...]
+    bins: tuple[tuple[str, int, float], ...]
+    shortest: float
+    median: float
+    longest: float
+    slowest: str
+
+
+def _durations(results: Sequence[HostResult]) -> Durations | None:
+    began = [result for result in results if result.begun]
+    if not began:
+        return None
+    slowest = max(began, key=lambda result: result.seconds)
+    seconds = [result.seconds for result in began]
+    shortest, longest = min(seconds), slowest.seconds
+    few: tuple[tuple[str, float, float], ...] = ()
+    bins: tuple[tuple[str, int, float], ...] = ()
+    if len(began) <= _FEW_HOSTS:
+        few = tuple((one.host, one.seconds, round(100 * one.seconds / (longest or 1), 2)) for one in began)
+    else:
+        bins = _bins(seconds, shortest, longest)
+    return Durations(few, bins, shortest, statistics.median(seconds), longest, slowest.host)
+
+
+def _bins(seconds: Sequence[float], shortest: float, longest: float) -> tuple[tuple[str, int, float], ...]:
+    number = min(_MOST_BINS, max(6, math.isqrt(len(seconds))))
+    width = (longest - shortest) / number or 1.0
+    counts = [0] * number
+    for value in seconds:
+        counts[min(int((value - shortest) / width), number - 1)] += 1
+    most = max(counts)
+    return tuple(
+        (f"{_duration(shortest + width * index)} to {_duration(shortest + width * (index + 1))}", count,
+         round(100 * count / most, 2))
+        for index, count in enumerate(counts)
+    )  # fmt: skip
+
+
+# -- plans and hosts -------------------------------------------------------------------------------------------------
+
+
+def _plans(results: Sequence[HostResult]) -> tuple[tuple[tuple[PlannedChange, ...], tuple[str, ...]], ...]:
+    """Return each plan with the hosts that it is for, those of most hosts first."""
+    hosts: dict[tuple[tuple[str, str], ...], tuple[tuple[PlannedChange, ...], list[str]]] = {}
+    for result in results:
+        key = tuple((change.step, change.summary) for change in result.plan)
+        if not result.has_failed:
+            hosts.setdefault(key, (result.plan, []))[1].append(result.host)
+    ordered = sorted(hosts.values(), key=lambda item: -len(item[1]))
+    return tuple((plan, tuple(names)) for plan, names in ordered[:_MOST_PLANS])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One host with all that came of it."""
+
+    result: HostResult
+    kind: str
+    checks: tuple[tuple[CheckDone, str], ...]
+    steps: tuple[tuple[str, str], ...]
+
+    @property
+    def has_more(self) -> bool:
+        result = self.result
+        return bool(self.checks or self.steps or result.versions or result.problems)
+
+    @property
+    def made(self) -> tuple[MadeChange, ...]:
+        return self.result.made
+
+
+def _rows(results: Sequence[HostResult]) -> tuple[Row, ...]:
+    """Return the hosts that have a row: all of few, of many those that are not done."""
+    chosen = [result for result in results if len(results) <= _MOST_DETAILED or result.exit_code != ExitCode.DONE]
+    return tuple(
+        Row(
+            result,
+            _STATES[result.word],
+            tuple((check, _CHECK_STATES.get(check.status, "bad")) for check in result.checks),
+            tuple((step, _step_counts(result, step)) for step in _steps(result)),
+        )
+        for result in chosen[:_MOST_ROWS]
+    )
+
+
+def _others(results: Sequence[HostResult], rows: Sequence[Row]) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """Return (word, kind, hosts) of those that have no row."""
+    with_row = {id(row.result) for row in rows}
+    hosts: dict[str, list[str]] = collections.defaultdict(list)
+    for result in results:
+        if id(result) not in with_row:
+            hosts[result.word].append(result.host)
+    return tuple((word, _STATES[word], tuple(names)) for word, names in hosts.items())
+
+
+def _step_counts(result: HostResult, step: str) -> str:
     """Return how far a host came with a step: changes made of those planned, and how long they took."""
     planned = sum(change.step == step for change in result.plan)
     made = [change for change in result.made if change.step == step]
     ended = [change.seconds for change in made if change.seconds is not None]
-    if not planned and not made:
-        return _cell("–", "dim")
-    total = max(planned, len(made))
     time = f" in {_duration(sum(ended))}" if ended else ""
-    return _cell(f"{len(ended)} of {total}{time}", "bad" if len(ended) < len(made) else "good" if ended else "")
-
-
-def _check_cell(result: HostResult, name: str) -> str:
-    found = next((check for check in result.checks if check.name == name), None)
-    if found is None:
-        return _cell("–", "dim")
-    shown = found.reason or found.container or found.host
-    return _cell(f"{found.status} {shown}", f"text {_class(found.status)}" if len(shown) > 30 else _class(found.status))
-
-
-def _details(results: Sequence[HostResult]) -> Iterator[str]:
-    """Yield what each host that failed had to say, folded away."""
-    for result in results:
-        if not result.has_failed or not result.begun:
-            continue
-        yield f'<details><summary><b>{_text(result.host)}</b> <span class="bad">{_text(result.reason)}</span></summary>'
-        for made in result.made:
-            took = "not finished" if made.seconds is None else _duration(made.seconds)
-            yield f'<p>{_text(made.summary)} <span class="dim">{took}</span></p>'
-        yield from (f"<pre>{_text(problem)}</pre>" for problem in result.problems)
-        yield "</details>"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield '<div class="wide"><table>'
-    yield f"<thead><tr>{''.join(map(_column_head, header))}</tr></thead>"
-    yield "<tbody>"
-    yield from (f"<tr>{''.join(row)}</tr>" for row in rows)
-    yield "</tbody></table></div>"
-
-
-def _column_head(name: str) -> str:
-    kind = ' class="number"' if name in _NUMBERS else ""
-    return f'<th scope="col"{kind}>{_text(name)}</th>'
-
-
-def _row_head(name: str) -> str:
-    return f'<th scope="row">{_text(name)}</th>'
-
-
-def _cell(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{_text(text)}</td>' if kind else f"<td>{_text(text)}</td>"
-
-
-def _class(word: str) -> str:
-    return _CLASSES.get(word, "bad")
-
-
-def _duration(seconds: float) -> str:
-    """Return `4.2 s`, `3 min 20 s`."""
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{len(ended)} of {max(planned, len(made))}{time}"

@@ -17,9 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.fleet.text import counted, one_line, plain
+from gpuprov.fleet.display_text import counted, one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
+    SCHEMA,
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -52,8 +53,6 @@ def words_for(event: Event, *, verbose: bool) -> str:
         return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason else "")
     if isinstance(event, Finished):
         return _ending(event)
-    if isinstance(event, Started) and event.resumed:
-        return "takes up the interrupted run"
     if isinstance(event, ChangeProgress) and verbose:
         return event.message
     if isinstance(event, ChangeDone) and verbose:
@@ -68,14 +67,14 @@ def _ending(event: Finished) -> str:
 
 
 class JsonLines:
-    """Every event as one line of JSON, with the host under the key `host`."""
+    """Every event as one line of JSON, after the schema's version and the host (docs/json.md)."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._lock = threading.Lock()
 
     def __call__(self, host: str, event: Event) -> None:
-        line = f'{{"host":{json.dumps(host)},{to_line(event)[1:]}'
+        line = f'{{"schema":{SCHEMA},"host":{json.dumps(host)},{to_line(event)[1:]}'
         with self._lock:
             self._console.file.write(line + "\n")
             self._console.file.flush()
@@ -194,18 +193,9 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         return None
 
     def _table(self) -> RenderableType:
-        table = Table(box=None, pad_edge=False, show_header=len(self._rows) > 1, header_style="dim")
-        for name in ("host", "", "seconds", "step", "message"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if name == "seconds" else "left")
         with self._lock:
-            for host, row in self._visible():
-                seconds = (row.ended or time.monotonic()) - row.begun if row.begun else 0
-                count = f"{row.index}/{row.total}" if row.total else ""
-                message = f"{_percent(row.part)}{row.message}"
-                table.add_row(
-                    Text(plain(host)), Text(count), Text(f"{seconds:.0f}" if row.begun else ""),
-                    Text(one_line(row.step), row.style), Text(one_line(message), "dim"),
-                )  # fmt: skip
+            visible = self._visible()
+            table = _fitted([_cells(host, row) for host, row in visible], self._console.width, many=len(self._rows) > 1)
             return Group(table, self._counts()) if len(self._rows) > 1 else table
 
     def _counts(self) -> Text:
@@ -224,6 +214,39 @@ class LiveTable(AbstractContextManager["LiveTable"]):
         failed = sorted((item for item in rows if item[1].state == "failed"), key=lambda item: -item[1].ended)
         for_failed = min(len(failed), max(room // 3, room - len(working)))
         return [*working[: room - for_failed], *failed[:for_failed]]
+
+
+_GAP = 2  # columns of blanks between two cells
+_LEAST_MESSAGE = 12
+
+
+def _cells(host: str, row: _Row) -> tuple[Text, Text, Text, Text, Text]:
+    seconds = (row.ended or time.monotonic()) - row.begun if row.begun else 0
+    return (
+        Text(plain(host)), Text(f"{row.index}/{row.total}" if row.total else ""),
+        Text(f"{seconds:.0f}" if row.begun else ""), Text(one_line(row.step), row.style),
+        Text(one_line(f"{_percent(row.part)}{row.message}"), "dim"),
+    )  # fmt: skip
+
+
+def _fitted(rows: Sequence[Sequence[Text]], width: int, *, many: bool) -> Table:
+    """Return the rows as a table of that width: host, count and seconds stay whole, step and message are cut."""
+    names = ("host", "", "s", "step", "message")
+    whole = [max([len(name) * many, *(cells[index].cell_len for cells in rows)]) for index, name in enumerate(names)]
+    fixed = [min(whole[0], width // 2), whole[1], whole[2]]
+    room = max(width - sum(fixed) - 3 * _GAP, 1)
+    step = min(whole[3], room) if not whole[4] else min(whole[3], max(room * 6 // 10, room - whole[4] - _GAP))
+    message = room - step - _GAP
+    if message < min(_LEAST_MESSAGE, whole[4] or 1):
+        step, message = room, 0
+    widths = [*fixed, step, *([message] if message else [])]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=many, header_style="dim")
+    for name, one in zip(names, widths):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=one, max_width=one,
+                         justify="right" if name == "s" else "left")  # fmt: skip
+    for cells in rows:
+        table.add_row(*cells[: len(widths)])
+    return table
 
 
 def _percent(part: tuple[int, int]) -> str:

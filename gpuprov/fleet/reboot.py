@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpuprov.fleet import remote
-from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.options import SshSettings
+from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
 

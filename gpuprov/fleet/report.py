@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuprov.fleet.causes import causes
+from gpuprov.fleet.display_text import counted, listed, one_line, plain, shortened
 from gpuprov.fleet.result import HostResult, overall_exit_code
-from gpuprov.fleet.text import counted, listed, one_line, plain, shortened
 from gpuprov.fleet.versions import Spread, fact, spreads
 from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import CheckDone
+from gpuprov.wire.events import SCHEMA, CheckDone
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
            "not run": "yellow"}  # fmt: skip
@@ -68,6 +68,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         for result in results
     ]
     return {
+        "schema": SCHEMA,
         "event": "Summary",
         "command": command,
         "exit_code": int(overall_exit_code(tuple(results))),
@@ -154,10 +155,10 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
     if found is None:
         return Text("–", "dim")
     cell = Text(plain(found.status), _CHECK_STYLES.get(found.status, ""))
-    if detailed and found.status == "failed" and (found.host or found.container):
-        cell.append(f" host {one_line(found.host) or '–'}, container {one_line(found.container) or '–'}", "")
+    if detailed and found.status == "failed" and (found.on_host or found.in_container):
+        cell.append(f" host {one_line(found.on_host) or '–'}, container {one_line(found.in_container) or '–'}", "")
     elif detailed and found.status == "ok":
-        cell.append(f" {one_line(found.container or found.host)}", "dim")
+        cell.append(f" {one_line(found.in_container or found.on_host)}", "dim")
     return cell
 
 
@@ -265,6 +266,6 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
 
 def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
     """Return the number of GPUs that a container with all of them was seen to have, or None."""
-    seen = (check.container for check in checks if check.status == "ok" and check.name == _ALL_GPUS)
+    seen = (check.in_container for check in checks if check.status == "ok" and check.name == _ALL_GPUS)
     number = re.match(r"(\d+) GPUs?\b", next(seen, ""))
     return int(number.group(1)) if number else None

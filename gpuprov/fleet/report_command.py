@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuprov.fleet import history
+from gpuprov.fleet.display_text import counted, plain
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.text import counted, plain
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 
@@ -64,9 +63,14 @@ def _counts(run: Run) -> dict[str, object]:
 
 
 def write_page(run: Run, path: str) -> None:
-    """Write the page. Raises GpuprovError (exit code 2) if the file cannot be written."""
+    """Write the page, which compares with the last run of the same kind that is kept.
+
+    Raises GpuprovError (exit code 2) if the file cannot be written.
+    """
+    from gpuprov.fleet.page import render  # Jinja2 is loaded for a page alone
+
     try:
-        Path(path).expanduser().write_text(render(run), "utf-8", "replace")
+        Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
     except OSError as error:
         raise GpuprovError(
             f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere",

@@ -13,11 +13,12 @@ from typing import Any
 
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
+from gpuprov.fleet.display_text import counted
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.fleet.ssh import SshSettings, close, connected
+from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.fleet.text import counted
 from gpuprov.fleet.versions import versions_of_facts
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import (
@@ -43,19 +44,15 @@ RunHost = Callable[[HostTarget, Sink], None]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the command line says about a run over hosts.
+    """What a run over hosts needs besides the hosts and the request.
 
     `build` returns the agent; it is called once, and only if a host is reached by SSH. `tell` shows a sentence.
     """
 
     build: Callable[[], Agent]
+    options: Options
     tell: Callable[[str], None] = lambda _: None
-    ssh: SshSettings = field(default_factory=SshSettings)
-    bootstrap_python: bool = False
-    forks: int = 20
     rollout: Rollout = field(default_factory=Rollout)
-    # Seconds; longer than the longest command on a host may be quiet (packaging/apt_packages.py: 3900).
-    host_timeout: float = 4500.0
 
 
 class Fleet:
@@ -98,19 +95,19 @@ class Fleet:
                     return
                 made += finished.changed
                 sink(Note(f"{finished.summary}; waiting for the host"))
-                wait_for_boot(target, self.settings.ssh, finished.left_boot, lambda: self.interruptions > 1)
+                wait_for_boot(target, self.settings.options, finished.left_boot, lambda: self.interruptions > 1)
             sink(finished)
 
         return run
 
     def _run_agent(self, target: HostTarget, request: Request, agent: Agent, sink: Sink) -> Finished:
         """Run the request over one connection; return its last event, all others go to the sink."""
-        with self._held() as hold, connected(target, self.settings.ssh, hold) as connection:
+        with self._held() as hold, connected(target, self.settings.options, hold) as connection:
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
-                connection, target, request, agent, sink, bootstrap_python=self.settings.bootstrap_python,
-                host_timeout=self.settings.host_timeout,
+                connection, target, request, agent, sink, bootstrap_python=self.settings.options.bootstrap_python,
+                host_timeout=self.settings.options.host_timeout,
             )  # fmt: skip
 
     @contextmanager
@@ -137,7 +134,7 @@ class Fleet:
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1
         self._here = self._alone and targets[0].connection == "local"
-        forks = max(1, min(self.settings.forks, len(targets)))
+        forks = max(1, min(self.settings.options.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
                 if batch.name and self.stopped is None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from gpuprov.fleet.host_keys import (
     known_hosts_name,
     preferred_key_types,
 )
+from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh_config import config_for
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
@@ -32,14 +32,6 @@ _SILENCE_MILLISECONDS = 60_000
 # Once a server has spoken: a thousand handshakes at a time keep this machine busy for longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
-
-
-@dataclass(frozen=True)
-class SshSettings:
-    """What the command line says about all connections. `connect_timeout` is in seconds."""
-
-    accept_new_host_keys: bool = False
-    connect_timeout: float = 10.0
 
 
 @contextlib.contextmanager

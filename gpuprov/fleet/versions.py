@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpuprov.facts.mig import mig_layout
 from gpuprov.fleet.result import HostResult
 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"
+MIG = "mig"
+_OF_GPU = re.compile(r"(\d{1,3}): ([\w.+, -]+)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,20 @@ def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
         "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver_installed_version",),
         "docker": ("docker", "version"), "gpus": ("gpus",),
     }  # fmt: skip
-    return {name: fact(facts, path) for name, path in places.items()}
+    found = {name: fact(facts, path) for name, path in places.items()}
+    told = facts.get("mig")
+    gpus = [
+        gpu
+        for gpu in (told if isinstance(told, (list, tuple)) else ())
+        if isinstance(gpu, Mapping) and isinstance(gpu.get("instances"), (list, tuple))
+    ]
+    mig = mig_layout((str(gpu.get("index")), [str(name) for name in gpu["instances"]]) for gpu in gpus)
+    return {**found, MIG: mig} if mig else found
+
+
+def mig_instances(text: str) -> dict[int, tuple[str, ...]]:
+    """Return each GPU's MIG instances from the text that facts.mig.mig_layout makes; {} from any other."""
+    return {int(index): tuple(names.split(", ")) for index, names in _OF_GPU.findall(text)}
 
 
 def fact(facts: Mapping[str, Any], path: tuple[str, ...]) -> str:

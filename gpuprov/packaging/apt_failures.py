@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import Completed, first_match
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
@@ -142,19 +141,16 @@ def finish(done: Completed, what: str, advice: Advice | None = None) -> None:
     text = f"{done.stderr}\n{done.stdout}"
     said = [line.strip() for line in text.splitlines() if line.strip()]
     require_known(done, said, advice, what, NO_SUCH_PACKAGE)
-    for row in _FAILURES:
-        line = next((line for line in said if re.search(row.pattern, line)), None)
-        if line is not None:
-            listed = listed_under(row.heading, text) if row.heading else ()
-            evidence = [
-                f"{done.argv[0]} exited {done.returncode}: {line}",
-                *([f"{row.heading} {', '.join(listed)}"] if listed else ()),
-            ]
-            raise GpuprovError(
-                f"{what}: {row.meaning}",
-                "\n".join(evidence),
-                row.next_step.replace("{listed}", " ".join(listed) or "NAME"),
-            )
+    found = first_match(_FAILURES, lambda row: row.pattern, said)
+    if found is not None:
+        row, line = found
+        listed = listed_under(row.heading, text) if row.heading else ()
+        evidence = [
+            f"{done.argv[0]} exited {done.returncode}: {line}",
+            *([f"{row.heading} {', '.join(listed)}"] if listed else ()),
+        ]
+        next_step = row.next_step.replace("{listed}", " ".join(listed) or "NAME")
+        raise GpuprovError(f"{what}: {row.meaning}", "\n".join(evidence), next_step)
     raise GpuprovError(what, done.evidence(), "run that command on the host to see all of it")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import Completed, first_match
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
@@ -66,8 +64,8 @@ def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advic
         return
     said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]
     require_known(done, said, advice, what, NO_SUCH_PACKAGE)
-    for pattern, meaning, next_step in _FAILURES:
-        line = next((line for line in said if re.search(pattern, line)), None)
-        if line is not None:
-            raise GpuprovError(f"{what}: {meaning}", f"{done.argv[0]} exited {done.returncode}: {line}", next_step)
+    found = first_match(_FAILURES, lambda row: row[0], said)
+    if found is not None:
+        (_, meaning, next_step), line = found
+        raise GpuprovError(f"{what}: {meaning}", f"{done.argv[0]} exited {done.returncode}: {line}", next_step)
     raise GpuprovError(what, done.evidence(), "run that command on the host to see all of it")

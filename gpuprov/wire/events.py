@@ -1,7 +1,8 @@
 """What a run tells while it goes: the vocabulary between the agent on a host and whoever watches it.
 
 Every event is a frozen dataclass; on the wire it is one JSON object a line, its class under the key `event`. A reader
-skips events it does not know, so that an older controller can watch a newer agent.
+skips events it does not know, so that an older controller can watch a newer agent. docs/json.md documents each field;
+`gpuprov --json` adds `schema` and `host` to each line, so no event has a field of these names.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import Any, Callable, Union, get_args
 
 from gpuprov.wire.errors import Problem
 
+# What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
+SCHEMA = 1
+ENVELOPE = ("schema", "host", "event")
+
 
 @dataclass(frozen=True)
 class Started:
-    """The agent runs and holds the host's lock. `resumed`: an interrupted earlier run was taken up."""
+    """The agent runs."""
 
     version: str
     command: str
     pid: int
-    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,15 @@ class FactsGathered:
 
 @dataclass(frozen=True)
 class CheckDone:
-    """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok."""
+    """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok.
+
+    `on_host` and `in_container` are what was measured there.
+    """
 
     name: str
     status: str
-    host: str = ""
-    container: str = ""
+    on_host: str = ""
+    in_container: str = ""
     reason: str = ""
 
 

@@ -93,7 +93,7 @@ def verified(site: Site, name: str) -> list[dict[str, object]]:
     lines = gpuprov("verify", "--hosts", site.inventory(name), "--json").stdout.splitlines()
     events = [json.loads(line) for line in lines]
     return [
-        {key: event[key] for key in ("name", "status", "host", "container", "reason")}
+        {key: event[key] for key in ("name", "status", "on_host", "in_container", "reason")}
         for event in events
         if event.get("event") == "CheckDone"
     ]

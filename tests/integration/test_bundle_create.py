@@ -13,7 +13,7 @@ import pytest
 
 from gpuprov.bundle.manifest import BundlePackage
 from gpuprov.bundling.create import Collected, collect
-from gpuprov.bundling.recipe import Recipe, RunFile
+from gpuprov.bundling.recipe import Collection, Recipe, RunFile
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.wire.errors import GpuprovError
@@ -49,7 +49,9 @@ def collected(recipe: Recipe, folder: Path) -> Collected:
     work.mkdir()
     said: list[str] = []
     found = collect(
-        System(), recipe, b"an agent", str(work), str(folder / "cache"), lambda text, done, total: said.append(text)
+        Collection(System(), recipe, str(work), lambda text, done, total: said.append(text)),
+        b"an agent",
+        str(folder / "cache"),
     )
     assert said or not recipe.packages
     return found

@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundling.create import Collected, collect
-from gpuprov.bundling.recipe import Recipe
+from gpuprov.bundling.recipe import Collection, Recipe
 from gpuprov.bundling.rpm_sources import RpmSource
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
@@ -49,7 +49,7 @@ def collected(folder: Path, sources: tuple[RpmSource, ...], *packages: str) -> C
     work = folder / "work"
     work.mkdir()
     recipe = Recipe("rocky", "9", "x86_64", packages, (), (), rpm_sources=sources)
-    return collect(System(), recipe, b"an agent", str(work), str(folder / "cache"), tell)
+    return collect(Collection(System(), recipe, str(work), tell), b"an agent", str(folder / "cache"))
 
 
 def facts_of(host: RpmHost, bundle: OpenBundle) -> HostFacts:

@@ -13,7 +13,7 @@ import pytest
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundling.create import collect
-from gpuprov.bundling.recipe import RunFile, Wishes, make_recipe
+from gpuprov.bundling.recipe import Collection, RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
 from gpuprov.driver import cuda, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager
@@ -52,10 +52,12 @@ def gnupg(tmp_path: Path) -> Iterator[Path]:
 
 def with_fabric_manager(distro: str, source: str, spec: HostSpec, folder: Path) -> OpenBundle:
     """Return a bundle with the fabric manager, and without the driver."""
-    recipe = make_recipe(Wishes(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
+    recipe = make_recipe(Wanted(distro, "x86_64", sources=(source,), fabric_manager=True), (spec,))
     work = folder / "work"
     work.mkdir()
-    made = collect(System(), replace(recipe, driver=RunFile()), b"an agent", str(work), str(folder / "cache"), tell)
+    made = collect(
+        Collection(System(), replace(recipe, driver=RunFile()), str(work), tell), b"an agent", str(folder / "cache")
+    )
     return opened(made)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.agent_run import run_agent
-from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.options import SshSettings
+from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import Event, Finished, Note

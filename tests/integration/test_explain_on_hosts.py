@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpuprov.engines.containers import decision_of
+from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.remote_system import RemoteSystem
-from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.runtime_hook import record
 from gpuprov.wire.errors import GpuprovError

@@ -17,8 +17,9 @@ import pytest
 
 from gpuprov.fleet.agent_build import build_agent, pack
 from gpuprov.fleet.agent_run import Agent, run_agent
+from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.run import Fleet, RunSettings
-from gpuprov.fleet.ssh import SshSettings, connected
+from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import Event, Finished, Note, Started, from_line
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.root
 
 ACCEPTING = SshSettings(accept_new_host_keys=True, connect_timeout=5)
 REFUSING = SshSettings(connect_timeout=5)
+PATIENT = Options("install", accept_new_host_keys=True, connect_timeout=5)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +286,7 @@ def test_a_host_costs_one_connection_and_two_commands_or_three_with_the_upload(
         seen = []
         for _ in range(2):
             before = fresh.counts()
-            fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ssh=ACCEPTING))
+            fleet = Fleet(RunSettings(lambda: fake_agent(DONE), PATIENT))
             (result,) = fleet.run([host], Request("install"), lambda host, event: None)
             assert result.exit_code == ExitCode.DONE
             connections, commands = fresh.counts()
@@ -376,7 +378,7 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
         dataclasses.replace(target, name="lab-c"),
     ]
     seen: list[tuple[str, Event]] = []
-    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), ssh=ACCEPTING))
+    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), PATIENT))
     results = fleet.run(hosts, Request("install"), lambda host, event: seen.append((host, event)))
     assert [(result.host, result.exit_code, result.changed) for result in results] == [
         ("lab-a", ExitCode.DONE, 3), ("gone", ExitCode.UNREACHABLE, 0), ("lab-c", ExitCode.DONE, 3),

@@ -20,9 +20,9 @@ import pytest
 from gpuprov.fleet import remote
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.inventory import read_inventory
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import Fleet, RunSettings
-from gpuprov.fleet.ssh import SshSettings
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import Event
 from gpuprov.wire.request import Request
@@ -84,7 +84,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, hosts(folder, MIXED) as inventory:
         patch.setattr(remote, "ACCEPTANCE_SECONDS", 8)
         targets = read_inventory((str(inventory),)).hosts
-        settings = RunSettings(lambda: AGENT, ssh=SshSettings(connect_timeout=3), forks=40, host_timeout=6)
+        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=3, forks=40, host_timeout=6))
         results = Fleet(settings).run(targets, Request("install"), lambda host, event: seen[host].append(event))
     sent = json.loads((folder / "sent.json").read_text())
     return {"results": results, "seen": seen, "sent": sent, "kinds": dict(zip(sent, MIXED))}
@@ -213,7 +213,7 @@ def test_slow_hosts_delay_nobody(tmp_path: Path) -> None:
     order: list[str] = []
     with hosts(tmp_path, ["silent", "silent", *["works"] * 6]) as inventory:
         targets = read_inventory((str(inventory),)).hosts
-        settings = RunSettings(lambda: AGENT, ssh=SshSettings(connect_timeout=8), forks=4)
+        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=8, forks=4))
 
         def sink(host: str, event: Event) -> None:
             if type(event).__name__ == "Finished":

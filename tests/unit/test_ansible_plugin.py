@@ -8,7 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -121,3 +121,19 @@ def test_no_fact_or_variable_of_ours_would_be_read_as_an_option() -> None:
     for path in PLAYBOOKS.glob("roles/*/tasks/main.yml"):
         for task in yaml.safe_load(path.read_text()):
             assert not str(task.get("register", "")).startswith(PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "no_log", "said"),
+    [(0, False, ["lab-a: disk full; next: df -h"]), (1, False, []), (0, True, [])],
+    ids=["plain", "with -v Ansible shows all", "a task that must not be told"],
+)
+def test_people_see_one_line_of_a_result(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, verbosity: int, no_log: bool, said: list[str]
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(plugin, "Display", lambda: SimpleNamespace(verbosity=verbosity, display=shown.append))
+    task = SimpleNamespace(_task=SimpleNamespace(no_log=no_log))
+    found = {"failed": True, "msg": "disk full; next: df -h\n  seen: 100 %"}
+    assert plugin.ActionModule._told(task, found, {"inventory_hostname": "lab-a"}) is found
+    assert shown == said

@@ -18,6 +18,7 @@ from gpuprov.agent.playbook_task import (
     before_reboot,
     failure,
     left_boot,
+    one_line,
     skipped_in_check_mode,
     split_output,
     task_request,
@@ -99,7 +100,7 @@ def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: s
 @pytest.mark.parametrize("command", TASK_COMMANDS)
 def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str) -> None:
     # The agent itself heeds `check` for these.
-    harmless = command in ("plan", "install", "facts", "doctor", "uninstall")
+    harmless = command in ("plan", "install", "facts", "doctor", "rollback", "uninstall")
     assert (skipped_in_check_mode(command) is None) is harmless
 
 
@@ -134,7 +135,8 @@ def test_a_failure_tells_what_evidence_next_step_and_that_something_was_changed_
     problem = Problem("docker did not come up", "no-such-driver", "mend it")
     found = result("install", PLANNED, ChangeDone("a", 1), Finished(1, problems=(problem,)))
     assert (found["failed"], found["changed"]) == (True, True)
-    assert found["msg"] == "docker did not come up\n  seen: no-such-driver\n  next: mend it"
+    assert found["msg"] == "docker did not come up; next: mend it\n  seen: no-such-driver"
+    assert one_line(found) == "docker did not come up; next: mend it"
     assert found["problems"] == [
         {"what": "docker did not come up", "evidence": "no-such-driver", "next_step": "mend it"}
     ]
@@ -146,6 +148,18 @@ def test_a_failed_verification_names_the_checks_that_failed() -> None:
     assert found["failed"]
     assert found["msg"] == "container: sees none\n  seen: host: 2, container: 0"
     assert [check["status"] for check in found["checks"]] == ["ok", "failed"]
+
+
+def test_one_line_tells_what_changed_and_what_was_verified() -> None:
+    changed = result(
+        "install", PLANNED, ChangeDone("a", 1), ChangeDone("b", 1), Finished(0, 2, summary="2 changes made")
+    )
+    assert one_line(changed) == "2 changes made (docker: write a, do b)"
+    checks = (CheckDone("driver", "ok"), CheckDone("torch", "skipped", reason="no image"))
+    verified = result("verify", *checks, Finished(0, summary="containers see this host's GPUs"))
+    assert one_line(verified) == "containers see this host's GPUs (1 of 2 checks ok)"
+    assert one_line(result("install", Planned(()), Finished(0, 0))) == ""
+    assert one_line(result("facts", FactsGathered({}), Finished(0))) == ""
 
 
 def test_a_reboot_that_is_needed_and_not_allowed_ends_the_play() -> None:

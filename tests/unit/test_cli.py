@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from gpuprov import __version__
 from gpuprov.cli.main import cli
 from gpuprov.fleet import command
-from gpuprov.fleet.command import Options
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.reference import as_text
 from gpuprov.fleet.result import HostResult
 from gpuprov.wire.errors import ExitCode, Problem
@@ -121,6 +121,17 @@ def test_all_options_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hunter2" not in repr(options)
 
 
+@pytest.mark.parametrize("name", ["install", "rollback", "uninstall"])
+def test_dry_run_is_another_name_of_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    options = called_with(monkeypatch, name, "--dry-run", "--diff")
+    assert options == called_with(monkeypatch, name, "--check", "--diff") == Options(name, check=True, diff=True)
+
+
+def test_what_no_option_says_is_the_default_of_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("install", "verify", "doctor", "facts", "rollback", "uninstall"):
+        assert called_with(monkeypatch, name) == Options(name)
+
+
 def test_verify_takes_images(monkeypatch: pytest.MonkeyPatch) -> None:
     options = called_with(monkeypatch, "verify", "--image", "ubuntu", "--torch-image", "pytorch/pytorch")
     assert options.overrides == (("verify_image", "ubuntu"), ("torch_image", "pytorch/pytorch"))
@@ -146,6 +157,7 @@ USAGE = [
     ("limit that is no pattern", ("facts", "--hosts", "a,b", "--limit", "["), "--limit names no host"),
     ("limit of commas", ("facts", "--hosts", "a,b", "--limit", ","), "--limit names no host"),
     ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
+    ("missing bundle", ("install", "--hosts", "a,", "--bundle", "/nowhere.tar"), "there is no bundle /nowhere.tar"),
     ("check for verify", ("verify", "--check"), "No such option"),
 ]
 
@@ -157,6 +169,28 @@ def test_wrong_call_ends_with_exit_code_2_and_a_sentence(words: tuple[str, ...],
     assert what in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("facts --hosts nothere.ini", 2), ("facts -e @nothere.yml", 2), ("install --bundle nothere.tar --hosts a,", 2),
+     ("facts --hosts a..b, --json", 4), ("report --list", 0), ("options --json", 0)],
+)  # fmt: skip
+def test_a_working_directory_that_was_removed_is_told(tmp_path: Path, words: str, code: int) -> None:
+    (tmp_path / "gone").mkdir()
+    done = in_shell(f'cd "$2" && rmdir "$2" && "$1" -m gpuprov {words}', sys.executable, str(tmp_path / "gone"),
+                    env={"XDG_STATE_HOME": str(tmp_path)})  # fmt: skip
+    assert (done.returncode, "the working directory was removed" in done.stderr) == (code, True), done.stderr
+    assert "defect" not in done.stderr
+
+
+@pytest.mark.parametrize("words", ["facts --hosts a..b, --json", "report --list", "options", "--help"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&-"])
+def test_closed_streams_leave_no_traceback(tmp_path: Path, words: str, closed: str) -> None:
+    done = in_shell(f'"$1" -m gpuprov {words} {closed}', sys.executable, env={"XDG_STATE_HOME": str(tmp_path)})
+    assert done.returncode == (4 if words.startswith("facts") else 0), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "gpuprov/log").exists(), "a defect leaves a log"
 
 
 def test_a_name_that_dns_cannot_have_is_not_known() -> None:

@@ -23,7 +23,7 @@ from gpuprov.wire.events import (
 )
 
 EVENTS: tuple[Event, ...] = (
-    Started("0.1.0", "install", 12, resumed=True),
+    Started("0.1.0", "install", 12),
     Planned((PlannedChange("k", "docker", "write x", "-a\n+b"), PlannedChange("l", "cdi", "y"))),
     ChangeProgress("k", "Grüße\n\x1b[31m", 1, 2),
     CheckDone("gpu 0 uuid", "failed", "a", "b", "differs"),

@@ -11,7 +11,10 @@ import grimp
 import pytest
 
 _EXAMPLE = Path(__file__).parents[2] / "inventories/example"
-_READ = f"from gpuprov.fleet.command import Options, _read; _read(Options('install', hosts=({str(_EXAMPLE)!r},)))"
+_READ = (
+    "from gpuprov.fleet.command import _inventory; from gpuprov.fleet.options import Options; "
+    f"_inventory(Options('install', hosts=({str(_EXAMPLE)!r},)))"
+)
 _GATHER = (
     "from gpuprov.agent.run import run_request; from gpuprov.wire.request import Request; "
     "run_request(Request('facts'), lambda event: None)"
@@ -23,7 +26,7 @@ _GATHER = (
     [
         (
             _READ,
-            ("ansible", "gpuprov.facts", "gpuprov.plan", "gpuprov.agent.run", "requests", "tomlkit", "rich.progress"),
+            ("gpuprov.facts", "gpuprov.plan", "gpuprov.agent.run", "requests", "tomlkit", "rich.progress"),
         ),
         (
             _GATHER,

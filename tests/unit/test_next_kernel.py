@@ -120,7 +120,7 @@ def _install_kernel(host: FakeHost, release: str, modules_dep: str) -> None:
 def test_verify_names_the_kernel_that_would_boot_without_a_driver(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root", metal=True)
     _install_kernel(host, RELEASE, "updates/dkms/nvidia.ko:\n")
-    assert (_line(host).status, _line(host).host) == ("ok", f"{RELEASE}, with the driver's module")
+    assert (_line(host).status, _line(host).on_host) == ("ok", f"{RELEASE}, with the driver's module")
     _install_kernel(host, NEXT, "kernel/fs/ext4/ext4.ko:\n")
     assert _line(host).status == "failed"
     assert f"kernel {NEXT} has no NVIDIA module, and no headers" in _line(host).reason
@@ -141,4 +141,4 @@ def test_left_over_modules_are_no_kernel(tmp_path: Path) -> None:
 
 def test_in_a_container_it_is_the_machines_outside(tmp_path: Path) -> None:
     found = _line(FakeHost(tmp_path / "root"))
-    assert (found.status, found.host) == ("ok", "the outer machine's")
+    assert (found.status, found.on_host) == ("ok", "the outer machine's")

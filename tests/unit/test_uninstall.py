@@ -117,6 +117,25 @@ def test_check_tells_what_would_be_done_and_changes_nothing(host: FakeHost) -> N
     assert done(events).changed == done(foreseen).changed == len(plan.changes)
 
 
+def test_rollback_check_tells_what_would_be_undone_and_changes_nothing(host: FakeHost) -> None:
+    install_in_two_runs(host)
+    before, journals = host.state(), read_runs(host)
+    foreseen = carry_out(host, "rollback", check=True)
+    assert (host.state(), read_runs(host)) == (before, journals)
+    (plan,) = (event for event in foreseen if isinstance(event, Planned))
+    assert {change.step for change in plan.changes} == {"rollback"}
+    assert '-  "default-runtime": "nvidia"' in "\n".join(change.diff for change in plan.changes)
+    events = carry_out(host, "rollback")
+    undone = [event.key for event in events if isinstance(event, ChangeStarted)]
+    assert undone == [change.key for change in plan.changes]
+    assert done(events).changed == done(foreseen).changed == len(plan.changes)
+
+
+def test_rollback_check_without_a_run_says_so(host: FakeHost) -> None:
+    foreseen = done(carry_out(host, "rollback", check=True))
+    assert (foreseen.changed, foreseen.summary) == (0, "there is no run to roll back")
+
+
 class Killed(BaseException):
     """As by kill -9: nothing tidies up behind it."""
 

@@ -216,9 +216,9 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     good, done = checks(host)
     assert good
     assert states(done) == {"ok": NAMES, "failed": [], "skipped": []}
-    assert done["driver"].host == "550.163.01, CUDA 12.4, 2 GPUs"
-    assert done["container, all GPUs"].container == "2 GPUs, every field the same"
-    assert done["container, one GPU"].host == gpu(1).uuid
+    assert done["driver"].on_host == "550.163.01, CUDA 12.4, 2 GPUs"
+    assert done["container, all GPUs"].in_container == "2 GPUs, every field the same"
+    assert done["container, one GPU"].on_host == gpu(1).uuid
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says:
     good, done = checks(host, HostSpec(verify_image="example.org/cuda", torch_image="example.org/torch"))
     assert good is ok
     assert list(done) == [*NAMES, "torch"]
-    assert says in done["torch"].container + done["torch"].reason
+    assert says in done["torch"].in_container + done["torch"].reason
 
 
 @pytest.mark.parametrize(

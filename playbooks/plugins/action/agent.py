@@ -28,6 +28,7 @@ from ansible import constants
 from ansible.errors import AnsibleError
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
 
 _HERE = Path(__file__).resolve()
 # Inside an installed collection the agent lies beside roles and plugins; in a clone it is built from the clone.
@@ -92,8 +93,18 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 events += playbook_task.before_reboot(found)
                 self._wait_for_boot(left)
         except GpuprovError as error:
-            return {**result, **playbook_task.failure(error)}
-        return {**result, **playbook_task.task_result(command, events, _local_facts(task_vars or {}))}
+            return {**result, **self._told(playbook_task.failure(error), task_vars or {})}
+        answer = playbook_task.task_result(command, events, _local_facts(task_vars or {}))
+        return {**result, **self._told(answer, task_vars or {})}
+
+    def _told(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Print the result's one line for people, and return the result; with -v Ansible shows all of it."""
+        from gpuprov.agent.playbook_task import one_line
+
+        line = one_line(found)
+        if line and not self._task.no_log and Display().verbosity == 0:
+            Display().display(f"{task_vars.get('inventory_hostname', 'host')}: {line}")
+        return found
 
     def _variables(self, task_vars: dict[str, Any]) -> dict[str, Any]:
         """Return the gpuprov_ variables, their templates resolved."""

@@ -36,7 +36,7 @@ author:
 attributes:
   check_mode:
     support: full
-    description: Tells the plan, of an uninstallation too. C(verify) and C(rollback) are left out.
+    description: Tells the plan, of a rollback and an uninstallation too. C(verify) is left out.
   diff_mode:
     support: full
     description: Shows the plan's diffs.

@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
-from gpuprov.bundling.recipe import Recipe, RunFile, Wishes, make_recipe
+from gpuprov.bundling.recipe import Recipe, RunFile, Wanted, make_recipe
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
@@ -36,7 +36,7 @@ FABRIC_MANAGER = f"nvidia-fabricmanager-550={VERSION}-*"
 
 
 def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
-    return make_recipe(dataclasses.replace(Wishes("debian-12", "x86_64"), **wishes), specs or (HostSpec(),))
+    return make_recipe(dataclasses.replace(Wanted("debian-12", "x86_64"), **wishes), specs or (HostSpec(),))
 
 
 def refusal(*specs: HostSpec, **wishes: Any) -> str:

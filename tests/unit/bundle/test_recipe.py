@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gpuprov.bundling.recipe import Recipe, Wishes, make_recipe
+from gpuprov.bundling.recipe import Recipe, Wanted, make_recipe
 from gpuprov.bundling.sources import ARCHIVES, default_sources
 from gpuprov.machine.distros import find_distribution
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec, SiteRepository
 
-WISHES = Wishes("debian-12", "x86_64")
+WISHES = Wanted("debian-12", "x86_64")
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
 KERNEL = "6.1.0-37-amd64"
 HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3", "apparmor")

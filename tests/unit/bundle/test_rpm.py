@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.manifest import BundleFacts, BundleFile, BundlePackage, Manifest
-from gpuprov.bundling.recipe import Recipe, Wishes, make_recipe
+from gpuprov.bundling.recipe import Recipe, Wanted, make_recipe
 from gpuprov.bundling.rpm_sources import RpmSource, rpm_sources
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER
@@ -39,7 +39,7 @@ PLAIN = HostSpec(docker="preinstalled")
 
 
 def recipe(distro: str = "rocky-9", spec: HostSpec = PLAIN, **wishes: Any) -> Recipe:
-    return make_recipe(Wishes(distro, "x86_64", **wishes), (spec,))
+    return make_recipe(Wanted(distro, "x86_64", **wishes), (spec,))
 
 
 def test_the_distributions_own_servers_and_keys() -> None:

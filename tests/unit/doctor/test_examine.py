@@ -49,7 +49,7 @@ def test_a_healthy_host_has_nothing_wrong_and_tells_what_was_looked_at(host: Doc
     checks = [event for event in events if isinstance(event, CheckDone)]
     assert [check.name for check in checks] == list(AREAS)
     assert {check.status for check in checks} == {"ok"}
-    assert all(check.host for check in checks)
+    assert all(check.on_host for check in checks)
 
 
 def test_a_cause_is_told_with_evidence_confidence_and_what_to_type(host: DoctorHost) -> None:

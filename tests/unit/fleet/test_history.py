@@ -47,6 +47,15 @@ def test_run_comes_back_as_it_was_but_for_diffs_and_facts() -> None:
     assert result.facts is None
 
 
+def test_run_that_an_earlier_version_kept_is_read(state: Path) -> None:
+    path = save(run())
+    data = json.loads(path.read_text())
+    (check,) = data["results"][0]["checks"]
+    check |= {"host": check.pop("on_host"), "container": check.pop("in_container")}
+    path.write_text(json.dumps({**data, "format": 1}))
+    assert load().results[0].checks == RESULT.checks
+
+
 def test_runs_are_for_their_user_alone(state: Path) -> None:
     path = save(run())
     assert state.stat().st_mode & 0o777 == 0o700

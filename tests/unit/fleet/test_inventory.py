@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-from gpuprov.fleet.origins import find_variable
+from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 DRIVER = "gpuprov_driver_version=550.163.01"
+_EXAMPLE = Path(__file__).parents[3] / "inventories/example"
 
 
 def written(folder: Path, files: Mapping[str, str]) -> Path:
@@ -250,3 +251,55 @@ def test_variable_is_found_where_it_is_set() -> None:
     text = "# gpuprov_driver: x\nother: '{{ gpuprov_driver }}'\ngpuprov_driver: x\nlab-a gpuprov_driver=x\n"
     as_json = json.dumps({"gpuprov_driver": "x"})
     assert find_variable("gpuprov_driver", [("a", text), ("b.json", as_json)]) == ("a:3", "a:4", "b.json:1")
+
+
+def blamed(tmp_path: Path, *extra_vars: str) -> str:
+    """Return what is said of a wrong driver version that group_vars, host_vars and -e may set."""
+    for folder in ("group_vars", "host_vars"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "hosts").write_text("gpu1\ngpu2\n")
+    (tmp_path / "group_vars/all.yml").write_text("# gpuprov_forward_to\ngpuprov_driver_version: 550.163.01\n")
+    (tmp_path / "host_vars/gpu1.yml").write_text("gpuprov_driver_version: abc\n")
+    with pytest.raises(GpuprovError) as caught:
+        read_inventory((str(tmp_path / "hosts"),), extra_vars=extra_vars)
+    return str(caught.value)
+
+
+def test_the_line_that_sets_the_wrong_value_is_blamed(tmp_path: Path) -> None:
+    said = blamed(tmp_path)
+    assert f"{tmp_path}/host_vars/gpu1.yml:1" in said
+    assert "group_vars" not in said
+    assert "for gpu1" in said
+
+
+def test_extra_variables_are_blamed_for_what_they_set(tmp_path: Path) -> None:
+    said = blamed(tmp_path, "gpuprov_driver_version=abd")
+    assert "seen: " in said and "-e\n" in said
+    assert "_vars/" not in said
+
+
+def test_ranges_in_a_list_of_hosts_are_written_out() -> None:
+    found = read_inventory(("gpu[01:03].example.org,lab-a",)).hosts
+    assert [host.name for host in found] == [f"gpu0{number}.example.org" for number in (1, 2, 3)] + ["lab-a"]
+    assert [host.name for host in read_inventory(("gpu[1:2],",)).hosts] == ["gpu1", "gpu2"]
+    assert [host.name for host in read_inventory(("one,",)).hosts] == ["one"]
+
+
+def test_ansibles_own_warnings_are_told(tmp_path: Path) -> None:
+    (tmp_path / "inventory").mkdir()
+    (tmp_path / "inventory/good.ini").write_text("[rack-1]\ngpu1\n")
+    (tmp_path / "inventory/bad.ini").write_text("[a b]\ngpu2\n")
+    found = read_inventory((str(tmp_path / "inventory"),))
+    assert [host.name for host in found.hosts] == ["gpu1"]
+    assert any("Invalid section entry: '[a b]'" in warning for warning in found.warnings)
+    assert read_inventory((str(_EXAMPLE),)).warnings == ()
+
+
+def test_a_file_of_variables_that_is_missing_is_named() -> None:
+    for read in (lambda: read_inventory(("a,",), extra_vars=("@/missing.yml",)),
+                 lambda: read_extra_vars(("@/missing.yml",))):  # fmt: skip
+        with pytest.raises(GpuprovError) as caught:
+            read()
+        assert (caught.value.exit_code, caught.value.problems[0].what) == (
+            ExitCode.USAGE, "there is no file /missing.yml with extra variables",
+        )  # fmt: skip

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from gpuprov.fleet.causes import causes
+from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.text import listed, shortened
 from gpuprov.fleet.versions import spreads, versions_of_facts
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ import pytest
 from rich.console import Console
 
 import gpuprov
+from gpuprov.fleet import command
+from gpuprov.fleet.display_text import listed, one_line, plain
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.text import listed, one_line, plain
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import (
     ChangeDone,
@@ -48,7 +51,7 @@ def output(of: Console) -> str:
 
 
 RUN: Sequence[Event] = (
-    Started("1", "install", 7, resumed=True),
+    Started("1", "install", 7),
     Note("no GPU here", "warning"),
     Planned((PlannedChange("a", "docker", "write /etc/docker/daemon.json", "--- a\n+++ b\n@@ -1 +1 @@\n-{}\n+{}\n"),)),
     ChangeStarted("a", "write /etc/docker/daemon.json", 1, 1),
@@ -82,7 +85,6 @@ def test_pipe_gets_prefixed_lines() -> None:
     for event in RUN:
         lines("lab-a", event)
     assert output(to).splitlines() == [
-        "lab-a: takes up the interrupted run",
         "lab-a: warning: no GPU here",
         "lab-a: 1 change",
         "   1. write /etc/docker/daemon.json",
@@ -121,7 +123,8 @@ def test_json_lines_bear_the_host() -> None:
     to = console()
     JsonLines(to)("lab-a", RUN[3])
     assert json.loads(output(to)) == {
-        "host": "lab-a", "event": "ChangeStarted", "key": "a", "summary": "write /etc/docker/daemon.json", "index": 1,
+        "schema": 1, "host": "lab-a", "event": "ChangeStarted", "key": "a",
+        "summary": "write /etc/docker/daemon.json", "index": 1,
         "total": 1,
     }  # fmt: skip
 
@@ -135,6 +138,38 @@ def test_live_table_shows_host_step_count_and_message() -> None:
     shown = output(to)
     for words in ("lab-a", "lab-b", "1/1", "write /etc/docker/daemon.json", "50 % half", "waiting", "no GPU here"):
         assert words in shown
+
+
+@pytest.mark.parametrize("width", [120, 80, 40])
+def test_narrow_screens_keep_host_count_and_seconds_and_cut_the_step(width: int) -> None:
+    to = console(terminal=False, width=width)
+    table = LiveTable(to, ["rack12-gpu07", "lab-b"])
+    table("rack12-gpu07", ChangeStarted("a", "write /etc/docker/daemon.json and restart docker, " * 3, 12, 14))
+    table("rack12-gpu07", ChangeProgress("a", "a message that is as long as the step, or so", 1, 2))
+    to.print(table._table())
+    row = next(line for line in output(to).splitlines() if line.startswith("rack12-gpu07 "))
+    assert re.match(r"rack12-gpu07 +12/14 +0 +write /etc", row)
+    assert "…" in row
+    assert max(map(len, output(to).splitlines())) <= width
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {"TERM": "xterm"}], ids=str)
+def test_terminals_that_want_plain_lines_get_them(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    written = Tty()
+    monkeypatch.setattr("sys.stdout", written)
+    for name, value in {"TERM": "xterm", "COLUMNS": "80", **variables}.items():
+        monkeypatch.setenv(name, value)
+    to = command.make_console()
+    progress = command._progress(Options("install"), to, ["lab-a"])
+    assert isinstance(progress, LiveTable if variables == {"TERM": "xterm"} else PlainLines)
+    print_report(to, "install", [HostResult("lab-a", ExitCode.FAILED, problems=(Problem("full"),))], check=False,
+                 next_command="", verbose=False)  # fmt: skip
+    assert ("\x1b" in written.getvalue()) is (variables == {"TERM": "xterm"})
 
 
 def test_more_hosts_than_lines_show_those_at_work_the_failed_and_counts() -> None:

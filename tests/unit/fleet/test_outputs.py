@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpuprov.fleet.output import percentage
+from gpuprov.fleet.standard_streams import percentage
 
 
 class Terminal(io.StringIO):

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
+import pytest
+
+from gpuprov.facts.mig import MigGpu, mig_layout
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.page import render
 from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.run_changes import differences
+from gpuprov.fleet.versions import mig_instances, versions_of_facts
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange
+from tests.unit.fleet import fleets
 
 VOID = {"meta", "br"}
+ATTRIBUTES = {
+    "lang", "charset", "name", "content", "http-equiv", "class", "title", "role",
+    "viewbox", "preserveaspectratio", "d", "x", "y", "rx", "width", "height",
+}  # fmt: skip
 EVIL = "\"'></title></style></td><script>alert(1)</script><img src=http://evil.example onerror=a>\x1b[2J\u202e&lt;"
 
 
@@ -54,10 +66,93 @@ FLEET = (
 )  # fmt: skip
 
 
-def test_what_matters_of_a_host_is_seen_without_scrolling() -> None:
-    heads = re.findall(r"<th [^>]*>(.*?)</th>", render(run(*FLEET)).partition("<h2>Hosts</h2>")[2])
-    assert heads[:7] == ["host", "result", "reason", "changes", "time", "driver", "docker"]
-    assert heads[7:9] == ["driver", "gpus"], "versions come after the work"
+def squares(page: str) -> dict[str, dict[str, int]]:
+    """Return for each host of the grid how many squares of each kind it has."""
+    found: dict[str, dict[str, int]] = {}
+    for host, paths in re.findall(r'viewBox="0 0 10 \d+"><title>([^:]*):[^<]*</title>(.*?)</svg>', page):
+        for kind, path in re.findall(r'<path class="(\w+)" d="([^"]*)"', paths):
+            lengths = [(int(length) + 1) // 10 for length in re.findall(r"v(\d+)", path)]
+            found.setdefault(host, {})[kind] = sum(lengths)
+    return found
+
+
+def test_grid_has_a_square_for_each_host_and_each_step() -> None:
+    page = render(run(*FLEET))
+    assert squares(page) == {"gpu1": {"good": 3}, "gpu2": {"bad": 2, "none": 1}, "gpu3": {"none": 3}}
+    assert re.findall(r"<li>(\w+)</li>", page.partition('class="labels"')[2])[:3] == ["result", "driver", "docker"]
+
+
+@pytest.mark.parametrize("make", [fleets.verified, fleets.planned, fleets.installed])
+@pytest.mark.parametrize("number", [1, 2, 13, 50, 1000])
+def test_every_host_is_in_the_grid_and_the_page_is_below_a_megabyte(make: Callable[[int], Run], number: int) -> None:
+    made = make(number)
+    page = render(made, fleets.the_day_before(made))
+    assert len(page.encode()) < 1_000_000
+    found = squares(page)
+    assert list(found) == [result.host for result in made.results]
+    assert len({sum(kinds.values()) for kinds in found.values()}) == 1
+    Reader(page)
+
+
+def test_a_bad_rack_stands_apart_and_names_without_racks_stand_together() -> None:
+    page = render(fleets.verified(400))
+    assert re.findall(r"<h3>(r\d\d)</h3>", page) == [f"r{number:02}" for number in range(1, 11)]
+    rack = page.partition("<h3>r07</h3>")[2].partition("<h3>r08</h3>")[0]
+    assert sum("bad" in kinds for kinds in squares(rack).values()) == 30
+    plain = render(run(*(HostResult(f"gpu{number}", ExitCode.DONE) for number in range(40))))
+    assert "<h3>gpu" not in plain
+
+
+def test_worst_fleet_is_below_a_megabyte_too() -> None:
+    """A thousand hosts, each with another fault, another version and a long name."""
+    results = [
+        HostResult(
+            f"{number:04}" + "n" * 60, ExitCode.FAILED, 0, 1.0,
+            (Problem("w" * 300 + str(number), "e" * 3000, "x"),), "",
+            {name: f"{number}.{name}" for name in ("driver", "kernel", "docker", "os", "gpus", "mig")},
+            tuple(CheckDone(name, "failed", reason="r" * 100) for name in fleets.CHECKS),
+        )
+        for number in range(1000)
+    ]  # fmt: skip
+    assert len(render(run(*results)).encode()) < 1_000_000
+
+
+def test_check_shows_each_plan_with_its_hosts() -> None:
+    text = Reader(render(fleets.planned(50))).text.partition("What would change")[2]
+    for words in ("35 hosts:", "r01-gpu[01:03]", "install driver 550.163.01", "5 hosts:", "nothing to change"):
+        assert words in text
+
+
+def test_gpus_are_drawn_with_their_mig_instances() -> None:
+    page = render(fleets.verified(50))
+    text = Reader(page).text
+    assert "8 GPUs on 48 hosts" in text
+    assert "MIG: 0: 1g.10gb, 1g.10gb, 2g.20gb, 3g.40gb; 1: 3g.40gb, 3g.40gb" in text
+    assert re.findall(r'class="slice" x="([\d.]+)" y="1" width="([\d.]+)"', page) == [
+        ("0.0", "3.2"), ("4.0", "3.2"), ("8.0", "7.2"), ("16.0", "11.2"), ("0.0", "11.2"), ("12.0", "11.2"),
+    ]  # fmt: skip
+
+
+def test_mig_layout_of_facts_is_that_of_a_run() -> None:
+    mig = [MigGpu(0, "Enabled", "Enabled", ("1g.10gb", "3g.40gb")), MigGpu(1, "Disabled", "Disabled")]
+    layout = mig_layout((gpu.index, gpu.instances) for gpu in mig)
+    assert versions_of_facts({"mig": [asdict(gpu) for gpu in mig]})["mig"] == layout == "0: 1g.10gb, 3g.40gb"
+    assert mig_instances(layout) == {0: ("1g.10gb", "3g.40gb")}
+    for shape in ({"mig": 3}, {"mig": [1, {"instances": 2}]}, {"mig": None}):
+        assert "mig" not in versions_of_facts(shape)
+
+
+def test_what_changed_since_the_run_before_is_told_the_worse_first() -> None:
+    made = fleets.verified(50)
+    found = differences(fleets.the_day_before(made), made)
+    assert [(one.sentence, one.kind, len(one.hosts)) for one in found[:4]] == [
+        ("done → failed", "bad", 2), ("container, all GPUs: ok → failed", "bad", 2), ("failed → done", "good", 1),
+        ("driver 535.247.01 → 550.163.01", "", 48),
+    ]  # fmt: skip
+    text = Reader(render(made, fleets.the_day_before(made))).text
+    assert "new in this run 1 host: r02-gpu10" in " ".join(text.split())
+    assert "Nothing changed." in render(made, replace(made, identifier="20261120T081500-7"))
+    assert [one.sentence for one in differences(made, replace(made, results=made.results[1:]))] == ["not in this run"]
 
 
 def test_page_has_hosts_steps_versions_durations_and_causes() -> None:
@@ -68,7 +163,7 @@ def test_page_has_hosts_steps_versions_durations_and_causes() -> None:
         assert words in text, words
 
 
-def test_page_of_a_verification_has_a_column_for_each_check() -> None:
+def test_page_of_a_verification_has_a_square_and_the_words_of_each_check() -> None:
     checks = (CheckDone("driver", "ok", "550, 8 GPUs"), CheckDone("docker run --gpus", "failed", reason="no nodes"))
     text = Reader(render(run(HostResult("gpu1", ExitCode.FAILED, checks=checks)))).text
     assert "docker run --gpus" in text
@@ -91,18 +186,21 @@ def test_page_is_made_for_phones_and_for_the_dark() -> None:
 
 def test_nothing_that_a_host_says_becomes_markup() -> None:
     evil = HostResult(
-        EVIL, ExitCode.FAILED, 1, 1.0, (Problem(EVIL, EVIL, EVIL),), EVIL, {"driver": EVIL, EVIL: EVIL},
+        EVIL, ExitCode.FAILED, 1, 1.0, (Problem(EVIL, EVIL, EVIL),), EVIL,
+        {"driver": EVIL, EVIL: EVIL, "gpus": EVIL, "mig": f"0: {EVIL}"},
         (CheckDone(EVIL, EVIL, EVIL, EVIL, EVIL), CheckDone(EVIL, "failed", EVIL, EVIL, EVIL)),
         (PlannedChange(EVIL, EVIL, EVIL, EVIL),), (MadeChange(EVIL, EVIL, EVIL, 1.0), MadeChange("b", EVIL, EVIL)),
     )  # fmt: skip
-    page = render(run(evil, evil))
+    page = render(replace(run(evil, replace(evil, exit_code=ExitCode.DONE)), check=True), run(replace(evil, checks=())))
     tags = Reader(page).tags
     clean = Reader(render(run(*FLEET))).tags
-    assert {tag for tag, _ in tags} <= {tag for tag, _ in clean} | {"td"}
-    assert not {name for _, attributes in tags for name in attributes} - {
-        "lang", "charset", "name", "content", "http-equiv", "class", "scope"
-    }  # fmt: skip
-    assert all(re.fullmatch(r"[a-z ]*", str(attributes.get("class", ""))) for _, attributes in tags)
+    names = {tag for tag, _ in Reader(render(fleets.verified(50))).tags}
+    assert {tag for tag, _ in tags} <= {tag for tag, _ in clean} | names
+    for tag, attributes in tags:
+        assert not set(attributes) - ATTRIBUTES, tag
+        drawn = [str(attributes.get(name, "0")) for name in ("d", "viewbox", "x", "y", "width", "height")]
+        assert tag == "meta" or all(re.fullmatch(r"[Mv0-9. -]*", value) for value in drawn), drawn
+        assert re.fullmatch(r"[a-z ]*", str(attributes.get("class", "")))
     assert "<script>alert(1)</script>" in Reader(page).text
     assert not set(page) & {"\x1b", "\u202e"}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
-from gpuprov.fleet.ssh import SshSettings
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
@@ -28,7 +28,7 @@ class Scripted(Fleet):
     """A fleet whose hosts do what a function says."""
 
     def __init__(self, script: object, forks: int = 20) -> None:
-        super().__init__(RunSettings(lambda: pytest.fail("no host needs the agent"), forks=forks))
+        super().__init__(RunSettings(lambda: pytest.fail("no host needs the agent"), Options("install", forks=forks)))
         self.script = script
 
     def run_host(self, request: Request, agent: object) -> object:  # type: ignore[override]
@@ -131,7 +131,7 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     fleet = Scripted(script, forks=1)
-    fleet.settings = RunSettings(fleet.settings.build, told.append, forks=1)
+    fleet.settings = RunSettings(fleet.settings.build, Options("install", forks=1), told.append)
     assert [result.exit_code for result in run(fleet)] == [0, 1, 1, 1, 1, 1]
     assert "no further host begins" in told[0]
     assert signal.getsignal(signal.SIGINT) is before
@@ -145,7 +145,7 @@ def test_ctrl_c_of_a_run_on_this_machine_speaks_of_no_other_hosts() -> None:
         sink(Finished(0))
 
     fleet = Scripted(script)
-    fleet.settings = RunSettings(fleet.settings.build, told.append)
+    fleet.settings = RunSettings(fleet.settings.build, Options("install"), told.append)
     fleet.run(HOSTS[:1], Request("install"), lambda host, event: None)
     assert told == ["the run is let finish (Ctrl-C again: it stops after the change that it is at)"]
 
@@ -172,7 +172,7 @@ def in_order(rollout: Rollout, failing: str = "", forks: int = 20) -> tuple[list
         sink(Finished(1 if target.name[-1] in failing else 0))
 
     fleet = Scripted(script, forks)
-    fleet.settings = RunSettings(fleet.settings.build, forks=forks, rollout=rollout)
+    fleet.settings = RunSettings(fleet.settings.build, Options("install", forks=forks), rollout=rollout)
     return begun, run(fleet)
 
 
@@ -188,7 +188,7 @@ def test_batch_begins_when_the_one_before_is_through() -> None:
         sink(Finished(0))
 
     fleet = Scripted(script)
-    fleet.settings = RunSettings(fleet.settings.build, rollout=parse_rollout("2"))
+    fleet.settings = RunSettings(fleet.settings.build, Options("install"), rollout=parse_rollout("2"))
     run(fleet)
     assert all(seen <= pair for seen in together for pair in map(set, ("ab", "cd", "ef")) if seen & pair)
 
@@ -239,7 +239,7 @@ def test_canary_that_fails_is_the_only_host() -> None:
 
 def test_host_that_needs_a_reboot_has_not_failed() -> None:
     fleet = Scripted(lambda target, sink: sink(Finished(3)))
-    fleet.settings = RunSettings(fleet.settings.build, rollout=parse_rollout("1", "0"))
+    fleet.settings = RunSettings(fleet.settings.build, Options("install"), rollout=parse_rollout("1", "0"))
     assert all(result.begun for result in run(fleet))
 
 

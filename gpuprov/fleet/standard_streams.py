@@ -1,12 +1,15 @@
-"""Standard output and error that outlive their reader: `| head`, a full disk or an old locale ends no run."""
+"""Standard output and error that outlive their reader (`| head`, a full disk, an old locale), and standard input."""
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import click
 
 from gpuprov.wire.errors import from_os_error
 
@@ -30,6 +33,7 @@ def lasting_outputs() -> Iterator[None]:
 
     A reader that has seen enough is no failure. Characters that the locale lacks become question marks.
     """
+    _open_closed()
     kept = [_made_lasting(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
     try:
         yield
@@ -39,6 +43,16 @@ def lasting_outputs() -> Iterator[None]:
         for refusal in filter(None, (one.refusal for one in kept)):
             if not isinstance(refusal, BrokenPipeError):
                 raise from_os_error("the output could not be written to its end", refusal)
+
+
+def _open_closed() -> None:
+    """Give closed streams (`>&-`) something that takes and says nothing: libraries write without looking.
+
+    In this order the new files take the numbers 0 to 2, which no connection must ever get.
+    """
+    for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_WRONLY, "w"), ("stderr", os.O_WRONLY, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, flags), mode, closefd=False))  # noqa: SIM115
 
 
 def _made_lasting(name: str) -> _Lasting:
@@ -62,3 +76,12 @@ def percentage(label: str) -> Callable[[int, int], None]:
         shown = line
 
     return show
+
+
+def standard_input(what: str) -> bytes:
+    """Return all of standard input; at a terminal, say what is waited for."""
+    if sys.stdin is None:  # closed, and nobody has called lasting_outputs
+        return b""
+    if sys.stdin.isatty():
+        click.echo(f"reading {what} from standard input; Ctrl-D ends it", err=True)
+    return sys.stdin.buffer.read()

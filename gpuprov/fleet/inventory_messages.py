@@ -1,0 +1,165 @@
+"""What is wrong with an inventory, made readable: what Ansible says, and the file and line that set a variable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gpuprov.wire.errors import Problem
+
+EXTRA_VARS_HINT = '-e gpuprov_driver_version=550.163.01, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
+_TOO_LARGE = 1 << 20
+_SHOWN = 3
+_WARNING = "[WARNING]: "
+
+
+@contextlib.contextmanager
+def ansible_said() -> Iterator[list[str]]:
+    """Collect what Ansible would print: it belongs into our errors, not between the lines of a table."""
+    from ansible.utils.display import Display
+
+    said: list[str] = []
+    display = Display()
+    display.display = lambda msg, *_, **__: said.append(_marked(str(msg)))
+    try:
+        yield said
+    finally:
+        del display.display
+
+
+@contextlib.contextmanager
+def ansible_temporary_folder() -> Iterator[None]:
+    """Give Ansible a folder for what it makes at its first import: its own is below HOME, needs that, and stays."""
+    if "ANSIBLE_LOCAL_TEMP" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="gpuprov-ansible-") as folder:
+        os.environ["ANSIBLE_LOCAL_TEMP"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["ANSIBLE_LOCAL_TEMP"]
+
+
+def ansible_error() -> type[Exception]:
+    from ansible.errors import AnsibleError
+
+    error: type[Exception] = AnsibleError
+    return error
+
+
+def worth_telling(said: Sequence[str]) -> list[str]:
+    """Return Ansible's own warnings: of groups that are none, files that are passed over, names that match no host."""
+    return [clean(line) for line in said if line.startswith(_WARNING)]
+
+
+def _marked(text: str) -> str:
+    """Return what Ansible prints, with what makes a warning known kept at its beginning."""
+    cleaned = clean(text)
+    return f"{_WARNING}{cleaned}" if _WARNING in text else cleaned
+
+
+def clean(text: str) -> str:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text).replace(_WARNING, "")
+    return "\n".join(line for line in text.splitlines() if line.strip()).strip()
+
+
+def explained(error: BaseException) -> str:
+    """Return Ansible's message with the place in a file that it is about, which it keeps apart, or deeper down."""
+    texts = [clean(str(error))]
+    cause: BaseException | None = error
+    while cause is not None:
+        context = clean(str(getattr(cause, "_formatted_source_context", None) or ""))
+        if context:
+            return "\n".join((*texts, context))
+        cause = cause.__cause__ or cause.__context__
+    return texts[0]
+
+
+def vault_hint(text: str) -> str:
+    return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
+
+
+def ask_ansible(source: str) -> str:
+    """Return the command that shows what Ansible itself makes of an inventory."""
+    return f"ansible-inventory -i {shlex.quote(source)} --graph  # what Ansible makes of it"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A problem with the variables of one host, and their values."""
+
+    host: str
+    problem: Problem
+    values: Mapping[str, Any]
+
+
+def with_origins(problems: Sequence[Wrong], sources: Sequence[str], given: frozenset[str]) -> tuple[Problem, ...]:
+    """Return the problems with hosts and places; the same mistake of many hosts is one. `given`: what -e sets."""
+    by_problem: dict[Problem, list[Wrong]] = {}
+    for wrong in problems:
+        by_problem.setdefault(wrong.problem, []).append(wrong)
+    texts = tuple(_texts(sources))
+    return tuple(_with_origin(problem, wrongs, texts, given) for problem, wrongs in by_problem.items())
+
+
+def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return `file:line` for every line of the (path, text) pairs that sets the variable."""
+    sets = re.compile(rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]")
+    return tuple(
+        f"{path}:{number}"
+        for path, text in texts
+        for number, line in enumerate(text.splitlines(), 1)
+        if sets.search(line) and not line.lstrip().startswith(("#", ";"))
+    )
+
+
+def _with_origin(
+    problem: Problem, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+) -> Problem:
+    named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
+    hosts = [wrong.host for wrong in wrongs]
+    places = _places(named.group(), wrongs, texts, given) if named else ()
+    more = f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
+    evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
+    return replace(problem, evidence="\n".join(part for part in evidence if part))
+
+
+def _places(
+    name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+) -> tuple[str, ...]:
+    """Return where the variable has its value from: -e wins over all files; of several lines those with the value."""
+    if name in given:
+        return ("-e",)
+    values = {str(wrong.values.get(name, "")) for wrong in wrongs} - {""}
+    lines = {path: text.splitlines() for path, text in texts}
+    places = find_variable(name, texts)
+    with_value = []
+    for place in places:
+        path, _, number = place.rpartition(":")
+        if any(value in lines[path][int(number) - 1] for value in values):
+            with_value.append(place)
+    return tuple(with_value) or places
+
+
+def _texts(sources: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for path in sorted(set(_files(sources))):
+        if path.is_file() and path.stat().st_size < _TOO_LARGE:
+            yield str(path), path.read_text("utf-8", "replace")
+
+
+def _files(sources: Sequence[str]) -> Iterator[Path]:
+    for source in map(Path, sources):
+        folder = source if source.is_dir() else source.parent
+        yield source
+        if source.is_dir():
+            yield from source.glob("*")
+        for kind in ("group_vars", "host_vars"):
+            yield from (folder / kind).rglob("*")

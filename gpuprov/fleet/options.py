@@ -1,0 +1,161 @@
+"""What the command line says about a run over hosts: each option once, with its flags, default, meaning and commands.
+
+click alone is imported here, so that `--help` answers at once; gpuprov.cli makes its options from these fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_OPTION = "option"
+_COMMANDS = "commands"
+# The fields that choose hosts, which `gpuprov bundle create` takes as well.
+INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
+
+if TYPE_CHECKING:
+    _Type = click.ParamType[str]
+else:  # click 8.1 has no parameters for it
+    _Type = click.ParamType
+
+
+class PathText(_Type):
+    """A path, taken as it is typed; shells complete it. `name`, file or dir, is what it is called too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def shell_complete(
+        self, context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self.name)]
+
+
+FILE, FOLDER = PathText("file"), PathText("dir")
+
+
+def text_option(*names: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """Return a click option whose value is "" by default.
+
+    An empty value is a mistake, mostly a variable of the shell that is not set: `--limit ""` would mean all hosts.
+    """
+    return click.option(*names, callback=_require_text, **settings)
+
+
+def _require_text(context: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    if value is not None and not value.strip():
+        raise click.BadParameter("it is empty: is a variable of the shell not set?", context, parameter)
+    return value or ""
+
+
+def _option(*flags: str, default: Any = None, commands: tuple[str, ...] = (), **settings: Any) -> Any:
+    """Return a field with its click option: a flag, several values, a text or a number. `commands`: none means all."""
+    make = text_option if default is None and not {"is_flag", "multiple"} & set(settings) else click.option
+    if default is not None:
+        settings |= {"default": default, "show_default": True}
+    value = default or (False if "is_flag" in settings else () if "multiple" in settings else "")
+
+    def made(name: str, other_help: str | None = None) -> Callable[[_Command], _Command]:
+        return make(name, *flags, **{**settings, "help": other_help or settings["help"]})
+
+    return field(default=value, metadata={_OPTION: made, _COMMANDS: commands})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshSettings:
+    """What all connections have in common."""
+
+    accept_new_host_keys: bool = _option(
+        "--accept-new-host-keys", is_flag=True,
+        help="Store host keys seen for the first time; changed ones are refused all the same.",
+    )  # fmt: skip
+    connect_timeout: float = _option(
+        "--connect-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10.0,
+        help="How long to wait for a connection.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options(SshSettings):
+    """What the command line asks for. `overrides` are options of the specification that win over the inventory."""
+
+    command: str
+    hosts: tuple[str, ...] = _option(
+        "--hosts", type=FILE, metavar="INVENTORY", multiple=True,
+        help="An Ansible inventory: file, directory or `a,b,`. Default: this machine.",
+    )  # fmt: skip
+    limit: str = _option("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
+    extra_vars: tuple[str, ...] = _option(
+        "--extra-vars", "-e", metavar="VAR", multiple=True,
+        help="key=value, JSON or @file.yml; wins over the inventory.",
+    )  # fmt: skip
+    vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+    check: bool = _option(
+        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall"),
+        help="Say what would change; change nothing.",
+    )  # fmt: skip
+    diff: bool = _option(
+        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall"), help="Show the changes to files."
+    )
+    bundle: str = _option(
+        "--bundle", type=FILE, commands=("install",),
+        help="Install from this file alone, without a network (`gpuprov bundle create` makes it).",
+    )  # fmt: skip
+    bundle_key: str = _option(
+        "--bundle-key", metavar="FINGERPRINT", commands=("install",), help="The key that must have signed the bundle."
+    )
+    forks: int = _option(
+        "--forks", metavar="N", type=click.IntRange(1, 1000), default=20, help="How many hosts at a time."
+    )
+    serial: str = _option(
+        "--serial", metavar="N|N%|1,5,20%",
+        help="In batches of so many hosts, as Ansible's serial: the next begins when one is through.",
+    )  # fmt: skip
+    max_fail: str = _option(
+        "--max-fail", metavar="N|N%", help="Begin no further host once more of a batch have failed."
+    )
+    canary: str = _option(
+        "--canary", metavar="HOST|N",
+        help="These hosts, or the first N, before all others; if one fails, nothing else begins.",
+    )  # fmt: skip
+    # Longer than the longest command on a host may be quiet (packaging/apt_packages.py: 3900).
+    host_timeout: float = _option(
+        "--host-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=4500.0,
+        help="Give up on a host that says nothing for so long.",
+    )  # fmt: skip
+    bootstrap_python: bool = _option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none.")
+    report: str = _option(
+        "--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."
+    )
+    json: bool = _option("--json", is_flag=True, help="Print events as JSON lines, a summary last.")
+    verbose: bool = _option("--verbose", "-v", is_flag=True, help="Tell more.")
+    password: str = field(default="", repr=False)
+    become_password: str = field(default="", repr=False)
+    overrides: tuple[tuple[str, str], ...] = ()
+
+
+def options_of(command: str) -> Callable[[_Command], _Command]:
+    """Return what gives a click command its options; they arrive under the names of the fields."""
+    # Those of all connections last: a dataclass has its base's fields first.
+    ordered = sorted(fields(Options), key=lambda one: one.name in SshSettings.__annotations__)
+    ours = [one for one in ordered if _OPTION in one.metadata]
+    return _giving([one for one in ours if command in (one.metadata[_COMMANDS] or (command,))])
+
+
+def options_of_inventories(help_of_hosts: str) -> Callable[[_Command], _Command]:
+    """Return what gives a click command those options that choose hosts and their variables."""
+    return _giving([one for one in fields(Options) if one.name in INVENTORY_FIELDS], hosts=help_of_hosts)
+
+
+def _giving(chosen: list[Any], **helps: str) -> Callable[[_Command], _Command]:
+    def give(command: _Command) -> _Command:
+        for one in reversed(chosen):
+            command = one.metadata[_OPTION](one.name, helps.get(one.name))(command)
+        return command
+
+    return give

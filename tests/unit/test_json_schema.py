@@ -1,0 +1,157 @@
+"""What programs read with --json: every line of every command parses strictly and is what docs/json.md says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from rich.console import Console
+
+from gpuprov.agent.run import run_request
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.progress import JsonLines
+from gpuprov.fleet.report_command import summary
+from gpuprov.fleet.run import Recorder
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.events import ENVELOPE, SCHEMA, CauseFound, Event, PlannedChange
+from gpuprov.wire.request import COMMANDS, Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
+from tests import simgpu
+from tests.unit.fake_host import FakeHost, write_runfile
+
+_PAGE = Path(__file__).parents[2] / "docs/json.md"
+_CLASSES: tuple[type[Any], ...] = (*get_args(Event), PlannedChange, Problem)
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int,
+    "number": lambda value: type(value) in (int, float),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+_PARTS = {"changes": "PlannedChange", "problems": "Problem"}
+
+
+def documented() -> dict[str, dict[str, str]]:
+    """Return the fields and their types of every heading in the page."""
+    sections = re.split(r"^#+ (.+)$", _PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    return {
+        name: dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.MULTILINE))
+        for name, text in zip(sections[::2], sections[1::2])
+    }
+
+
+def strictly(line: str) -> dict[str, Any]:
+    """Parse one line; refuse a key that comes twice, and what JSON does not have (NaN)."""
+
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({key for key, _ in pairs}) == len(pairs), f"a key comes twice: {line}"
+        return dict(pairs)
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads(line, object_pairs_hook=no_twins, parse_constant=refuse)
+    assert isinstance(found, dict)
+    return found
+
+
+def require_documented(line: str) -> str:
+    """Hold one line against the page; return its event."""
+    found = strictly(line)
+    pages = documented()
+    wanted = {**pages["Every line"], **pages[found["event"]]}
+    if found["event"] == "Summary":
+        del wanted["host"]
+    assert set(found) == set(wanted)
+    assert found["schema"] == SCHEMA
+    for name, value in found.items():
+        assert _KINDS[wanted[name]](value), f"{name} is {value!r}, not {wanted[name]}"
+    for name, part in _PARTS.items():
+        for one in found.get(name, []):
+            assert {key: _KINDS[pages[part][key]](value) for key, value in one.items()} == dict.fromkeys(
+                pages[part], True
+            )
+    return str(found["event"])
+
+
+@pytest.mark.parametrize("cls", _CLASSES, ids=lambda cls: cls.__name__)
+def test_every_field_is_documented_and_collides_with_no_other(cls: type[Any]) -> None:
+    names = [one.name for one in fields(cls)]
+    assert list(documented()[cls.__name__]) == names
+    assert not set(names) & set(ENVELOPE)
+
+
+def test_the_version_and_the_example_of_the_page_are_right() -> None:
+    text = _PAGE.read_text("utf-8")
+    assert f"version **{SCHEMA}**" in text
+    (example,) = re.findall(r"```\n(.*)\n```", text)
+    assert require_documented(example) == "CheckDone"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    (tmp_path / "root").mkdir()
+    write_runfile(tmp_path / "root/driver.run")
+    return made
+
+
+def lines_of(request: Request, host: Any) -> list[str]:
+    """Return what --json prints of one request on one host."""
+    console = Console(file=io.StringIO())
+    recorder = Recorder("lab-a", JsonLines(console))
+    run_request(request, recorder, host)
+    made = Run("20261121T081500-7", request.command, "", 1.0, (recorder.result(1.0),))
+    assert isinstance(console.file, io.StringIO)
+    return [*console.file.getvalue().splitlines(), json.dumps(summary(made))]
+
+
+@pytest.mark.root
+def test_every_line_of_every_command_is_as_documented(host: FakeHost, tmp_path: Path) -> None:
+    spec = spec_to_json(HostSpec(driver_version=simgpu.DRIVER_VERSION, driver_url="/root/driver.run"))
+    seen: set[str] = set()
+    asked: set[str] = set()
+    for command, check in (("facts", False), ("install", True), ("install", False), ("verify", False),
+                           ("doctor", False), ("rollback", True), ("rollback", False), ("install", False),
+                           ("uninstall", True), ("uninstall", False)):  # fmt: skip
+        lines = lines_of(Request(command, spec, check=check, diff=check), host)
+        events = [require_documented(line) for line in lines]
+        assert (events[0], events[-2:]) == ("Started", ["Finished", "Summary"])
+        seen |= set(events)
+        asked.add(command)
+    assert asked == set(COMMANDS)
+    assert seen | {"CauseFound", "Note", "ChangeProgress", "Summary"} == {cls.__name__ for cls in get_args(Event)} | {
+        "Summary"
+    }
+
+
+def test_causes_are_as_documented(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    JsonLines(console)("lab-a", CauseFound(1, "rule", "area", "what", "seen", "next", "certain"))
+    assert isinstance(console.file, io.StringIO)
+    assert require_documented(console.file.getvalue()) == "CauseFound"
+
+
+def test_what_the_program_prints_is_as_documented(tmp_path: Path) -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "gpuprov", "facts", "--json"), capture_output=True, text=True, timeout=60,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    events = [require_documented(line) for line in done.stdout.splitlines()]
+    assert (events[-2:], done.stderr) == (["Finished", "Summary"], "")
+
+
+def test_a_key_that_comes_twice_is_seen() -> None:
+    with pytest.raises(AssertionError, match="twice"):
+        strictly('{"host":"a","host":"b"}')
+    with pytest.raises(AssertionError, match="NaN"):
+        strictly('{"a":NaN}')
