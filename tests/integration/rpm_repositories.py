@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import plan_repositories
 from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
@@ -96,8 +99,12 @@ def facts_of(host: RpmHost) -> HostFacts:
     return gather(host)
 
 
-def manager(host: RpmHost) -> str:
-    return host.programs[1]
+def manager(host: RpmHost) -> RpmManager:
+    return DNF if host.programs[1] == "dnf" else ZYPPER
+
+
+def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return facts.package_manager.plan_repositories(facts, spec)
 
 
 def configure(host: RpmHost, spec: HostSpec) -> None:

@@ -21,7 +21,6 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import gather, gather_files
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import plan_repositories as plan_rpm_repositories
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
 from gpuprov.wire.errors import GpuprovError
@@ -30,6 +29,8 @@ from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
 from tests.integration.rpm_repositories import Repository, repository, template
+from tests.integration.rpm_repositories import manager as manager_on
+from tests.integration.rpm_repositories import plan_repositories as plan_rpm_repositories
 from tests.lab.rpm_repository import RpmPackage
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
@@ -172,7 +173,7 @@ def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository:
     with small_disk(tmp_path / "disk", "200m") as disk:
         rpm = RpmHost(disk / "root", name, RPM_HOSTS[name])
         carry_out(rpm, *plan_rpm_repositories(gather(rpm), repository.spec))
-        manager = RPM_HOSTS[name]
+        manager = manager_on(rpm)
         refresh, large = RefreshRpmIndex(manager), InstallRpmPackages(manager, ("large",))
         # Something was installed before, as on any host: dnf's history is there.
         carry_out(rpm, refresh, InstallRpmPackages(manager, ("site-gpu-library",)))

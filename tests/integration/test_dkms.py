@@ -50,7 +50,8 @@ import json
 import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
-from gpuprov.core.apply import PlanAfresh, apply_changes
+from gpuprov.core.apply import apply_changes
+from gpuprov.core.changes import Then
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
@@ -75,10 +76,8 @@ for problem in planned.problems:
     print("problem:", problem.what, problem.evidence)
 journal = new_journal(system, "install")
 try:
-    apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
-    print("left:", [change.change.summary() for change in plan().changes])
-except PlanAfresh:
-    print("afresh:", [change.change.summary() for change in plan().changes])
+    applied = apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
+    print("left:" if applied.then is Then.CONTINUE else "afresh:", [item.change.summary() for item in plan().changes])
 except GpuprovError as error:
     print("error:", error)
 journal.end("done")

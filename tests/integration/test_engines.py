@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench, nodes
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
 ENXIO = "No such device or address"
@@ -39,9 +40,9 @@ def docker(bench: Bench) -> Iterator[DockerHost]:
         yield host
 
 
-def run(docker: DockerHost, *words: str) -> tuple[int, list[str], str]:
+def run(docker: DockerHost, *words: str, image: str = "busybox-gpu") -> tuple[int, list[str], str]:
     """Run the report in a container; return its exit code, lines, and what docker complained of."""
-    done = docker.run(("docker", "run", "--rm", "--network=none", *words, "busybox-gpu", "sh", "-c", f"{REPORT}\n:"))
+    done = docker.run(("docker", "run", "--rm", "--network=none", *words, image, "sh", "-c", f"{REPORT}\n:"))
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -84,6 +85,42 @@ def test_a_read_only_container_is_equipped(docker: DockerHost) -> None:
     code, report, errors = run(docker, "--read-only", "--gpus", "all")
     assert (code, len(paths(report))) == (0, 3), errors
     assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
+@pytest.fixture
+def hosts_files(tmp_path: Path) -> Path:
+    """What stands for the host's root; the engine's own files of /etc are there too."""
+    folder = tmp_path / "host"
+    for place in ("etc", "usr/bin", LIBRARIES[1:]):
+        (folder / place).mkdir(parents=True)
+    for name in ("hosts", "hostname", "resolv.conf", "mtab", "ld.so.cache"):
+        (folder / "etc" / name).write_text("the host's")
+    return folder
+
+
+def image_root(bench: Bench, folder: Path, place: str, target: str) -> Path:
+    """Return a copy of the bundle's root in which a link stands at a place."""
+    root = folder / "image"
+    shutil.copytree(bench.root, root, symlinks=True)
+    shutil.rmtree(root / place, ignore_errors=True)
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    (root / place).symlink_to(target)
+    return root
+
+
+@pytest.mark.parametrize("place", ["usr/bin", LIBRARIES[1:]])
+@pytest.mark.parametrize("access", ["ro", "rw"])
+def test_an_images_link_into_a_volume_writes_nothing_on_the_host(
+    bench: Bench, docker: DockerHost, hosts_files: Path, tmp_path: Path, place: str, access: str
+) -> None:
+    root = image_root(bench, tmp_path, place, f"/rootfs/{place}")
+    content = subprocess.run(("tar", "-C", str(root), "-c", "."), capture_output=True, check=True).stdout
+    docker.docker("import", "-", "hostile-gpu", stdin=content)
+    before = state(hosts_files)
+    code, _, errors = run(docker, "--gpus", "all", "-v", f"{hosts_files}:/rootfs:{access}", image="hostile-gpu")
+    assert state(hosts_files) == before
+    assert "in the volume at /rootfs, and nothing is written into volumes" in errors
+    assert code == 125
 
 
 @pytest.mark.parametrize(

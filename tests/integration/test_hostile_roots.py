@@ -1,6 +1,6 @@
 """Hostile root file systems: random trees full of links, and trees that change meanwhile; nothing outside is touched.
 
-The races run some seconds here; for minutes of them set GPUPROV_RACE_SECONDS=300.
+The short form takes seconds. For the long one set GPUPROV_RACE_SECONDS=300 and GPUPROV_HOSTILE_EXAMPLES=1000.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from gpuprov.runtime_hook.equipment import Equipment
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import prepare_root
 from gpuprov.runtime_hook.rootfs import Root
-from tests.integration.container_bench import LIBRARIES, Bench
+from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: device nodes, runc")]
 _RACE_SECONDS = float(os.environ.get("GPUPROV_RACE_SECONDS", "8"))
+# Real containers, for runc and crun each.
+_EXAMPLES = int(os.environ.get("GPUPROV_HOSTILE_EXAMPLES", "20"))
 # Every place on the way to something that a start makes.
 _PLACES = (
     "usr", "usr/lib", LIBRARIES[1:], f"{LIBRARIES[1:]}/libcuda.so.1", f"{LIBRARIES[1:]}/libcuda.so.550.163.01",
@@ -39,7 +41,8 @@ _PLACES = (
 _TARGETS = (
     "{outside}", "{outside}/file", "../{outside}", "../../../../../../../..{outside}", "/proc/self/root{outside}",
     "/proc/self/cwd", "/proc/self/fd/0", "/proc/1/root", "/", ".", "..", "/etc", "/usr/lib", "usr", "lib", "loop",
-    "/usr/local/cuda", "../etc", "/dev", "a/../b", "//", "{outside}/folder/../file",
+    "/usr/local/cuda", "../etc", "/dev", "a/../b", "//", "{outside}/folder/../file", "/proc", "/sys", "/proc/kmsg",
+    "/proc/sys/kernel", "/volume", "/volume/folder", "/volume/file", "../../volume", "/volume/back",
 )  # fmt: skip
 _KINDS = ("folder", "file", "fifo", "device")
 
@@ -49,6 +52,7 @@ def outside_of(folder: Path) -> Path:
     outside = folder / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("host")
+    (outside / "back").symlink_to("/etc")
     return outside
 
 
@@ -132,17 +136,39 @@ def world(outside: Path) -> tuple[object, ...]:
     return state(outside), Path("/etc").stat().st_mtime_ns, len(files), mounts
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    made = Bench(tmp_path_factory.mktemp("bench"), "runc")
+@pytest.fixture(scope="module", params=["runc", "crun"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("bench")
+    made = Bench(folder, low_level_runtime(request.param, folder))
     shutil.copytree(made.root, made.folder / "pristine", symlinks=True)
     yield made
     made.delete()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(tree=_TREES, by_hook=st.booleans())
-def test_random_trees_in_real_containers_lead_nowhere_else(bench: Bench, tree: dict[str, str], by_hook: bool) -> None:
+# Where the outside is mounted as a volume; links of the tree may stand there too.
+_DESTINATIONS = (
+    "/volume",
+    "/usr",
+    "/usr/lib",
+    LIBRARIES,
+    "/etc",
+    "/etc/ld.so.conf.d",
+    "/usr/bin",
+    "/lib64",
+    "/lib/../opt",
+)
+
+
+@settings(max_examples=_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    tree=_TREES,
+    way=st.sampled_from(["", "prestart", "createRuntime", "createContainer"]),
+    destination=st.sampled_from(["", "/volume", *_DESTINATIONS]),
+    access=st.sampled_from(["ro", "rw"]),
+)
+def test_random_trees_in_real_containers_lead_nowhere_else(
+    bench: Bench, tree: dict[str, str], way: str, destination: str, access: str
+) -> None:
     shutil.rmtree(bench.root)
     shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
     outside = bench.folder / "outside"
@@ -153,11 +179,23 @@ def test_random_trees_in_real_containers_lead_nowhere_else(bench: Bench, tree: d
             shutil.rmtree(bench.root / place)
     # runc 1.1 itself makes links in a /dev that leads out.
     lay(bench.root, outside, {place: what for place, what in tree.items() if place != "dev"})
+    changes: dict[str, Any] = {}
+    if way:
+        entry = bench.hook_entry(way)
+        if way == "createContainer":
+            entry["args"] += ["--link", f"libcuda.so.550.163.01::{LIBRARIES}/libcuda.so.1"]
+        changes["hooks"] = {way: [entry]}
+    if destination:
+        volume = {"destination": destination, "type": "bind", "source": str(outside), "options": ["rbind", access]}
+        changes["mounts"] = [*bench.pristine["mounts"], volume]
+        # What an engine does by itself with such a tree and volume is its own.
+        bench.configure("A=1", mounts=changes["mounts"])
+        bench.create(runtime=bench.low_level)
+        bench.delete()
     before = world(outside)
-    hooks: dict[str, Any] = {"hooks": {"prestart": [bench.hook_entry("prestart")]}} if by_hook else {}
-    bench.configure("NVIDIA_VISIBLE_DEVICES=all", **hooks)
+    bench.configure("NVIDIA_VISIBLE_DEVICES=all", **changes)
     try:
-        done = bench.create(runtime=bench.low_level if by_hook else "")
+        done = bench.create(runtime=bench.low_level if way else "")
     finally:
         bench.delete()
     assert world(outside) == before
@@ -223,15 +261,23 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
     assert refused + made > 200
 
 
-def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench) -> None:
+@pytest.mark.parametrize("target", ["{outside}", "/volume"])
+def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench, target: str) -> None:
+    """Also into a volume that the container has."""
     shutil.rmtree(bench.root)
     shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
     outside = bench.folder / "outside-of-race"
-    (outside / "folder").mkdir(parents=True)
-    (outside / "file").write_text("host")
+    for place in (".", LIBRARIES[1:], "lib", "x86_64-linux-gnu", "ld.so.conf.d"):
+        (outside / place).mkdir(parents=True, exist_ok=True)
+    (outside / "ld.so.cache").write_text("host")
     before = world(outside)
-    bench.configure("NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]})
-    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), str(outside)))
+    volume = {"destination": "/volume", "type": "bind", "source": str(outside), "options": ["rbind", "rw"]}
+    bench.configure(
+        "NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]},
+        mounts=[*bench.pristine["mounts"], volume],
+    )  # fmt: skip
+    leads_to = target.format(outside=outside)
+    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), leads_to))
     codes = set()
     end = time.monotonic() + _RACE_SECONDS
     try:

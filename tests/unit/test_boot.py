@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.boot import prepare, program_main
-from gpuprov.boot.program import boot_program
+from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact

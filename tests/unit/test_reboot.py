@@ -20,7 +20,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event, Finished, Planned
+from gpuprov.wire.events import Event, Finished, Planned, from_line
 from gpuprov.wire.request import Request, request_from_line
 from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
@@ -222,17 +222,17 @@ def test_a_proxy_with_odd_signs_stands_rightly_in_the_unit(
     assert status.mode == 0o600
 
 
-def test_the_unit_runs_the_modules_that_are_installed_here(host: RebootingHost) -> None:
-    """Started as systemd starts it, but without site-packages: the folder that it names must hold the package."""
+def test_the_units_command_starts_the_agent_from_its_own_folder(host: RebootingHost) -> None:
+    """With `-S` no other copy of gpuprov can be found, as on a host that has only the pushed agent."""
     leave_resume(host, Request("install"))
     unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
-    (command,) = (line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
-    words = shlex.split(command.replace("%%", "%").replace("$$", "$"))
-    assert words[1:3] == ["-I", "-c"]
-    assert (Path(words[-1]) / "gpuprov/agent/agent.py").is_file()
-    look = "import sys; sys.path.insert(0, sys.argv[1]); import gpuprov; print(gpuprov.__file__)"
-    done = subprocess.run((words[0], "-I", "-S", "-c", look, words[-1]), cwd="/", capture_output=True, text=True)
-    assert done.stdout.strip() == str(Path(words[-1]) / "gpuprov/__init__.py"), done.stderr
+    (line,) = (line for line in unit.splitlines() if line.startswith("ExecStart="))
+    program, *words = shlex.split(line.partition("=")[2])
+    done = subprocess.run(
+        (program, "-S", *words), input="no request\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert isinstance(from_line(done.stdout), Finished)
 
 
 def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None:

@@ -226,4 +226,4 @@ def test_the_launcher_says_so_where_there_is_no_low_level_runtime(tmp_path: Path
     launcher.write_text(render_launcher(low_level=(f"{tmp_path}/none",)))
     done = subprocess.run(("sh", str(launcher), "state", "x"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "gpuprov: neither runc nor crun is installed: apt-get install runc\n"
+    assert done.stderr == "gpuprov: neither runc nor crun is installed: install the package runc\n"
