@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.core.apply import (
-    PlanAfresh,
+    Applied,
     Stopped,
     apply_changes,
     last_undoable_run,
@@ -19,7 +19,7 @@ from gpuprov.core.apply import (
     take_up,
     undo_runs,
 )
-from gpuprov.core.changes import Change, Json, Tell, WriteFile
+from gpuprov.core.changes import Change, Json, Tell, Then, WriteFile
 from gpuprov.core.journal import (
     RUNS_DIRECTORY,
     Run,
@@ -44,7 +44,7 @@ MARK = "/half"
 class Half(Change):
     """Writes a mark, then does what it is told; its undoing takes the mark away, or fails while `/stuck` is there."""
 
-    then: str = ""
+    how: str = ""
 
     def summary(self) -> str:
         return "do half of it"
@@ -54,12 +54,15 @@ class Half(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         system.write(MARK, b"half")
-        if self.then == "fail":
+        if self.how == "fail":
             raise GpuprovError("the first fault", "seen", "next")
-        if self.then == "killed":
+        if self.how == "killed":
             raise KeyboardInterrupt
         tell("half way", 1, 2)
-        return {"reboot": self.then == "reboot"} if self.then in ("reboot", "plan") else {"did": "it"}
+        return {"did": "it"}
+
+    def then(self, outcome: Json) -> Then:
+        return {"reboot": Then.REBOOT, "plan": Then.PLAN_AGAIN}.get(self.how, Then.CONTINUE)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
@@ -273,7 +276,7 @@ def test_a_run_that_was_cut_off_between_two_changes_is_gone_on_with_in_silence(s
 def test_each_change_is_announced_told_of_and_timed(system: Recording) -> None:
     events: list[Event] = []
     journal = new_journal(system, "install")
-    assert apply_changes([Half(), WriteFile("/a", b"1")], system, journal, events.append) == 2
+    assert apply_changes([Half(), WriteFile("/a", b"1")], system, journal, events.append) == Applied(2)
     assert events == [
         ChangeStarted("do half of it", "do half of it", 1, 2),
         ChangeProgress("do half of it", "half way", 1, 2),
@@ -290,13 +293,11 @@ def test_each_change_is_announced_told_of_and_timed(system: Recording) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("then", "reboot"), [("reboot", True), ("plan", False)])
-def test_a_change_that_makes_the_rest_stale_ends_the_round(system: Recording, then: str, reboot: bool) -> None:
-    changes = [WriteFile("/a", b"1"), Half(then), WriteFile("/b", b"2")]
+@pytest.mark.parametrize(("how", "then"), [("reboot", Then.REBOOT), ("plan", Then.PLAN_AGAIN)])
+def test_a_change_that_makes_the_rest_stale_ends_the_round(system: Recording, how: str, then: Then) -> None:
+    changes = [WriteFile("/a", b"1"), Half(how), WriteFile("/b", b"2")]
     events: list[Event] = []
-    with pytest.raises(PlanAfresh) as caught:
-        apply_changes(changes, system, new_journal(system, "install"), events.append)
-    assert (caught.value.made, caught.value.reboot) == (2, reboot)
+    assert apply_changes(changes, system, new_journal(system, "install"), events.append) == Applied(2, then)
     assert isinstance(events[-1], ChangeDone)
     assert not system.exists("/b")
     assert [entry.state for entry in read_runs(system)[0].entries] == ["done", "done"]
