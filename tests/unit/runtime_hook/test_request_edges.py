@@ -85,3 +85,9 @@ def test_what_a_host_can_not_tell_is_a_question_mark(host: dict[str, str], says:
     with pytest.raises(Refused) as caught:
         require(["brand=geforce"], host)
     assert f"requires brand=geforce, {says}" in str(caught.value)
+
+
+def test_an_alternative_of_unknown_properties_has_no_advice_to_give() -> None:
+    with pytest.raises(Refused) as caught:
+        require(["planet=earth cuda>=13.0"], HOST)
+    assert str(caught.value).endswith("supports 12.4: update the driver to ≥ 580 or use an image for CUDA ≤ 12.4")
