@@ -24,6 +24,8 @@ from gpuprov.machine.distros import (
     next_kernel_headers,
     supported_names,
 )
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
@@ -157,7 +159,7 @@ def _distribution(distro: str) -> Distribution:
 def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> tuple[str, ...]:
     docker = (name for spec in specs for name in _engine(row, spec))
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
-    services = (*service_packages(row.id, row.version), *software.confinement_packages(row.package_manager))
+    services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
     more = (
         name
@@ -166,7 +168,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
             *cuda.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
-            *software.lock_packages(row, spec),
+            *software.hold_packages(row, spec),
         )
     )
     return tuple(sorted({*docker, *headers, *build, *more, *wanted.packages}))
@@ -189,9 +191,9 @@ def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[Ap
 
 
 def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
-    """Return the same for dnf, which chooses zypper's and yum's packages too."""
+    """Return the same for dnf, which chooses zypper's packages too."""
     docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
-    return rpm_repos.repositories(_with_cuda(row, wanted, spec), "dnf", wanted.architecture, docker)
+    return rpm_repos.repositories(DNF, _with_cuda(row, wanted, spec), wanted.architecture, docker)
 
 
 def _with_cuda(row: Distribution, wanted: Wanted, spec: HostSpec) -> HostSpec:
@@ -217,7 +219,7 @@ def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str
         return ()
     if not driver:
         raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
-    return fabric_manager.packages(driver, row.package_manager, FabricFacts())
+    return fabric_manager.packages(driver, manager_of(row), FabricFacts())
 
 
 def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
