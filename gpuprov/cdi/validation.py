@@ -92,7 +92,8 @@ def _annotation_problems(where: str, annotations: Mapping[str, str]) -> Iterator
         bad_prefix = slash and not (_ANNOTATION_PREFIX.fullmatch(prefix) and len(prefix) <= _LONGEST_PREFIX)
         if bad_prefix or not _ANNOTATION_NAME.fullmatch(name):
             yield f"{where}: {key!r} is no key for an annotation"
-    size = sum(len(key.encode()) + len(value.encode()) for key, value in annotations.items())
+    # JSON's escapes can name half of a surrogate pair, which no UTF-8 has: counted, not refused here.
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for pair in annotations.items() for text in pair)
     if size > _MOST_ANNOTATION_BYTES:
         yield f"{where}: {size} bytes of annotations are more than {_MOST_ANNOTATION_BYTES}"
 
