@@ -19,7 +19,7 @@ from gpuprov.bundling.repository_rpm import collect_rpm
 from gpuprov.core.changes import Tell
 from gpuprov.core.download import fetch, masked, published_sha256
 from gpuprov.core.system import System, sha256_of
-from gpuprov.driver import cuda_run, runfile
+from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.wire.errors import GpuprovError
 
@@ -97,7 +97,7 @@ def _collect_driver(system: System, recipe: Recipe, cache: str, tell: Tell, plac
     if not driver.url:
         return ""
     place = _fetched(system, driver, "driver", cache, tell)
-    found = runfile.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    found = installer.parse_header((system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
         raise GpuprovError(
             f"the driver file is {found.version} for {found.architecture}, "
@@ -114,7 +114,7 @@ def _collect_cuda(system: System, recipe: Recipe, cache: str, tell: Tell, places
     if not recipe.cuda.url:
         return ""
     place = _fetched(system, recipe.cuda, "CUDA toolkit", cache, tell)
-    cuda_run.require_run_file(system, place, f"what lies at {masked(recipe.cuda.url)}")
+    cuda_runfile.require_run_file(system, place, f"what lies at {masked(recipe.cuda.url)}")
     path = f"{CUDA}/cuda-{recipe.cuda.version}-{recipe.architecture}.run"
     places[path] = place
     return path

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
 from gpuprov.core.download import masked
-from gpuprov.driver import cuda, fabric_manager
-from gpuprov.driver.services import service_packages
+from gpuprov.driver import cuda_repository, fabric_manager
+from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.machine.distros import (
@@ -150,7 +150,7 @@ def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> t
         name
         for spec in specs
         for name in (
-            *cuda.toolkit_packages(spec),
+            *cuda_repository.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
             *software.lock_packages(row, spec),
@@ -184,9 +184,9 @@ def _rpm_repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tupl
 def _with_cuda(row: Distribution, wishes: Wishes, spec: HostSpec) -> HostSpec:
     """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
     _require_runfile(spec)
-    if wishes.fabric_manager and (problems := cuda.repository_problems(row, wishes.architecture, spec)):
+    if wishes.fabric_manager and (problems := cuda_repository.repository_problems(row, wishes.architecture, spec)):
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
-    return cuda.with_repository_of(row, wishes.architecture, spec, more=wishes.fabric_manager)
+    return cuda_repository.with_repository_of(row, wishes.architecture, spec, more=wishes.fabric_manager)
 
 
 def _require_runfile(spec: HostSpec) -> None:

@@ -10,11 +10,11 @@ from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.versions import version_key
 
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _PACKAGES = (

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuprov.driver.runfile import version_key
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.versions import version_key
 
 # First branch with open kernel modules for all GPUs that have a GSP; first whose installer prefers them; first without
 # proprietary ones.

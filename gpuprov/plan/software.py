@@ -9,7 +9,7 @@ from gpuprov.boot import prepare
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.source import apt_options
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda, kernel
+from gpuprov.driver import cuda_repository, kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, DockerRepository, distribution_of, docker_repository
 from gpuprov.packaging import past_kernels, rpm_locks, rpm_packages
@@ -122,7 +122,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     ours = (
         *(confinement_packages(facts.packages.manager) if confined else ()),
         *kernel.packages(facts, spec),
-        *cuda.packages(facts, spec),
+        *cuda_repository.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
     )

@@ -10,20 +10,19 @@ from gpuprov import driver_run, repos, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.driver import (
-    cuda,
-    cuda_run,
+    cuda_repository,
+    cuda_runfile,
     driver_install,
     driver_problems,
     fabric_manager,
     fabric_plan,
     kernel,
     mig,
-    mig_plan,
     nouveau,
     packaged,
     precompiled,
-    release,
     running_driver,
+    unload,
 )
 from gpuprov.engines import docker, more
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -74,7 +73,7 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    spec, docker = cuda_repository.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in rpm_packages.MANAGERS:
         return rpm_repos.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
     return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
@@ -83,7 +82,7 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
-    spec, docker = cuda.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
+    spec, docker = cuda_repository.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
     if facts.packages.manager in rpm_packages.MANAGERS:
         return rpm_repos.problems(facts, spec, docker, software.past_releases(facts, spec))
     return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
@@ -105,28 +104,28 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*driver_run.plan_download(facts, spec), *cuda_run.plan_download(facts, spec))
+    return (*driver_run.plan_download(facts, spec), *cuda_runfile.plan_download(facts, spec))
 
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
-        *cuda.plan_pin(facts, spec),
+        *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
-        *cuda.plan_other_version(facts, spec),
-        *cuda.plan_profile(facts, spec),
+        *cuda_repository.plan_other_version(facts, spec),
+        *cuda_repository.plan_profile(facts, spec),
     )
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
-        *cuda.plan_driver(facts, spec),
+        *cuda_repository.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
-        *mig_plan.plan(facts, spec),
+        *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
-        *cuda_run.plan(facts, spec),
+        *cuda_runfile.plan(facts, spec),
     )
 
 
@@ -157,9 +156,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
-        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
-        cuda_run.LinkCudaToolkit,
+        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
+        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
+        cuda_runfile.LinkCudaToolkit,
     )
 }  # fmt: skip
 
@@ -212,10 +211,10 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *availability.problems(facts, spec),
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
-            *cuda.problems(facts, spec),
-            *cuda_run.problems(facts, spec),
+            *cuda_repository.problems(facts, spec),
+            *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
-            *mig_plan.problems(facts, spec),
+            *mig.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
             *docker.problems(facts.docker),
@@ -226,8 +225,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     fabric = fabric_plan.wanted_packages(facts, spec)
-    names = not_installed(facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric))
-    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
+    names = not_installed(facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
     return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 
 

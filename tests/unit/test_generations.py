@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprov.driver.generations import generation_of, module_type, problems
-from gpuprov.driver.runfile import version_key
 from gpuprov.wire.driver_releases import branches, known_sha256, resolved
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec
+from gpuprov.wire.versions import version_key
 
 # Device ids of well-known boards, from the PCI ID database.
 K80, M60, P100, GTX_1080, V100, T4, RTX_2080, GTX_1660 = "102d", "13f2", "15f8", "1b80", "1db4", "1eb8", "1e87", "2184"

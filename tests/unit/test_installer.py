@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.driver.runfile import explain_failure, install_arguments, knows, parse_header, version_key
+from gpuprov.driver.installer import explain_failure, install_arguments, knows, parse_header
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.versions import version_key
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"
