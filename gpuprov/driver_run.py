@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, parent_of
-from gpuprov.core.download import fetch, masked, published_sha256
+from gpuprov.core.download import fetch, masked, trusted_sha256
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
@@ -33,10 +33,18 @@ def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def sha256(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the digest that is asked for, or known of NVIDIA's own file; nothing where one beside the file counts."""
-    if spec.driver_sha256 or spec.driver_url:
+    """Return the digest that is asked for, or known of NVIDIA's own file: that holds wherever the file comes from.
+
+    A path on the host is the administrator's own file. Nothing is returned where the digest beside the file counts.
+    """
+    if spec.driver_sha256 or spec.driver_url.startswith("/"):
         return spec.driver_sha256
     return driver_releases.known_sha256(spec.driver_version, facts.architecture)
+
+
+def needs_digest(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether the file comes over http without a known digest: one beside it comes over the same channel."""
+    return source(facts, spec)[0].startswith("http:") and not sha256(facts, spec)
 
 
 def source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
@@ -84,11 +92,11 @@ class FetchRunfile(Change):
         return {"path": self.path, "existed": system.exists(self.path)}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        digest = self.sha256 or published_sha256(system, self.url)
+        digest = self.sha256 or trusted_sha256(system, self.url)
         if not digest:
             raise GpuprovError(
                 "the driver's SHA-256 is not known, so a download could not be trusted",
-                f"there is no {masked(self.url)}.sha256sum",
+                f"there is no {masked(self.url)}.sha256sum, or not over https",
                 "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust)",
             )
         system.make_directory(parent_of(self.path), 0o700)

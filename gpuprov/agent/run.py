@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Callable
 from gpuprov import __version__
 from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.boot.reboot import Reboot
+from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import OpenBundle, opened
 from gpuprov.core.apply import PlanAfresh, Stopped, apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.core.lock import host_lock
+from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
 from gpuprov.driver import mirror
 from gpuprov.facts.host import HostFacts, facts_to_json, gather
@@ -27,6 +29,7 @@ from gpuprov.packaging import turn
 from gpuprov.plan import with_bundle
 from gpuprov.plan.facts_for import gather_for
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
+from gpuprov.wire.advisories import TOOLKIT_PACKAGE
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import FactsGathered, Finished, Note, Planned, PlannedChange, Sink, Started
 from gpuprov.wire.request import Request
@@ -64,6 +67,7 @@ def _with_seconds(finished: Finished, seconds: float) -> Finished:
 
 
 def _dispatch(request: Request, sink: Sink, system: System, stop_requested: StopRequested) -> Finished:
+    use_tables(request.tables)
     spec = parse_spec(request.spec)
     if request.command == "facts":
         return _facts(sink, system)
@@ -118,6 +122,7 @@ def _bundle(request: Request, sink: Sink, system: System) -> Iterator[OpenBundle
         return
     sink(Note("checking every digest of the bundle", "debug"))
     with opened(system, request.bundle, request.bundle_digest) as bundle:
+        use_newer_advisories(bundle.content(ADVISORIES), request.bundle)
         yield bundle
 
 
@@ -228,6 +233,8 @@ def _announced_plan(facts: HostFacts, spec: HostSpec, request: Request, sink: Si
     plan = make_plan(facts, spec, request.steps)
     for note in plan.notes:
         sink(Note(note))
+    for warning in plan.warnings:
+        sink(Note(warning, "warning"))
     problems = plan.problems or unreachable(system, [url for item in plan.changes for url in item.change.urls])
     if problems:
         raise GpuprovError.several(problems)
@@ -321,5 +328,6 @@ def _versions(facts: HostFacts) -> dict[str, str]:
         "kernel": facts.kernel.release,
         "driver": facts.driver_installed_version,
         "docker": facts.docker.version,
+        "toolkit": facts.packages.installed.get(TOOLKIT_PACKAGE, ""),
         "gpus": str(len(facts.gpus)),
     }

@@ -17,7 +17,7 @@ from gpuprov.bundling.repository_apt import collect_apt
 from gpuprov.bundling.repository_key import new_key
 from gpuprov.bundling.repository_rpm import collect_rpm
 from gpuprov.core.changes import Tell
-from gpuprov.core.download import fetch, masked, published_sha256
+from gpuprov.core.download import fetch, masked, trusted_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
@@ -124,7 +124,7 @@ def _fetched(system: System, wanted: RunFile, what: str, cache: str, tell: Tell)
     """Return where a file lies in the cache, its digest checked."""
     url = f"file://{wanted.url}" if wanted.url.startswith("/") else wanted.url
     tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
-    sha256 = wanted.sha256 or published_sha256(system, url)
+    sha256 = wanted.sha256 or trusted_sha256(system, url)
     if not sha256:
         raise GpuprovError(
             f"the {what}'s SHA-256 is not known, so a download could not be trusted",

@@ -104,7 +104,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 f"driver {spec.driver_version} is asked for, but {where} runs {loaded}: the two must match",
                 "/proc/driver/nvidia/version",
-                f"set gpuprov_driver_version: {loaded}, or update {where}",
+                f'set gpuprov_driver_version: "{loaded}", or update {where}',
             ),
         )
     return ()

@@ -9,7 +9,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 
-EXTRA_VARS_HINT = '-e gpuprov_driver_version=550.163.01, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
+EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 
 
 @contextlib.contextmanager

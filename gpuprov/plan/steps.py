@@ -33,7 +33,7 @@ from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, Refres
 from gpuprov.packaging.installed import not_installed
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import availability, images, software, with_bundle
+from gpuprov.plan import advisories, availability, images, software, with_bundle
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -66,6 +66,7 @@ class Plan:
     changes: tuple[StepChange, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -173,9 +174,10 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
+    spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
-    return Plan(changes, notes=tuple(note for note in notes if note))
+    return Plan(changes, notes=tuple(note for note in notes if note), warnings=advisories.warnings(facts, spec))
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
@@ -198,6 +200,7 @@ def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
+    asked, spec = spec, cuda_repository.with_branch(facts, spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
@@ -211,7 +214,8 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *availability.problems(facts, spec),
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
-            *cuda_repository.problems(facts, spec),
+            *advisories.problems(facts, spec),
+            *cuda_repository.problems(facts, asked),
             *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
             *mig.problems(facts, spec),

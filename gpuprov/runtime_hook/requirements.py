@@ -16,6 +16,8 @@ _FIRST_DRIVERS = (
     ("11.8", "520.61.05"), ("12.0", "525.60.13"), ("12.1", "530.30.02"), ("12.2", "535.54.03"), ("12.3", "545.23.06"),
     ("12.4", "550.54.14"), ("12.5", "555.42.02"), ("12.6", "560.28.03"), ("12.8", "570.26"), ("12.9", "575.51.03"),
     ("13.0", "580.65.06"), ("13.1", "590.44.01"), ("13.2", "595.45.04"), ("13.3", "610.43.02"),
+    # The release notes of CUTLASS 4.8 name the branch alone: R615 comes with CUDA 13.4.
+    ("13.4", "615"),
 )  # fmt: skip
 _VERSIONS = ("cuda", "driver", "arch")
 # An image of NVIDIA's names some thirty alternatives: nobody reads them in an error line.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
                 "gpuprov_driver_version": DRIVER,
                 "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
+                "gpuprov_driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
             }
             yield Site(lab, {host.name: host for host in hosts}, tmp_path_factory.mktemp("inventories"), variables)
         finally:

@@ -294,3 +294,37 @@ def test_a_refusal_comes_with_what_the_kernel_says(tmp_path: Path) -> None:
     with pytest.raises(GpuprovError, match="NVRM: The NVIDIA probe routine") as caught:
         LoadDriver().apply(Loading(tmp_path, refuses="nvidia"), lambda *_: None)
     assert "usb 1-1" not in str(caught.value)
+
+
+_VOLTA, _KEPLER = PciGpu("0000:01:00.0", "1db4"), PciGpu("0000:01:00.0", "102d")
+
+
+def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: HostFacts) -> None:
+    """cuda-drivers is of the newest branch, which no longer serves Volta."""
+    volta = replace(metal, gpus=(_VOLTA,))
+    found = cuda_repository.with_branch(volta, spec())
+    assert found.driver_version == "580"
+    assert cuda_repository.pin_packages(found) == ("nvidia-driver-pinning-580",)
+    assert cuda_repository.problems(volta, spec()) == ()
+    assert cuda_repository.with_branch(metal, spec()) == spec()
+    assert cuda_repository.with_branch(volta, spec(driver_version="570")).driver_version == "570"
+    rocky = on(volta, "rocky", "9.5", "dnf")
+    assert cuda_repository.plan_pin(rocky, cuda_repository.with_branch(rocky, spec())) == (EnableStream("580-dkms"),)
+    # What is there of an earlier branch stays with it; what is of a later one does not.
+    for version, branch in (("570.211.01", "570"), ("590.48.01", "580")):
+        driver = DriverFacts(kernel_version=version, library_version=version)
+        there = replace(volta, driver=driver, driver_packaged="cuda-drivers")
+        assert cuda_repository.with_branch(there, spec()).driver_version == branch
+
+
+@pytest.mark.parametrize(
+    ("gpu", "distribution", "release"),
+    [(_VOLTA, ("fedora", "44", "dnf"), "580.178.04"), (_KEPLER, ("debian", "12", "apt"), "470.256.02")],
+)
+def test_where_no_package_serves_the_gpus_it_is_said(
+    metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str
+) -> None:
+    facts = on(replace(metal, gpus=(gpu,)), *distribution)
+    (problem,) = cuda_repository.problems(facts, spec())
+    assert "have no driver that serves this host's GPUs" in problem.what
+    assert f'gpuprov_driver: runfile and gpuprov_driver_version: "{release}"' in problem.next_step
