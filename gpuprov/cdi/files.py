@@ -36,16 +36,30 @@ _CONFIGURATION = (
     "/etc/vulkan/icd.d/nvidia_icd.json", "/etc/vulkan/implicit_layer.d/nvidia_layers.json",
     "/usr/share/vulkan/icd.d/nvidia_icd.json", "/usr/share/vulkan/icd.d/nvidia_icd.x86_64.json",
     "/usr/share/vulkan/implicit_layer.d/nvidia_layers.json",
+    "/etc/vulkan/icd.d/nvidia_layers.json", "/usr/share/vulkan/icd.d/nvidia_layers.json",
     "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+    "/usr/share/egl/egl_external_platform.d/09_nvidia_wayland2.json",
     "/usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json",
     "/usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json",
     "/usr/share/egl/egl_external_platform.d/20_nvidia_xcb.json",
     "/usr/share/egl/egl_external_platform.d/20_nvidia_xlib.json",
     "/usr/share/nvidia/nvoptix.bin",
+    "/etc/X11/xorg.conf.d/10-nvidia.conf", "/usr/share/X11/xorg.conf.d/10-nvidia.conf",
+    "/etc/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf",
 )  # fmt: skip
-
-
-_X_MODULES = ("/usr/lib/xorg/modules", "/usr/lib64/xorg/modules", "/usr/lib/x86_64-linux-gnu/xorg/modules")
+# Links that programs need and that a host may lack: the library, by its name up to `.so`, and the link.
+_NEEDED_LINKS = {
+    "libcuda": "libcuda.so",
+    "libnvidia-opticalflow": "libnvidia-opticalflow.so",
+    "libGLX_nvidia": "libGLX_indirect.so.0",
+}
+# An X server's modules: X.Org's folders, SUSE's updates of them, and a folder beside the libraries (RPM Fusion).
+_X_MODULES = tuple(
+    f"{folder}/xorg/modules{below}/{kind}"
+    for folder in ("/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+    for below in ("", "/updates")
+    for kind in ("drivers", "extensions")
+) + tuple(f"{folder}/nvidia/xorg" for folder in LIBRARY_DIRECTORIES)
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,9 @@ def _collect(
     for real, names in found.items():
         if real.rpartition("/")[2] not in own_names:
             _add_soname(system, place, real, names)
+        needed = _NEEDED_LINKS.get(real.rpartition("/")[2].partition(".so.")[0])
+        if needed and f"{place}/{needed}" not in (real, *names):
+            names.append(f"{place}/{needed}")
 
 
 def _add_soname(system: System, place: str, real: str, names: list[str]) -> None:
@@ -168,14 +185,14 @@ def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[Drive
         real = next((system.real_path(place) for place in places if system.exists(place)), "")
         if real:
             found[path] = DriverFile(path, real)
-    return tuple(found.values())
+    local = (path.replace("/usr/share/", "/usr/local/share/") for path in _CONFIGURATION if path.startswith("/usr/"))
+    return (*found.values(), *_present(system, local))
 
 
 def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
     """Return the driver's modules for an X server, for containers that run one."""
-    names = ("drivers/nvidia_drv.so", "extensions/libglxserver_nvidia.so")
-    versioned = f"extensions/libglxserver_nvidia.so.{version}"
-    places = (f"{folder}/{name}" for folder in _X_MODULES for name in (*names, versioned))
+    names = ("nvidia_drv.so", "libglxserver_nvidia.so", f"libglxserver_nvidia.so.{version}")
+    places = (f"{folder}/{name}" for folder in _X_MODULES for name in names)
     return _present(system, places) if version else ()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from gpuprov.fleet.given import standard_input
+from gpuprov.fleet.text import plain
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
@@ -32,11 +33,21 @@ def hook() -> None:
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def explain(settings_file: str | None, bundle: str | None, as_json: bool) -> None:
+@click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: where the container runs.")
+@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
+@click.argument("container", metavar="[CONTAINER]", default="")
+def explain(
+    settings_file: str | None, bundle: str | None, as_json: bool, hosts: tuple[str, ...], limit: str, container: str
+) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
+
+    CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
+    it, what the runtime would decide now.
 
     \b
     Examples:
+      sudo gpuprov hook explain my-container
+      gpuprov hook explain my-container --hosts inventory.ini --limit gpu07
       gpuprov hook explain --bundle /run/containerd/io.containerd.runtime.v2.task/moby/ID
       gpuprov hook explain --json < config.json
       gpuprov hook explain --config /tmp/config.toml < config.json
@@ -44,6 +55,13 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool) -> Non
     from gpuprov.runtime_hook.explain import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
+    if hosts or limit:
+        _explain_on_hosts(hosts, limit, container, as_json=as_json)
+        return
+    kept = _kept(container, bundle)
+    if kept is not None:
+        click.echo(json.dumps(kept, indent=2) if as_json else "\n".join(_kept_lines(kept)))
+        return
     config = _config(bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(config, settings, trouble, bundle or "")
@@ -83,6 +101,45 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
     sys.exit(_STATES[state])
 
 
+def _explain_on_hosts(hosts: tuple[str, ...], limit: str, container: str, *, as_json: bool) -> None:
+    """Say what was decided for the container on each host; with one host that has it, that is enough."""
+    from gpuprov.engines.containers import decision_of
+    from gpuprov.fleet.inventory import read_inventory
+    from gpuprov.fleet.remote_system import RemoteSystem
+    from gpuprov.fleet.ssh import SshSettings, connected
+
+    if not hosts or not container:
+        hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
+        raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
+    found: dict[str, dict[str, Any]] = {}
+    problem: GpuprovError | None = None
+    for target in read_inventory(hosts, limit=limit).hosts:
+        try:
+            with connected(target, SshSettings()) as connection:
+                found[target.name] = decision_of(RemoteSystem(connection, target), container)
+        except GpuprovError as error:
+            click.echo(f"{target.name}: {error}", err=True)
+            problem = error
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    for name, kept in found.items() if not as_json else ():
+        click.echo("\n".join([f"host           {plain(name)}", *map(plain, _kept_lines(kept))]))
+    if problem is not None and not found:
+        sys.exit(problem.exit_code)
+
+
+def _kept(container: str, bundle: str | None) -> dict[str, Any] | None:
+    """Return what was decided for a container that runs, None for a bundle of which nothing is kept."""
+    from gpuprov.core.system import System
+    from gpuprov.engines.containers import decision_of, decision_of_bundle
+
+    if container and bundle:
+        raise GpuprovError("a container or a bundle, not both", "", "leave --bundle out", exit_code=ExitCode.USAGE)
+    if container:
+        return decision_of(System("/"), container)
+    return decision_of_bundle(bundle) if bundle else None
+
+
 def _config(bundle: str | None) -> dict[str, Any]:
     where = f"{bundle}/config.json" if bundle else "standard input"
     try:
@@ -98,6 +155,22 @@ def _config(bundle: str | None) -> dict[str, Any]:
 def _no_config(where: str, evidence: str) -> GpuprovError:
     hint = "give a bundle with --bundle DIR, or its config.json on standard input"
     return GpuprovError(f"{where} holds no config.json", evidence, hint, exit_code=ExitCode.USAGE)
+
+
+def _kept_lines(kept: dict[str, Any]) -> list[str]:
+    """Return a running container's decision as text."""
+    return [
+        f"container      {kept['container']}, started with GPUs by the {kept['way']}",
+        f"devices        {', '.join(one for one in kept['devices'] if one) or 'none: the driver files alone'}",
+        f"capabilities   {', '.join(kept['capabilities']) or 'none'}",
+        f"requirements   {kept['requirements'] or 'none'}{' satisfied' if kept['requirements'] else ''}",
+        f"privileged     {'yes' if kept['privileged'] else 'no'}",
+        f"legacy image   {'yes' if kept['legacy'] else 'no'}",
+        *(f"device         {path}" for path in kept["nodes"]),
+        *(f"file           {path}" for path in kept["files"]),
+        *(f"link           {' <- '.join(link.split('::'))}" for link in kept["links"]),
+        *(f"because        {one}" for one in kept["decisions"]),
+    ]
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -36,9 +36,8 @@ def runtime() -> None:
     "--runtime",
     "engine",
     type=click.Choice(_ENGINES),
-    default="docker",
-    show_default=True,
-    help="The engine; k3s, rke2 and microk8s are containerd in their own folders.",
+    default=None,
+    help="The engine; k3s, rke2 and microk8s are containerd in their own folders. Default: docker, with a hook podman.",
 )
 @click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
 @click.option(
@@ -128,7 +127,7 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
       sudo gpuprov runtime configure --runtime containerd --nvidia-set-as-default
       sudo gpuprov runtime configure --runtime crio --nvidia-runtime-path /usr/bin/gpuprov-container-runtime
       sudo gpuprov runtime configure --runtime k3s
-      sudo gpuprov runtime configure --runtime podman --config-mode hook
+      sudo gpuprov runtime configure --config-mode hook                podman and CRI-O
       sudo gpuprov runtime configure --runtime containerd --unset
     """
     from gpuprov.core.system import System
@@ -149,12 +148,15 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
 
 
 def _configuration(
-    system: Any, *, engine: str, config: str, drop_in: str | None, source: str, executable: str, mode: str,
+    system: Any, *, engine: str | None, config: str, drop_in: str | None, source: str, executable: str, mode: str,
     hook_file: str, hook_program: str, name: str, path: str, set_default: bool, cdi: bool, unset: bool,
 ) -> Configuration:  # fmt: skip
     from gpuprov.engines import configure as engines
     from gpuprov.engines.wish import Request, RuntimeWish
 
+    is_hook = mode in ("hook", "oci-hook")
+    # nvidia-ctk takes no engine with a hook: podman and CRI-O read the same folder.
+    engine = engine or ("podman" if is_hook else "docker")
     files = {"--config": config, "--drop-in-config": drop_in, "--hook-path": hook_file}
     programs = {"--nvidia-runtime-path": path, "--nvidia-runtime-hook-path": hook_program}
     for option, value in {**files, **programs}.items():
@@ -166,7 +168,7 @@ def _configuration(
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
         raise _usage("--nvidia-runtime-name is no name of a runtime", repr(name), hint)
-    if mode in ("hook", "oci-hook"):
+    if is_hook:
         return engines.hook(system, engine, hook_file, hook_program or engines.usual_hook(system), unset=unset)
     wish = RuntimeWish(name, path or engines.usual_runtime(system), set_default, cdi)
     request = Request(engine, wish, config, drop_in, source == "command", executable, unset)

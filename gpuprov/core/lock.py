@@ -35,7 +35,7 @@ def host_lock(
     goes on: wait for its end, up to `wait_seconds`, for two of them at once would ruin the host. The lock is inherited
     by such commands, which is how one knows.
     """
-    with system.path(LOCK_PATH).open("a+") as file:
+    with system.open_private(LOCK_PATH) as file:
         _acquire(system, file.fileno(), wait_seconds, tell)
         # Children inherit the descriptor, and so hold the lock as long as they live.
         flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
@@ -53,7 +53,7 @@ def try_lock(system: System) -> Iterator[bool]:
 
     For work of a second or two: it writes no name into the file, and a run that comes meanwhile waits for its end.
     """
-    with system.path(LOCK_PATH).open("a+") as file:
+    with system.open_private(LOCK_PATH) as file:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,7 +76,9 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
                 f"pid {holder.pid}: gpuprov {holder.command}, since {holder.since}",
                 "wait for its end, or look at it: ps -fp " + str(holder.pid),
             )
-        left = ", ".join(_openers(system)) or "a command"
+        openers = _openers(system)
+        _refuse_other_users(openers)
+        left = ", ".join(opener.text for opener in openers) or "a command"
         if system.now() > deadline:
             raise GpuprovError(
                 "a command of an earlier, killed run still goes on",
@@ -89,14 +91,29 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
         system.sleep(0.2)
 
 
+def _refuse_other_users(openers: list[_Opener]) -> None:
+    """A lock file that an earlier version left open to all may still be open in a process that is no run of ours."""
+    others = [opener for opener in openers if opener.uid != 0]
+    if others:
+        raise GpuprovError(
+            "a process that is not root's keeps this host locked",
+            f"{', '.join(f'{one.text} of user {one.uid}' for one in others)} has {LOCK_PATH} open",
+            f"end it: kill {' '.join(str(one.pid) for one in others)}",
+        )
+
+
 def read_holder(system: System) -> Holder | None:
-    """Return who wrote its name into the lock file last, or None if that can't be read."""
+    """Return who wrote its name into the lock file last, or None if that can't be read.
+
+    It is alive if that process still has the file open: its number may have gone to another since.
+    """
     try:
         data = json.loads(system.read_text(LOCK_PATH) or "")
         pid, command, since = int(data["pid"]), str(data["command"]), str(data["since"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Holder(pid, command, since, alive=_is_running(system, pid))
+    alive = _is_running(system, pid) and _has_open(system, pid)
+    return Holder(pid, command, since, alive=alive)
 
 
 def _is_running(system: System, pid: int) -> bool:
@@ -106,16 +123,33 @@ def _is_running(system: System, pid: int) -> bool:
     return stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _openers(system: System) -> list[str]:
-    """Return `name (pid N)` of each process that has the lock file open, this one left out."""
-    real = str(system.path(LOCK_PATH).resolve())
+@dataclass(frozen=True)
+class _Opener:
+    """A process that has the lock file open."""
+
+    pid: int
+    uid: int
+    name: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+def _openers(system: System) -> list[_Opener]:
+    """Return the processes that have the lock file open, this one left out."""
     found = []
-    for pid in system.list_directory("/proc"):
-        if not pid.isdigit() or int(pid) == system.own_pid():
+    for name in system.list_directory("/proc"):
+        if not name.isdigit() or int(name) == system.own_pid() or not _has_open(system, int(name)):
             continue
-        folder = system.path(f"/proc/{pid}/fd")
-        with contextlib.suppress(OSError):
-            if any(str(entry.readlink()) == real for entry in folder.iterdir()):
-                name = (system.read_text(f"/proc/{pid}/comm") or "?").strip()
-                found.append(f"{name} (pid {pid})")
+        status = system.status(f"/proc/{name}")
+        comm = (system.read_text(f"/proc/{name}/comm") or "?").strip()
+        found.append(_Opener(int(name), status.uid if status else 0, comm))
     return found
+
+
+def _has_open(system: System, pid: int) -> bool:
+    real = str(system.path(LOCK_PATH).resolve())
+    with contextlib.suppress(OSError):
+        return any(str(entry.readlink()) == real for entry in system.path(f"/proc/{pid}/fd").iterdir())
+    return False

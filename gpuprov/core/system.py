@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -17,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable
+from typing import BinaryIO, Callable, TextIO
 
 from gpuprov.core import disk
 from gpuprov.core.commands import SYSTEM_PATH, Completed, run_command
@@ -26,6 +27,16 @@ from gpuprov.wire.errors import GpuprovError
 _CHUNK = 1 << 16
 # Where runs, and the programs that they start, write; each may be a file system of its own.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
+# No configuration, log or list that is read whole is as large; a sparse file of another user's is.
+_LARGEST_READ = 1 << 28
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class NotRegularError(OSError):
+    """What lies there is no regular file: a FIFO, a device node, a socket."""
+
+
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError)
 _MOST_LINKS = 40  # as the kernel (path_resolution(7))
 
 
@@ -60,11 +71,29 @@ class System:
         return self.root / path.lstrip("/")
 
     def read_bytes(self, path: str) -> bytes | None:
-        """Return a file's content, or None if there is none (missing, or not a file)."""
+        """Return a file's content, or None if there is none: missing, not a regular file, or larger than 256 MiB.
+
+        It never waits: a FIFO that another user has put there is no file.
+        """
         try:
-            return self.path(path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            with self.open(path) as file:
+                return _whole(file)
+        except _NO_FILE:
             return None
+
+    def read_foreign(self, path: str, size: int) -> str:
+        """Return the text of a small file that any user may have made; nothing for anything but such a file.
+
+        A link is not followed, and what can't be read (FUSE, a network) is no error.
+        """
+        try:
+            handle = os.open(self.path(path), _READ | os.O_NOFOLLOW)
+            with os.fdopen(handle, "rb") as file:
+                regular = stat_module.S_ISREG(os.fstat(handle).st_mode)
+                content = file.read(size + 1) if regular else b""
+        except OSError:
+            return ""
+        return content.decode("utf-8", "replace") if len(content) <= size else ""
 
     def read_text(self, path: str) -> str | None:
         """Return a file's text (bytes that are no UTF-8 replaced), or None if there is none."""
@@ -72,25 +101,34 @@ class System:
         return None if content is None else content.decode("utf-8", "replace")
 
     def read_start(self, path: str, size: int) -> bytes | None:
-        """Return a file's first `size` bytes, or None if there is no file."""
+        """Return a file's first `size` bytes, or None if there is no regular file."""
         try:
-            with self.path(path).open("rb") as file:
+            with self.open(path) as file:
                 return file.read(size)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except _NO_FILE:
             return None
 
     def open(self, path: str) -> BinaryIO:
-        """Open a file for reading, to look into parts of it. Raises OSError."""
-        return self.path(path).open("rb")
+        """Open a regular file for reading, to look into parts of it. Raises OSError; never waits for a FIFO."""
+        place = self.path(path)
+        # Opening a device may do something to it: look first.
+        _require_regular(place.stat(), place)
+        file = os.fdopen(os.open(place, _READ), "rb")
+        try:
+            _require_regular(os.fstat(file.fileno()), place)
+        except OSError:
+            file.close()
+            raise
+        return file
 
     def sha256(self, path: str) -> str:
         """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""
         digest = hashlib.sha256()
         try:
-            with self.path(path).open("rb") as file:
+            with self.open(path) as file:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except _NO_FILE:
             return ""
         return digest.hexdigest()
 
@@ -116,7 +154,7 @@ class System:
     def lock_holder(self, path: str) -> int | None:
         """Return the process that holds a record lock (fcntl(2)) on a file, or None; 0 for one that can't be seen."""
         try:
-            handle = os.open(self.path(path), os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(self.path(path), _READ)
         except OSError:
             return None
         try:
@@ -239,6 +277,13 @@ class System:
         """
         disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
 
+    def open_private(self, path: str) -> TextIO:
+        """Open a file of root's alone (0600) to read and to write, made if it is missing, corrected if it is wider."""
+        handle = os.open(self.path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if stat_module.S_IMODE(os.fstat(handle).st_mode) != 0o600:
+            os.fchmod(handle, 0o600)
+        return os.fdopen(handle, "r+", encoding="utf-8")
+
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
         """Make a directory and its missing parents; return those made, outermost first."""
         missing: list[Path] = []
@@ -313,6 +358,26 @@ class System:
     def now(self) -> float:
         """Return a clock in seconds that never goes back."""
         return time.monotonic()
+
+
+def _whole(file: BinaryIO) -> bytes | None:
+    """Return all that is in a file, None if that is too much. What the kernel makes up (/proc) says no size before."""
+    size = os.fstat(file.fileno()).st_size
+    if size > _LARGEST_READ:
+        return None
+    content = b""
+    # Not all at once: room for a whole read is taken before anything is known.
+    while len(content) <= _LARGEST_READ:
+        part = file.read(max(size + 1, _CHUNK))
+        if not part:
+            return content
+        content += part
+    return None
+
+
+def _require_regular(status: os.stat_result, place: Path) -> None:
+    if not stat_module.S_ISREG(status.st_mode):
+        raise NotRegularError(errno.EINVAL, "not a regular file", str(place))
 
 
 def sha256_of(content: bytes) -> str:

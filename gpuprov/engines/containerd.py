@@ -17,6 +17,7 @@ from typing import Any
 from gpuprov.core.changes import parent_of
 from gpuprov.engines.wants import Path, Wants, table_at
 from gpuprov.engines.wish import RuntimeWish
+from gpuprov.wire.errors import GpuprovError
 
 MAIN = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -65,12 +66,18 @@ DISTRIBUTIONS = {
 
 
 def version_of(found: Mapping[str, Any], default: int) -> int:
-    """Return a file's configuration version: 1 where keys but no version stand in it, the default where none do."""
+    """Return a file's configuration version: 1 where keys but no version stand in it, the default where none do.
+
+    Raises GpuprovError for a version that is no number: containerd itself does not start with it.
+    """
     if not found:
         return default
     version = found.get("version", 1)
+    if isinstance(version, bool) or not isinstance(version, int):
+        hint = "write it without quotes: version = 2"
+        raise GpuprovError("containerd's configuration version must be a whole number", f"version = {version!r}", hint)
     # What comes after 3 has the tables of 3, as far as anybody knows.
-    return min(version, 3) if isinstance(version, int) and version >= 1 else 1
+    return min(version, 3) if version >= 1 else 1
 
 
 def version_from_program(said: str) -> int:

@@ -76,7 +76,7 @@ def run_agent(
             sink(event)
 
     line = _line(request_to_line(request))
-    done = _as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
+    done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
     # One that says that the host reboots is not the last word.
@@ -119,10 +119,10 @@ def _upload(connection: Connection, agent: Agent) -> None:
 
 
 def _upload_bundle(connection: Connection, target: HostTarget, probe: Probe, request: Request, sink: Sink) -> str:
-    def as_root(command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None]) -> Completed:
-        return _as_root(connection, target, probe, command, stdin, on_line)
+    def with_sudo(command: tuple[str, ...], stdin: Iterable[bytes], on_line: Callable[[str], None]) -> Completed:
+        return as_root(connection, target, probe, command, stdin, on_line)
 
-    return upload_bundle(request.bundle, request.bundle_digest, as_root, sink)
+    return upload_bundle(request.bundle, request.bundle_digest, with_sudo, sink)
 
 
 def _line(text: str) -> tuple[bytes, ...]:
@@ -132,7 +132,7 @@ def _line(text: str) -> tuple[bytes, ...]:
 def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None:
     output: list[str] = []
     command = ("sh", "-c", BOOTSTRAP)
-    done = _as_root(connection, target, probe, command, _line(""), output.append, timeout=_BOOTSTRAP_PATIENCE)
+    done = as_root(connection, target, probe, command, _line(""), output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
             Problem("Python cannot be installed on the host", _said(done, output[-5:]),
@@ -140,7 +140,7 @@ def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None
         )  # fmt: skip
 
 
-def _as_root(
+def as_root(
     connection: Connection,
     target: HostTarget,
     probe: Probe,

@@ -7,6 +7,7 @@ passwords of the run and for passwords in URLs all the same.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -109,9 +110,15 @@ def load(identifier: str = "") -> Run:
         raise _usage(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
     path = folder() / f"{found[0]}.json"
     try:
-        return from_json(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return from_json(json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _usage(f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}") from None
+
+
+def _finite(text: str) -> float:
+    """Return a number, 0 for one that is none: earlier versions kept whatever a host had sent."""
+    number = float(text)
+    return number if math.isfinite(number) else 0.0
 
 
 def to_json(run: Run) -> dict[str, Any]:

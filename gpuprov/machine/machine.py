@@ -138,12 +138,16 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
     return tuple(found)
 
 
+# An X server writes its process id, in eleven characters (Xserver, os/utils.c).
+_LONGEST_LOCK = 64
+
+
 def gather_displays(system: System) -> tuple[str, ...]:
     """Return the X servers that run, by their lock files (Xserver(1)), as the driver's installer looks for them."""
     found = []
     for name in system.list_directory("/tmp"):
         display = re.fullmatch(r"\.X(\d+)-lock", name)
-        pid = (system.read_text(f"/tmp/{name}") or "").strip() if display else ""
+        pid = system.read_foreign(f"/tmp/{name}", _LONGEST_LOCK).strip() if display else ""
         if display and pid.isdigit() and system.exists(f"/proc/{pid}"):
             found.append(f"display :{display[1]} is process {pid}'s")
     return tuple(found)

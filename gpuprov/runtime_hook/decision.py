@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import jsonio, log
+from . import config_keys, jsonio, log
 from .equipment import Equipment, choose
 from .errors import Refused
 from .request import Request, parse_request
@@ -37,10 +37,13 @@ SETTINGS = (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 
 def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision | None:
     """Return what the container of a bundle gets, None if it asks for no GPU. Raises Refused if it can't have it."""
-    config = load_config(f"{bundle}/config.json")
+    path = f"{bundle}/config.json"
+    config, odd, text = _read_config(path)
     if config is None:
         return None
     settings, trouble = read_settings(*settings_paths)
+    if odd and _asks_in_any_reading(config, text, settings):
+        raise Refused(_ambiguous(path, odd))
     request = parse_request(config, settings)
     if request.devices is None:
         return None
@@ -66,20 +69,46 @@ def _decided(config: dict[str, Any], request: Request, settings: Settings, path:
 
 
 def load_config(path: str) -> dict[str, Any] | None:
-    """Return a config.json, None if it is missing or no object: runc reads it next, and says so.
+    """Return a GPU container's config.json, None if it is missing or no object: runc reads it next, and says so.
 
     Raises Refused for what is not JSON: runc takes some things for it that are none (something after the end), and a
-    GPU container must not slip by.
+    GPU container must not slip by; and for keys that runc reads in another way.
     """
+    config, odd, _ = _read_config(path)
+    if odd:
+        raise Refused(_ambiguous(path, odd))
+    return config
+
+
+def _read_config(path: str) -> tuple[dict[str, Any] | None, str, str]:
+    """Return the configuration, what is odd about one of its keys ("" for nothing), and its text."""
+    twice: list[str] = []
     try:
         # runc too reads what is no UTF-8 as U+FFFD.
         with open(path, encoding="utf-8", errors="replace") as file:
-            config = jsonio.loads(file.read())
+            text = file.read()
+        config = jsonio.loads(text, jsonio.noting_duplicates(twice))
     except OSError:
-        return None
+        return None, "", ""
     except ValueError as error:
         raise Refused(f"{path} is not valid JSON: {error}") from None
-    return config if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return None, "", ""
+    return config, config_keys.duplicate(twice) or config_keys.odd_key(config, config_keys.CONFIG), text
+
+
+def _ambiguous(path: str, odd: str) -> str:
+    return f"{path} has {odd}: runc, crun and this program would read different containers: remove that key"
+
+
+def _asks_in_any_reading(config: dict[str, Any], text: str, settings: Settings) -> bool:
+    for reading in (config, config_keys.as_runc_reads(text)):
+        try:
+            if parse_request(reading, settings).devices is not None:
+                return True
+        except Refused:
+            return True
+    return False
 
 
 def root_of(config: dict[str, Any], bundle: str) -> str:

@@ -14,6 +14,7 @@ from types import CodeType
 
 from .driver_files import HOOK_PATH
 from .low_level import CACHE, FOLDERS
+from .record import FOLDER as RECORDS
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
@@ -39,7 +40,7 @@ if [ -n "$own$nvidia" ]; then
         ! [ "${{own:+{settings_folder}}}" -nt "$cache" ] && ! [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
         . "$cache"
     fi
-    [ -x "$low_level" ] || low_level=$({python} -I -S -E -B -c '{keep}' </dev/null) || exit
+    [ -x "$low_level" ] || low_level=$({python} -I -S -E -B -c '{keep}' "$@" </dev/null) || exit
 else
     for low_level in {candidates}; do
         [ -x "$low_level" ] && break
@@ -48,12 +49,15 @@ else
 fi
 if [ -z "$low_level" ]; then
     echo "gpuprov: neither runc nor crun is installed: apt-get install runc" >&2
+    # The same, in the file where the engine looks for it.
+    {python} -I -S -E -B -c '{none}' "$@" </dev/null 2>/dev/null
     exit 1
 fi
-create= bundle=. previous=
+create= delete= bundle=. previous=
 for word do
     case $word in
         create) create=yes ;;
+        delete) delete=yes ;;
         -b=*|-bundle=*|--bundle=*) bundle=${{word#*=}} ;;
     esac
     case $previous in
@@ -61,6 +65,11 @@ for word do
     esac
     previous=$word
 done
+if [ -n "$delete" ] && [ -f "{records}/$previous" ]; then
+    "$low_level" "$@" || exit
+    rm -f "{records}/$previous"
+    exit 0
+fi
 [ -n "$create" ] || exec "$low_level" "$@"
 PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
 [ $? = 1 ] && exec "$low_level" "$@"
@@ -95,7 +104,12 @@ except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
-_KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep()'
+# The engine looks for an error in the file that its arguments name.
+_KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
+_NONE = (
+    'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import refuse_none; '
+    "refuse_none(sys.argv[1:])"
+)
 # What a start begins with; each has a file with all modules that it imports.
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
@@ -110,9 +124,10 @@ def render_launcher(
     ]
     return _LAUNCHER.format(
         candidates=" ".join(candidates), python=python, start=_load("main", library),
-        keep=_KEEP.format(library=library), settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
+        keep=_KEEP.format(library=library), none=_NONE.format(library=library),
+        settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
-        words=_WORDS, keys=_KEYS,
+        words=_WORDS, keys=_KEYS, records=RECORDS,
     )  # fmt: skip
 
 

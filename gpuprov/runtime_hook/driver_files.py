@@ -36,6 +36,8 @@ _FILES = {
     "libnvidia-egl-xlib": _GRAPHICS, "libnvidia-gtk2": _GRAPHICS, "libnvidia-gtk3": _GRAPHICS,
     "libnvidia-vulkan-producer": _GRAPHICS, "libnvidia-wayland-client": _GRAPHICS, "libnvidia-api": _GRAPHICS,
     "nvidia_icd.json": _GRAPHICS, "nvidia_icd.x86_64.json": _GRAPHICS, "nvidia_layers.json": _GRAPHICS,
+    "09_nvidia_wayland2.json": _GRAPHICS, "10-nvidia.conf": _GRAPHICS, "nvidia-drm-outputclass.conf": _GRAPHICS,
+    "libGLX_indirect": _GRAPHICS,
     "10_nvidia.json": _GRAPHICS, "10_nvidia_wayland.json": _GRAPHICS, "15_nvidia_gbm.json": _GRAPHICS,
     "20_nvidia_xcb.json": _GRAPHICS, "20_nvidia_xlib.json": _GRAPHICS, "nvoptix.bin": _GRAPHICS,
     "nvidia-drm_gbm": _GRAPHICS, "nvidia_drv": _GRAPHICS, "libglxserver_nvidia": _GRAPHICS, "nvidia.icd": _COMPUTE,

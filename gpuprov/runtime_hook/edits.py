@@ -45,7 +45,7 @@ def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = 
     for device in edits.get("netDevices") or ():
         devices = _object(_object(config, "linux"), "netDevices")
         devices[device["hostInterfaceName"]] = {"name": device["name"]}
-    _add_mounts(config, edits.get("mounts") or (), idmap=idmap and _has_user_namespace(config))
+    _add_mounts(config, edits.get("mounts") or (), idmap=idmap and has_user_namespace(config))
     for hook in edits.get("hooks") or ():
         _add_hook(config, hook)
     if edits.get("intelRdt"):
@@ -135,7 +135,7 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
 
 def node_identity(node: dict[str, Any]) -> dict[str, Any]:
     """Return type, numbers and mode of a node; what the specification leaves out is the host's node's."""
-    if "major" in node and "minor" in node:
+    if node.get("major") is not None and node.get("minor") is not None:
         kind = node.get("type") or "c"
         return {
             "type": kind, "major": node["major"], "minor": node["minor"], "fileMode": node.get("fileMode") or 0o666,
@@ -186,7 +186,8 @@ def _destination(mount: dict[str, Any]) -> str:
     return normal_path(destination) if "//" in destination or "/." in destination else destination.rstrip("/") or "/"
 
 
-def _has_user_namespace(config: dict[str, Any]) -> bool:
+def has_user_namespace(config: dict[str, Any]) -> bool:
+    """Say whether the container has a user namespace of its own."""
     linux = config.get("linux")
     namespaces = _list(linux, "namespaces", dict) if isinstance(linux, dict) else ()
     return any(one.get("type") == "user" for one in namespaces)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import posix
 import sys
 
-from . import jsonio, log
+from . import config_keys, jsonio, log, record
 from .decision import config_id, decide, load_config, owner_of, root_of
 from .dev_char import link_nodes
 from .equipment import Equipment
@@ -66,10 +66,14 @@ def _refuse(message: str) -> int:
 def _state() -> dict[str, Any]:
     """Return the state of the container. Raises Refused for anything else on stdin."""
     content = sys.stdin.buffer.read(_LARGEST_STATE)
+    twice: list[str] = []
     try:
-        state = jsonio.loads(content.decode("utf-8", "replace"))
+        state = jsonio.loads(content.decode("utf-8", "replace"), jsonio.noting_duplicates(twice))
     except ValueError as error:
         raise Refused(f"standard input holds no OCI state: {error}") from None
+    odd = config_keys.duplicate(twice) or config_keys.odd_key(state, config_keys.STATE)
+    if odd:
+        raise Refused(f"standard input holds no OCI state: it has {odd}")
     if not isinstance(state, dict) or not isinstance(state.get("bundle", ""), str):
         raise Refused("standard input holds no OCI state")
     return state
@@ -95,6 +99,8 @@ def _equip(state: dict[str, Any]) -> int:
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
+    # Before this process is in the container's mount namespace, where /run may be another.
+    record.keep(str(state.get("id", "")), bundle, decision, "hook")
     equip(pid, decision.root_path, decision.equipment, decision.settings)
     return 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Callable, Optional
+
+    Pairs = Optional[Callable[[list[tuple[str, Any]]], dict[str, Any]]]
 
 
 class _Context:
@@ -12,23 +14,48 @@ class _Context:
 
     strict = True
     object_hook = None
-    object_pairs_hook = None
     parse_float = float
     parse_int = int
     parse_constant = float
     memo: dict[str, str] = {}  # noqa: RUF012 (the scanner's own interface)
 
+    def __init__(self, object_pairs_hook: Pairs) -> None:
+        self.object_pairs_hook = object_pairs_hook
 
-def loads(text: str) -> Any:
-    """Return what a JSON document holds. Raises ValueError for anything else."""
+
+def loads(text: str, pairs: Pairs = None) -> Any:
+    """Return what a JSON document holds; `pairs` makes objects of their keys and values.
+
+    Raises ValueError for anything that is not JSON.
+    """
+    try:
+        return _loads(text, pairs)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def noting_duplicates(keys: list[str]) -> Pairs:
+    """Return what makes objects as ever, and adds keys that an object has twice to `keys`."""
+
+    def pairs_to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            keys.append(next(name for name in names if names.count(name) > 1))
+        return found
+
+    return pairs_to_object
+
+
+def _loads(text: str, pairs: Pairs) -> Any:
     try:
         from _json import make_scanner  # type: ignore[import-not-found,unused-ignore]
 
-        scan = make_scanner(_Context())  # type: ignore[arg-type]
+        scan = make_scanner(_Context(pairs))  # type: ignore[arg-type]
     except (ImportError, TypeError, AttributeError):
         import json
 
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=pairs)
     start = len(text) - len(text.lstrip(" \t\r\n"))
     try:
         value, end = scan(text, start)
@@ -36,16 +63,21 @@ def loads(text: str) -> Any:
         # Without json.decoder loaded, some versions' scanner fails with no exception set: let json say what is wrong.
         import json
 
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+        return json.loads(text, object_pairs_hook=pairs)
     if text[end:].strip(" \t\r\n"):
         raise ValueError(f"something follows the JSON document, at character {end}")
     return value
 
 
 def dumps(value: Any) -> str:
-    """Return a value as a JSON document without blanks."""
+    """Return a value as a JSON document without blanks. Raises ValueError if it is nested too deeply."""
+    try:
+        return _dumps(value)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _dumps(value: Any) -> str:
     try:
         from _json import encode_basestring_ascii, make_encoder  # type: ignore[import-not-found,unused-ignore]
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import posix
 import sys
 
-from .settings import read_settings
+from .settings import SETTINGS_PATH, read_settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 CACHE = "/run/gpuprov/low-level"
 # Where root's programs are; a caller's PATH decides nothing.
@@ -22,17 +26,34 @@ def find(names: tuple[str, ...]) -> str:
     return ""
 
 
-def keep(cache: str = CACHE) -> None:
-    """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none."""
+def keep(arguments: list[str], cache: str = CACHE) -> None:
+    """Print which low-level runtime it is, and write it for a shell; end with a sentence if there is none.
+
+    `arguments`: what stood behind the runtime's name; they say where the engine looks for that sentence.
+    """
     settings, _ = read_settings()
     path = find(settings.runtimes)
     if not path:
-        sys.exit(f"gpuprov: none of the low-level runtimes {', '.join(settings.runtimes)} is installed")
+        names = ", ".join(settings.runtimes)
+        from .main import refuse  # here alone: most starts need no more than a path
+
+        refuse(
+            arguments,
+            f"gpuprov: none of the low-level runtimes {names} is installed: install one, "
+            f"or change runtimes in {SETTINGS_PATH}",
+        )
     try:
         _write(cache, path)
     except OSError:
         pass  # a full disk, or a rootless engine: then the next start looks for it again
     sys.stdout.write(f"{path}\n")
+
+
+def refuse_none(arguments: list[str]) -> NoReturn:
+    """End with the sentence for a host that has no low-level runtime at all, and whose settings name none."""
+    from .main import refuse
+
+    refuse(arguments, "gpuprov: neither runc nor crun is installed: apt-get install runc")
 
 
 def _write(cache: str, path: str) -> None:

@@ -6,12 +6,13 @@ import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal
 import posix
 import sys
 
-from . import jsonio, log
+from . import jsonio, log, record
 from .decision import SETTINGS, Decision, config_id, decide
 from .dev_char import link_nodes
 from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
+from .params import masking_hook
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def main(low_level: str, arguments: list[str]) -> NoReturn:
     """Serve one call: `low_level` is runc's path, `arguments` what stood behind the runtime's name. Ends in runc."""
     try:
         if is_create(arguments):
-            prepare(bundle_of(arguments) or posix.getcwd())
+            prepare(bundle_of(arguments) or posix.getcwd(), container=arguments[-1])
     except Refused as refused:
         refuse(arguments, f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must not let a half-equipped container start, nor print a traceback
@@ -71,8 +72,11 @@ def bundle_of(arguments: list[str]) -> str:
     return bundle
 
 
-def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
-    """Equip the bundle's container if it asks for GPUs; leave it untouched, bit for bit, if it does not."""
+def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, container: str = "") -> None:
+    """Equip the bundle's container if it asks for GPUs; leave it untouched, bit for bit, if it does not.
+
+    What it was given is kept under its id, if `container` has one.
+    """
     decision = decide(bundle, settings_paths)
     if decision is None:
         return
@@ -82,6 +86,9 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
         equipment.edits.setdefault("hooks", []).append(equipment.hook)
     else:
         prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
+    masking = masking_hook(config, decision.root_path)
+    if masking:
+        equipment.edits.setdefault("hooks", []).append(masking)
     apply_edits(config, equipment.edits)
     drop_nvidia_hooks(config)
     link_nodes(equipment.edits.get("deviceNodes") or [])
@@ -89,7 +96,10 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> None:
         write(f"{bundle}/config.json", jsonio.dumps(config))
     except OSError as error:
         raise Refused(f"{bundle}/config.json can't be written: {error.strerror}") from None
+    except ValueError as error:
+        raise Refused(f"{bundle}/config.json can't be written: {error}") from None
     _log(decision, bundle)
+    record.keep(container, bundle, decision, "runtime")
 
 
 def _covered(config: dict[str, Any], links: list[tuple[str, str]]) -> bool:

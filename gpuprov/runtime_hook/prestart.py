@@ -14,6 +14,7 @@ from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
 from .mounts import act_as, bind, enter_mount_namespace
+from .params import PARAMS, is_rootless, masked_copy
 from .rootfs import Root
 
 TYPE_CHECKING = False
@@ -31,9 +32,6 @@ _NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
 # What stands in config.json alone, which runc has read by now.
 _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
-_PARAMS = "/proc/driver/nvidia/params"
-# The same for all containers: a copy of the driver's parameters that keeps nvidia-smi from making device nodes.
-_PARAMS_COPY = "/run/gpuprov/params"
 
 
 def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) -> None:
@@ -47,8 +45,8 @@ def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) ->
     if not _is_another_namespace(pid, "mnt"):
         raise Refused("the container has no mount namespace of its own: what it is given would be the host's")
     nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
-    params = _write_params()
-    bound = in_user_namespace or _is_rootless()
+    params = masked_copy()
+    bound = in_user_namespace or is_rootless()
     if not settings.no_cgroups:
         allow(pid, [node for node in nodes if node["access"]])
     # From here on Python must find nothing in the container's files that it would load.
@@ -64,8 +62,8 @@ def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) ->
         _attempt(node["path"], _add_node, root, node, bound)
     for mount in equipment.edits.get("mounts") or ():
         _attempt(mount["containerPath"], _add_mount, root, mount)
-    if params and root.exists(_PARAMS):
-        _attempt(_PARAMS, _add_mount, root, {"hostPath": params, "containerPath": _PARAMS, "options": ["ro", "nosuid"]})
+    if params and root.exists(PARAMS):
+        _attempt(PARAMS, _add_mount, root, {"hostPath": params, "containerPath": PARAMS, "options": ["ro", "nosuid"]})
     posix.umask(0o022)
     act_as(owner)
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
@@ -90,11 +88,6 @@ def _root_user(pid: int) -> tuple[int, int]:
     Not those of config.json: a namespace that is joined by its path need not have its mappings there.
     """
     return _outside(read_proc(f"/proc/{pid}/uid_map")), _outside(read_proc(f"/proc/{pid}/gid_map"))
-
-
-def _is_rootless() -> bool:
-    """Say whether the engine itself runs in a user namespace."""
-    return read_proc("/proc/self/uid_map").split() != ["0", "0", "4294967295"]
 
 
 def _outside(mappings: str) -> int:
@@ -172,34 +165,3 @@ def _make_file(root: Root, directory: int, name: str) -> None:
     handle = posix.open(name, _CREATE, 0o644, dir_fd=directory)
     posix.fchown(handle, *root.owner)
     posix.close(handle)
-
-
-def _write_params() -> str:
-    """Return a copy of the driver's parameters with `ModifyDeviceFiles: 0`, nothing where there are none to change."""
-    try:
-        with open(_PARAMS, encoding="utf-8") as file:
-            text = file.read()
-    except OSError:
-        return ""
-    changed = text.replace("ModifyDeviceFiles: 1\n", "ModifyDeviceFiles: 0\n")
-    if changed == text:
-        return ""
-    try:
-        with open(_PARAMS_COPY, encoding="utf-8") as file:
-            if file.read() == changed:
-                return _PARAMS_COPY
-    except OSError:
-        pass
-    folder = _PARAMS_COPY.rpartition("/")[0]
-    try:
-        try:
-            posix.mkdir(folder, 0o755)
-        except FileExistsError:
-            pass
-        temporary = f"{_PARAMS_COPY}.{posix.getpid()}"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(changed)
-        posix.rename(temporary, _PARAMS_COPY)
-    except OSError as error:
-        raise Refused(f"{_PARAMS_COPY} can't be written: {error.strerror}") from None
-    return _PARAMS_COPY

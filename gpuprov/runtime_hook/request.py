@@ -9,7 +9,8 @@ from __future__ import annotations
 from . import driver_files
 from .errors import Refused
 from .paths import normal_path
-from .settings import Settings
+from .settings import SETTINGS_PATH, Settings
+from .specification import kind_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _MOUNT_ROOT = "/var/run/nvidia-container-devices/"
 _DEVICES = "NVIDIA_VISIBLE_DEVICES"
 _IMEX = "NVIDIA_IMEX_CHANNELS"
+# `runtime.` says that the runtime shall find the device, which it does in any case.
+_VENDORS = ("nvidia.com", "runtime.nvidia.com")
 _EXTRAS = ("GDS", "MOFED", "GDRCOPY", "NVSWITCH")
 _TRUE = ("1", "t", "T", "true", "TRUE", "True")
 # runtime-spec 1.0.0-rc1 to rc4 had a plain list of capabilities.
@@ -71,6 +74,7 @@ def _fill(
         raise Refused(
             f"the container's environment has an entry without '=': {malformed!r}: mend the image or the call"
         )
+    _refuse_other_kinds(request, settings)
     _add_mig(environment, request)
     request.imex_channels = _imex_channels(config, environment, settings, request)
     request.capabilities = _capabilities(environment, settings, request)
@@ -202,6 +206,26 @@ def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
     if decisive is None:
         return items
     return ["all"] if decisive == "all" else []
+
+
+def _refuse_other_kinds(request: Request, settings: Settings) -> None:
+    """An image, and whoever may start one, names NVIDIA's devices: what other vendors give away is not theirs to ask.
+
+    Annotations are the engine's, or of whoever may write them there.
+    """
+    if request.by_annotation:
+        return
+    for name in request.devices or ():
+        kind = kind_of(name)
+        if kind and kind.partition("/")[0] not in _VENDORS and kind not in _configured_kinds(settings):
+            raise Refused(
+                f"the container itself asks for {name}, and may name devices of nvidia.com alone: "
+                f"use the engine's --device {name}, or add {kind} to modes.cdi.requestable-kinds in {SETTINGS_PATH}"
+            )
+
+
+def _configured_kinds(settings: Settings) -> tuple[str, ...]:
+    return (settings.default_kind, *settings.requestable_kinds)
 
 
 def _add_mig(environment: dict[str, str], request: Request) -> None:

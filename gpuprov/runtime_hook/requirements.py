@@ -20,6 +20,7 @@ _FIRST_DRIVERS = (
     ("13.4", "615"),
 )  # fmt: skip
 _VERSIONS = ("cuda", "driver", "arch")
+_PROPERTIES = (*_VERSIONS, "brand")
 # An image of NVIDIA's names some thirty alternatives: nobody reads them in an error line.
 _MOST_NAMED = 3
 _MOST_DIGITS = 4000
@@ -50,11 +51,22 @@ def cuda_version_of_driver(driver: str) -> str:
 
 
 def require(expressions: list[str], host: dict[str, str]) -> None:
-    """Raise Refused for the first expression that the host (cuda, driver, arch, brand → value) does not satisfy."""
+    """Raise Refused for the first expression that the host (cuda, driver, arch, brand → value) does not satisfy.
+
+    A condition on a property that nobody knows is dropped, as NVIDIA's toolkit does it; an alternative of such
+    conditions alone is dropped with them, and the others decide.
+    """
     for expression in expressions:
         alternatives = [part for part in expression.split(" ") if part]
-        if alternatives and not any(_holds(alternative, host) for alternative in alternatives):
-            raise Refused(_violation(alternatives, host))
+        decided = False
+        for alternative in alternatives:
+            conditions = _known_conditions(alternative)
+            if conditions and all(_condition_holds(*condition, host) for condition in conditions):
+                break
+            decided = decided or bool(conditions)
+        else:
+            if decided:
+                raise Refused(_violation(alternatives, host))
 
 
 def check(expressions: list[str], host: dict[str, str]) -> tuple[str, str]:
@@ -74,9 +86,9 @@ def check(expressions: list[str], host: dict[str, str]) -> tuple[str, str]:
     return "satisfied", ""
 
 
-def _holds(alternative: str, host: dict[str, str]) -> bool:
+def _known_conditions(alternative: str) -> list[tuple[str, str, str]]:
     conditions = [_condition(part) for part in alternative.split(",") if part]
-    return all(_condition_holds(*condition, host) for condition in conditions)
+    return [condition for condition in conditions if condition[0] in _PROPERTIES]
 
 
 def _condition(text: str) -> tuple[str, str, str]:
@@ -98,8 +110,8 @@ def _condition(text: str) -> tuple[str, str, str]:
 
 
 def _condition_holds(name: str, operator: str, value: str, host: dict[str, str]) -> bool:
-    # A property that nobody knows is dropped, as NVIDIA's toolkit does; so is one that this host can't tell.
-    if name not in (*_VERSIONS, "brand") or not host.get(name):
+    # What this host can't tell (the brand, say, without NVML) refuses nobody.
+    if not host.get(name):
         return True
     if name == "brand":
         return (host[name].lower() == value.lower()) is (operator == "=")
@@ -124,8 +136,9 @@ def _violation(alternatives: list[str], host: dict[str, str]) -> str:
 
 def _advice(alternative: str, host: dict[str, str]) -> str:
     """Return what makes an alternative hold, nothing where a newer driver alone would not."""
-    conditions = [_condition(part) for part in alternative.split(",") if part]
-    failed = [condition for condition in conditions if not _condition_holds(*condition, host)]
+    failed = [condition for condition in _known_conditions(alternative) if not _condition_holds(*condition, host)]
+    if not failed:
+        return ""
     drivers = [_driver_needed(*condition, host) for condition in failed]
     if not all(drivers):
         return ""

@@ -37,6 +37,7 @@ _KEYS: dict[str, tuple[type, Any]] = {
     f"{_RUNTIME}.modes.cdi.spec-dirs": (list, ["/etc/cdi", "/var/run/cdi"]),
     f"{_RUNTIME}.modes.cdi.default-kind": (str, "nvidia.com/gpu"),
     f"{_RUNTIME}.modes.cdi.annotation-prefixes": (list, ["cdi.k8s.io/"]),
+    f"{_RUNTIME}.modes.cdi.requestable-kinds": (list, []),
     f"{_RUNTIME}.modes.legacy.cuda-compat-mode": (str, "ldconfig"),
     "features.ignore-imex-channel-requests": (bool, False),
     "features.disable-cuda-compat-lib-hook": (bool, False),
@@ -53,7 +54,7 @@ class Settings:
     __slots__ = (
         "accept_envvar_when_unprivileged", "accept_volume_mounts", "additional_gids", "annotation_prefixes",
         "cuda_compat", "debug", "default_kind", "disable_require", "ignore_imex", "log_level", "mode", "no_cgroups",
-        "runtimes", "spec_dirs", "supported_capabilities", "swarm_resources",
+        "requestable_kinds", "runtimes", "spec_dirs", "supported_capabilities", "swarm_resources",
     )  # fmt: skip
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -73,6 +74,7 @@ class Settings:
         self.mode: str = value(f"{_RUNTIME}.mode")
         self.spec_dirs = tuple(value(f"{_RUNTIME}.modes.cdi.spec-dirs"))
         self.default_kind: str = value(f"{_RUNTIME}.modes.cdi.default-kind")
+        self.requestable_kinds = tuple(value(f"{_RUNTIME}.modes.cdi.requestable-kinds"))
         self.annotation_prefixes = tuple(value(f"{_RUNTIME}.modes.cdi.annotation-prefixes"))
         compat = value(f"{_RUNTIME}.modes.legacy.cuda-compat-mode")
         self.cuda_compat: bool = compat != "disabled" and not value("features.disable-cuda-compat-lib-hook")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import posix
 
 from . import jsonio
+from .edit_types import fault
 from .errors import Refused
 
 TYPE_CHECKING = False
@@ -97,17 +98,32 @@ class Specifications:
             if source.path not in begun:
                 begun.add(source.path)
                 found.append(source.common)
-            found.append(specification.devices[known])
+            found.append(_checked(specification.devices[known], source.path))
         return found
 
     def _split(self, name: str) -> tuple[str, str]:
         """Return (kind, device): a name that is not VENDOR/CLASS=NAME is of the default kind."""
-        kind, equals, device = name.partition("=")
-        vendor, slash, class_ = kind.partition("/")
-        if equals and slash and vendor and class_ and device:
-            # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
-            return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
-        return self._default_kind, name
+        kind = kind_of(name)
+        device = name[len(kind) + 1 :] if kind else name
+        kind = kind or self._default_kind
+        # `runtime.nvidia.com/gpu=` says that the runtime shall find it, which it does in any case.
+        return (KIND, device) if kind == f"runtime.{KIND}" else (kind, device)
+
+
+def _checked(edits: Any, path: str) -> dict[str, Any]:
+    """Return the edits. Raises Refused if their types are wrong: later that would be an error of another kind."""
+    wrong = fault(edits)
+    if wrong:
+        raise Refused(unusable(path, wrong))
+    checked: dict[str, Any] = edits
+    return checked
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a qualified name, VENDOR/CLASS=NAME; nothing for any other name."""
+    kind, equals, device = name.partition("=")
+    vendor, slash, class_ = kind.partition("/")
+    return kind if equals and slash and vendor and class_ and device else ""
 
 
 def _known_name(specification: Specification, kind: str, name: str) -> str:
@@ -145,7 +161,7 @@ def _own(folders: tuple[str, ...]) -> Specification | None:
             kind, specification = _read(path)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise Refused(unusable(path, error)) from None
         if kind == KIND:
             return specification
@@ -160,7 +176,7 @@ def _searched(kind: str, folders: tuple[str, ...]) -> Specification:
             continue
         try:
             other, specification = _read(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError):
             continue  # as CDI has it: an invalid file is none
         if other == kind:
             _add(found, specification)
@@ -208,16 +224,29 @@ def _files(folders: tuple[str, ...]) -> list[str]:
 
 
 def _read(path: str) -> tuple[str, Specification]:
+    """Return a specification and its kind. Raises OSError, and ValueError for a file that is none."""
     with open(path, encoding="utf-8") as file:
         document = jsonio.loads(file.read())
-    devices = {device["name"]: device["containerEdits"] for device in document["devices"]}
-    common = document.get("containerEdits") or {}
+    if not isinstance(document, dict):
+        raise ValueError("it is no object")
+    if not isinstance(document.get("kind"), str):
+        raise ValueError("it has no kind")
+    listed, common = document.get("devices"), document.get("containerEdits") or {}
+    if not isinstance(listed, list) or not all(_is_named(device) for device in listed):
+        raise ValueError("devices is no list of objects with a name")
+    wrong = fault(common)
+    if wrong:
+        raise ValueError(wrong)
     words = [word for hook in common.get("hooks") or () for word in hook.get("args") or ()]
-    host = {_HOST[flag]: str(value) for flag, value in zip(words, words[1:]) if flag in _HOST}
+    host = {_HOST[flag]: value for flag, value in zip(words, words[1:]) if flag in _HOST}
+    devices = {device["name"]: device.get("containerEdits") for device in listed}
     return document["kind"], Specification(path, devices, common, host)
 
 
-def unusable(path: str, error: Exception) -> str:
+def _is_named(device: Any) -> bool:
+    return isinstance(device, dict) and isinstance(device.get("name"), str)
+
+
+def unusable(path: str, wrong: Exception | str) -> str:
     """Return what to say of a specification that is not one."""
-    fault = f"{type(error).__name__}: {error}"
-    return f"the CDI specification {path} can't be used ({fault}): run gpuprov install on this host"
+    return f"the CDI specification {path} can't be used ({wrong}): run gpuprov install on this host"

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _ESCAPES = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", '"': '"', "\\": "\\"}
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
 _BLANKS = " \t"
+# No configuration of containers nests deeper; thousands would cost time and room by their square.
+_MOST_PARTS = 40
 
 
 class _Document:
@@ -128,6 +130,8 @@ def _keys(text: str, place: int, end: str) -> tuple[list[str], int]:
             return keys, place
         if sign != ".":
             raise ValueError(f"{end!r} is missing after {'.'.join(keys)!r}")
+        if len(keys) == _MOST_PARTS:
+            raise ValueError(f"a key of more than {_MOST_PARTS} parts is not read here")
         place += 1
 
 

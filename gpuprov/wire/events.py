@@ -7,6 +7,7 @@ skips events it does not know, so that an older controller can watch a newer age
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Callable, Union, get_args
@@ -149,7 +150,7 @@ def from_line(line: str) -> Event | None:
     What comes from a host is not trusted: wrong types make the line "anything else".
     """
     try:
-        data = json.loads(line)
+        data = json.loads(line, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError):
         return None
     cls = _CLASSES.get(str(data.pop("event", ""))) if isinstance(data, dict) else None
@@ -162,6 +163,14 @@ def from_line(line: str) -> Event | None:
     except TypeError:
         return None
     return event if _well_typed(event) else None
+
+
+def finite(text: str) -> float:
+    """Return a JSON number. Raises ValueError for NaN, Infinity and 1e999: no report can count with these."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number that JSON has")
+    return number
 
 
 def _decode(key: str, value: Any) -> Any:
@@ -179,12 +188,18 @@ _TYPES: dict[str, tuple[type[Any], ...]] = {
 }
 
 
+_TOO_LARGE = 1 << 62
+
+
 def _well_typed(value: Any) -> bool:
     """Say whether every field of the dataclass holds what its annotation names."""
     for f in fields(value):
         item = getattr(value, f.name)
         expected = _TYPES.get(str(f.type))
         if expected is not None and not isinstance(item, expected):
+            return False
+        # Beyond these, arithmetic on times and counts fails.
+        if isinstance(item, (int, float)) and abs(item) >= _TOO_LARGE:
             return False
         # In Python a bool is an int; on the wire it is not.
         if isinstance(item, bool) and bool not in (expected or (bool,)):

@@ -157,3 +157,25 @@ def test_an_image_in_which_usr_is_a_link_to_the_host_gets_nothing_there(bench: B
     bench.configure("NVIDIA_VISIBLE_DEVICES=0")
     bench.create()
     assert [path for path in outside.rglob("*") if not path.is_dir()] == []
+
+
+def test_another_vendors_device_is_given_only_where_the_configuration_has_its_kind(bench: Bench) -> None:
+    secret = bench.folder / "secret"
+    secret.write_text("secret")
+    mount = {"hostPath": str(secret), "containerPath": "/usr/nvidia-secret", "options": ["ro", "rbind"]}
+    device = {"name": "admin", "containerEdits": {"mounts": [mount]}}
+    (bench.specification.parent / "storage.json").write_text(
+        json.dumps({"cdiVersion": "0.5.0", "kind": "vendor.com/storage", "devices": [device]})
+    )
+    asks = ("NVIDIA_VISIBLE_DEVICES=0,vendor.com/storage=admin", "NVIDIA_DRIVER_CAPABILITIES=all")
+    bench.configure(*asks)
+    before = bench.config.read_bytes()
+    done = bench.create()
+    assert done.returncode == 1
+    assert "asks for vendor.com/storage=admin, and may name devices of nvidia.com alone" in done.stderr
+    assert bench.config.read_bytes() == before
+    bench.settings.write_text(
+        f"[nvidia-container-runtime]\nruntimes = ['{bench.low_level}']\n"
+        "modes.cdi.requestable-kinds = ['vendor.com/storage']\n"
+    )
+    assert "file /usr/nvidia-secret secret" in bench.report(*asks)

@@ -121,7 +121,11 @@ def test_a_refusal_stops_the_start_with_one_line(bench: Bench) -> None:
 
 
 def add_kind(bench: Bench, **edits: Any) -> None:
-    """Add vendor.com/thing=x to the specifications."""
+    """Add vendor.com/thing=x to the specifications, and let containers ask for it."""
+    bench.deployed.nvidia_settings.write_text(
+        f"[nvidia-container-runtime]\nruntimes = ['{bench.low_level}']\n"
+        "modes.cdi.requestable-kinds = ['vendor.com/thing']\n"
+    )
     device = {"name": "x", "containerEdits": edits}
     (bench.deployed.specifications / "vendor.json").write_text(
         json.dumps({"cdiVersion": "0.6.0", "kind": "vendor.com/thing", "devices": [device]})

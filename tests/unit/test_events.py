@@ -48,6 +48,10 @@ def test_what_goes_in_comes_out(event: Event) -> None:
         '{"event":"Planned","changes":[{"nope":1}]}', '{"event":"Planned","changes":[3]}',
         '{"event":"CheckDone","name":1,"status":"ok"}', '{"event":"Finished","exit_code":0,"problems":[{"what":1}]}',
         '{"event":"FactsGathered","facts":[]}', '{"event":"Finished","exit_code":true}',
+        '{"event":"ChangeDone","key":"k","seconds":NaN}', '{"event":"ChangeDone","key":"k","seconds":-Infinity}',
+        '{"event":"ChangeDone","key":"k","seconds":1e999}',
+        f'{{"event":"ChangeDone","key":"k","seconds":1{"0" * 400}}}',
+        '{"event":"FactsGathered","facts":{"a":[NaN]}}', f'{{"event":"Finished","exit_code":1{"0" * 5000}}}',
     ],
 )  # fmt: skip
 def test_anything_else_is_no_event(line: str) -> None:

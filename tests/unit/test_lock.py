@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.lock import LOCK_PATH, host_lock
+from gpuprov.core.lock import LOCK_PATH, host_lock, try_lock
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 
@@ -17,9 +17,10 @@ HOLD = """
 import sys, time
 from gpuprov.core.lock import host_lock
 from gpuprov.core.system import System
+from pathlib import Path
 class Below(System):
-    def read_text(self, path):
-        return System().read_text(path) if path.startswith("/proc") else super().read_text(path)
+    def path(self, path):
+        return Path(path) if path.startswith("/proc") else super().path(path)
 system = Below(sys.argv[1])
 with host_lock(system, pid=system.own_pid(), command="install", since="12:00", wait_seconds=0, tell=print):
     child = None
@@ -94,3 +95,44 @@ def test_what_a_killed_run_left_running_is_waited_for_and_named(system: System, 
 def test_a_spoiled_lock_file_holds_nobody_up(system: System, tmp_path: Path) -> None:
     (tmp_path / LOCK_PATH.lstrip("/")).write_text("garbage")
     assert take(system, 0) == []
+
+
+def test_the_lock_is_roots_alone_and_one_of_an_earlier_version_becomes_it(system: System, tmp_path: Path) -> None:
+    path = tmp_path / LOCK_PATH.lstrip("/")
+    assert take(system, 0) == []
+    assert path.stat().st_mode & 0o777 == 0o600
+    for mode in (0o644, 0o666, 0o400):
+        path.chmod(mode)
+        with try_lock(system) as held:
+            assert held
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_number_that_went_to_another_process_is_no_holder(system: System, tmp_path: Path) -> None:
+    """The holder was killed, its command goes on, and another program has its number by now."""
+    with hold(tmp_path, "child") as first, subprocess.Popen(("sleep", "60")) as other:
+        first.kill()
+        first.wait()
+        text = f'{{"pid": {other.pid}, "command": "install", "since": "12:00"}}'
+        (tmp_path / LOCK_PATH.lstrip("/")).write_text(text)
+        with pytest.raises(GpuprovError, match="a command of an earlier, killed run still goes on"):
+            take(system, 0)
+        other.kill()
+
+
+@pytest.mark.root
+def test_another_users_process_that_holds_it_is_named_as_such(system: System, tmp_path: Path) -> None:
+    path = tmp_path / LOCK_PATH.lstrip("/")
+    path.touch(0o644)
+    for folder in [path.parent, *path.parents[1:4]]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    command = ("flock", "--no-fork", str(path), "sh", "-c", "echo held; exec sleep 60")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, user=65534, group=65534) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(GpuprovError) as caught:
+            take(system, 0)
+        other.kill()
+    assert "a process that is not root's keeps this host locked" in str(caught.value)
+    assert f"sleep (pid {other.pid}) of user 65534 has {LOCK_PATH} open" in str(caught.value)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,12 @@ def test_an_x_server_that_is_gone_left_its_lock_alone(tmp_path: Path) -> None:
     (tmp_path / "proc/7").mkdir(parents=True)
     for name, text in ((".X0-lock", "         7\n"), (".X1-lock", "8\n"), (".X2-lock", "x"), ("X3-lock", "7")):
         (tmp_path / "tmp" / name).write_text(text)
+    # What any user may put there.
+    os.mkfifo(tmp_path / "tmp/.X4-lock")
+    (tmp_path / "tmp/.X5-lock").symlink_to("../proc/7")
+    (tmp_path / "tmp/.X6-lock").symlink_to(".X6-lock")
+    with (tmp_path / "tmp/.X7-lock").open("wb") as file:
+        file.truncate(1 << 42)
     assert gather_displays(System(str(tmp_path))) == ("display :0 is process 7's",)
 
 

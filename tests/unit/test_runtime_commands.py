@@ -241,6 +241,28 @@ def test_hook_goes_where_it_is_asked_to(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_hook_needs_no_engine_as_with_nvidias_tool(tmp_path: Path) -> None:
+    path = tmp_path / "hook.json"
+    words = ("--config-mode", "hook", "--hook-path", path, "--nvidia-runtime-hook-path", "/opt/h")
+    run(*words)
+    assert json.loads(path.read_text())["hook"]["path"] == "/opt/h"
+    run(*words, "--unset")
+    assert not path.exists()
+    assert "docker reads no OCI hooks" in str(error_of(run(*words, "--runtime", "docker")))
+
+
+@pytest.mark.parametrize("version", ['"2"', "true", "2.0", "[2]"])
+def test_containerd_file_whose_version_is_no_number_is_left_alone(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"version = {version}\n")
+    words = ("--runtime", "containerd", "--config", path, "--drop-in-config", tmp_path / "conf.d/x.toml")
+    error = str(error_of(run(*words)))
+    assert "version must be a whole number" in error
+    assert "version = 2" in error
+    assert path.read_text() == f"version = {version}\n"
+    assert not (tmp_path / "conf.d").exists()
+
+
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     error = error_of(run("--config", tmp_path / "file/daemon.json"))

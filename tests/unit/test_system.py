@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import stat
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from gpuprov.core.commands import NOT_FOUND, TIMED_OUT
 from gpuprov.core.disk import temporary_name
-from gpuprov.core.system import System, sha256_of
+from gpuprov.core.system import NotRegularError, System, sha256_of
 
 
 @pytest.fixture
@@ -132,3 +134,58 @@ def test_run_shows_lines_as_they_come() -> None:
     lines: list[str] = []
     System().run(("sh", "-c", "echo one; echo two >&2; printf three"), on_line=lines.append)
     assert sorted(lines) == ["one", "two"]
+
+
+@pytest.fixture(params=["fifo", "link to a fifo", "directory", "socket", "sparse", "missing"])
+def no_file(request: pytest.FixtureRequest, system: System, tmp_path: Path) -> str:
+    """Something that another user may put where root looks; return its path."""
+    place = tmp_path / "x"
+    if request.param == "directory":
+        place.mkdir()
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(place))
+    elif request.param == "sparse":
+        with place.open("wb") as file:
+            file.truncate(1 << 42)
+    elif request.param != "missing":
+        os.mkfifo(tmp_path / "fifo")
+        place.symlink_to("fifo")
+    return "/fifo" if request.param == "fifo" else "/x"
+
+
+def test_what_is_no_file_of_a_sane_size_reads_as_none_at_once(system: System, no_file: str) -> None:
+    signal.alarm(20)  # instead of waiting for a FIFO's writer for ever
+    try:
+        assert system.read_bytes(no_file) is None
+        assert system.read_text(no_file) is None
+        assert system.read_foreign(no_file, 64) == ""
+        if not (system.path(no_file).is_file()):
+            assert system.read_start(no_file, 64) is None
+            assert system.sha256(no_file) == ""
+    finally:
+        signal.alarm(0)
+
+
+def test_a_device_is_no_file_and_is_not_opened(system: System, tmp_path: Path) -> None:
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    assert system.read_bytes("/zero") is None
+    with pytest.raises(NotRegularError):
+        system.open("/zero")
+
+
+def test_files_of_the_kernel_are_read_whatever_size_they_say(system: System) -> None:
+    machine = System("/")
+    assert machine.read_text("/proc/version") == Path("/proc/version").read_text()
+    assert machine.read_text("/proc/self/comm") == Path("/proc/self/comm").read_text()
+    assert machine.read_bytes("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def test_a_foreign_file_is_small_and_no_link(system: System, tmp_path: Path) -> None:
+    (tmp_path / "small").write_text("      4242\n")
+    (tmp_path / "link").symlink_to("small")
+    (tmp_path / "loop").symlink_to("loop")
+    assert system.read_foreign("/small", 11) == "      4242\n"
+    assert system.read_foreign("/small", 10) == ""
+    assert system.read_foreign("/link", 64) == ""
+    assert system.read_foreign("/loop", 64) == ""

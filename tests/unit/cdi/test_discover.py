@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Callable
 
@@ -145,9 +146,8 @@ def test_a_folder_that_only_the_loader_knows(tmp_path: Path, compat: bool) -> No
     assert driver.library_version == VERSION
     assert mounts(driver) == {
         f"/usr/lib64/{name}{end}": f"/opt/nvidia/lib64/{name}.{VERSION}"
-        for name in ("libnvidia-ml.so", "libcuda.so")
-        for end in (".1", f".{VERSION}")
-    }
+        for name, end in product(("libnvidia-ml.so", "libcuda.so"), (".1", f".{VERSION}"))
+    } | {"/usr/lib64/libcuda.so": f"/opt/nvidia/lib64/libcuda.so.{VERSION}"}
 
 
 def test_what_the_loader_finds_first_counts(tmp_path: Path) -> None:

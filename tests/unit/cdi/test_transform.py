@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification
-from gpuprov.cdi.transform import deduplicated, in_order, simplified, with_merged_device, with_root
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.cdi.transform import with_root
 
 
 def of(common: Edits, **devices: Edits) -> Specification:
@@ -74,41 +73,3 @@ def test_on_the_containers_side_move_targets_and_the_hooks_that_run_there() -> N
         ("/a/hook", ("hook", "/b/x::/b/y", "--plain")),
         ("/b/hook", ("hook", "/b/x::/b/y", "--plain")),
     ]
-
-
-def test_what_stands_twice_in_one_place_stands_there_once() -> None:
-    twice = Edits(env=("A=1", "A=1", "A=2"), device_nodes=(NODE, NODE), mounts=(MOUNT, MOUNT), hooks=HOOKS[:1] * 2,
-                  additional_gids=(5, 5))  # fmt: skip
-    once = Edits(env=("A=1", "A=2"), device_nodes=(NODE,), mounts=(MOUNT,), hooks=HOOKS[:1], additional_gids=(5,))
-    found = deduplicated(of(twice, x=twice))
-    assert (found.edits, found.devices[0].edits) == (once, once)
-
-
-def test_devices_do_not_repeat_what_all_share_but_none_gets_empty() -> None:
-    common = Edits(env=("A=1",), mounts=(MOUNT,))
-    found = simplified(of(common, x=Edits(env=("A=1", "B=2"), mounts=(MOUNT,)), y=Edits(env=("A=1",))))
-    assert [device.edits for device in found.devices] == [Edits(env=("B=2",)), Edits(env=("A=1",))]
-
-
-def test_devices_are_ordered_by_name_nodes_and_mounts_by_depth_and_path() -> None:
-    mounts = (Mount("/1", "/a/b/c"), Mount("/2", "/b"), Mount("/3", "/a"), Mount("/4", "/a/b"))
-    found = in_order(
-        of(Edits(env=("B=1", "A=1"), mounts=mounts), b=Edits(device_nodes=(OTHER_NODE, NODE)), a=Edits(env=("X=1",)))
-    )
-    assert [device.name for device in found.devices] == ["a", "b"]
-    assert [mount.container_path for mount in found.edits.mounts] == ["/a", "/b", "/a/b", "/a/b/c"]
-    assert found.devices[1].edits.device_nodes == (NODE, OTHER_NODE)
-    assert found.edits.env == ("B=1", "A=1")
-
-
-def test_the_merged_device_is_all_others_together() -> None:
-    specification = of(
-        Edits(mounts=(MOUNT,)), x=Edits(device_nodes=(NODE,), mounts=(MOUNT,)), y=Edits(device_nodes=(NODE, OTHER_NODE))
-    )
-    found = with_merged_device(specification)
-    assert found.devices[-1] == Device("all", Edits(device_nodes=(NODE, OTHER_NODE)))
-    assert with_merged_device(found, skip=True) == found
-    with pytest.raises(GpuprovError, match="there is a device 'all' already"):
-        with_merged_device(found)
-    with pytest.raises(GpuprovError, match="is no name"):
-        with_merged_device(specification, "-x")

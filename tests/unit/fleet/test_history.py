@@ -123,6 +123,18 @@ def test_run_that_is_not_there_or_broken_is_said_so(
     assert what in str(caught.value)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_number_that_is_none_in_a_kept_run_breaks_no_report(state: Path, tmp_path: Path, number: str) -> None:
+    """Earlier versions kept whatever a host had sent."""
+    path = save(run(1, HostResult("a", ExitCode.DONE, made=(MadeChange("k", "step", "summary", 4242.0),))))
+    text = path.read_text()
+    assert text.count("4242.0") == 1
+    path.write_text(text.replace("4242.0", number).replace("9.5", number))
+    json.loads(called("--json"), parse_constant=pytest.fail)
+    called("--html", str(tmp_path / "page.html"))
+    assert "summary" in (tmp_path / "page.html").read_text()
+
+
 # -- gpuprov report --------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,7 @@ def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, envir
     code = (
         "hook = lambda event, _: event == 'os.exec' and (print(*sys.modules), sys.stdout.flush()); "
         "sys.addaudithook(hook); import runtime_hook.main as main; "
+        f"main.record.FOLDER = {str(tmp_path / 'run/containers')!r}; "
         f"main.prepare.__defaults__ = (({str(settings)!r}, '/none'),); main.main('/bin/true', sys.argv[1:])"
     )
     done = isolated(modules, code, "create", "--bundle", str(tmp_path), "id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypat
     own = tmp_path / "own.toml"
     own.write_text(f'[nvidia-container-runtime]\nruntimes = ["{runtime}"]\n')
     monkeypatch.setattr(read_settings, "__defaults__", (str(own), str(tmp_path / "none")))
-    low_level.keep(str(tmp_path / "run/low-level"))
+    low_level.keep([], str(tmp_path / "run/low-level"))
     told = subprocess.run(
         ("sh", "-c", '. "$1"; printf %s "$low_level"', "sh", tmp_path / "run/low-level"), capture_output=True,
         text=True, check=True, cwd=tmp_path,
@@ -45,12 +46,18 @@ def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypat
     assert not (tmp_path / "x").exists()
 
 
-def test_where_none_is_installed_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "own.toml"
-    own.write_text('[nvidia-container-runtime]\nruntimes = ["/nonexistent/runc"]\n')
-    monkeypatch.setattr(read_settings, "__defaults__", (str(own), str(tmp_path / "none")))
-    with pytest.raises(SystemExit, match="none of the low-level runtimes /nonexistent/runc is installed"):
-        low_level.keep(str(tmp_path / "run/low-level"))
+@pytest.mark.parametrize("configured", [True, False])
+def test_where_none_is_installed_the_engine_is_told(tmp_path: Path, configured: bool) -> None:
+    deployed = deploy_below(tmp_path, "/nonexistent/runc")
+    log = tmp_path / "log.json"
+    if configured:
+        deployed.settings.write_text('[nvidia-container-runtime]\nruntimes = ["crun-of-nobody"]\n')
+    done = call(deployed, "--log", str(log), "--log-format", "json", "create", "id")
+    says = "none of the low-level runtimes crun-of-nobody is" if configured else "neither runc nor crun is installed"
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"gpuprov: {says}")
+    entry = json.loads(log.read_text())
+    assert (entry["level"], entry["msg"]) == ("error", done.stderr.strip())
     assert not (tmp_path / "run").exists()
 
 

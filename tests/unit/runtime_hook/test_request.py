@@ -386,3 +386,47 @@ def test_however_gpus_are_asked_for_an_unreadable_environment_refuses(asking: st
     }[asking]
     with pytest.raises(Refused, match="an entry without '='"):
         devices_of(config, MOUNTS_ACCEPTED)
+
+
+CDI = "nvidia-container-runtime.modes.cdi"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "allowed"),
+    [
+        (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"), {}, False),
+        (config_of("NVIDIA_VISIBLE_DEVICES=0,vendor.com/storage=admin"), {}, False),
+        (config_of("NVIDIA_VISIBLE_DEVICES=nvidia.com.vendor.com/gpu=0"), {}, False),
+        (config_of("NVIDIA_VISIBLE_DEVICES=management.nvidia.com/gpu=all"), {}, False),
+        (config_of("NVIDIA_VISIBLE_DEVICES=nvidia.com/gds=all,runtime.nvidia.com/gpu=0,1"), {}, True),
+        # Not qualified: a name of the default kind, which is then not there.
+        (config_of("NVIDIA_VISIBLE_DEVICES=vendor.com=admin"), {}, True),
+        (
+            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"),
+            {f"{CDI}.requestable-kinds": ["vendor.com/storage"]},
+            True,
+        ),
+        (
+            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/other=admin"),
+            {f"{CDI}.requestable-kinds": ["vendor.com/storage"]},
+            False,
+        ),
+        (
+            config_of("NVIDIA_VISIBLE_DEVICES=vendor.com/storage=admin"),
+            {f"{CDI}.default-kind": "vendor.com/storage"},
+            True,
+        ),
+        (config_of("SWARM=vendor.com/storage=admin"), {"swarm-resource": "SWARM"}, False),
+        (config_of("", f"{MOUNT_ROOT}/cdi/vendor.com/storage/admin"), MOUNTS_ACCEPTED, False),
+        (config_of("", f"{MOUNT_ROOT}/cdi/nvidia.com/gpu/0"), MOUNTS_ACCEPTED, True),
+        ({"annotations": {"cdi.k8s.io/x": "vendor.com/storage=admin"}}, {}, True),
+    ],
+)
+def test_a_container_itself_may_name_nvidias_devices_and_those_of_the_configuration(
+    config: dict[str, Any], settings: dict[str, Any], allowed: bool
+) -> None:
+    if allowed:
+        assert devices_of(config, settings)
+        return
+    with pytest.raises(Refused, match="devices of nvidia\\.com alone: use the engine's --device "):
+        devices_of(config, settings)

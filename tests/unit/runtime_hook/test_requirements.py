@@ -54,7 +54,15 @@ OF_AN_IMAGE = "cuda>=12.6 " + " ".join(
         # What nobody knows is dropped.
         ("planet=earth", True),
         ("planet=earth,cuda>=13", False),
-        ("cuda>=13 planet=earth", True),
+        # … and the other alternatives decide.
+        ("cuda>=13 planet=earth", False),
+        ("planet=earth cuda>=13", False),
+        ("cuda>=12 planet=earth", True),
+        ("cuda>=13 planet=earth driver>=550", True),
+        ("planet=earth moon=one", True),
+        ("planet=earth,moon=one cuda>=13", False),
+        (", cuda>=13", False),
+        (",", True),
         (OF_AN_IMAGE, False),
     ],
 )

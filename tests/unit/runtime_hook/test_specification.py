@@ -152,6 +152,13 @@ def test_a_default_kind_of_ones_own_is_where_plain_names_are_looked_for(tmp_path
     assert specifications(tmp_path, default_kind="example.com/gpu").edits_of(["0"])[-1] == SECOND
 
 
+@pytest.mark.parametrize("name", ["0", "all", "0000:1B:00.0", "nvidia.com/gpu=1", "runtime.nvidia.com/gpu=1"])
+def test_the_runtimes_own_kind_as_default_is_that_of_the_gpus(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "nvidia.json", GPUS)
+    found = specifications(tmp_path, default_kind="runtime.nvidia.com/gpu").edits_of([name])
+    assert found == specifications(tmp_path).edits_of([name])
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

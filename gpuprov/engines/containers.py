@@ -1,0 +1,70 @@
+"""The decision for a container that runs, by its name or id: docker and podman are asked for the id. Reads only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpuprov.core.system import System
+from gpuprov.runtime_hook import record
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+_ENGINES = ("docker", "podman")
+_SECONDS = 20
+
+
+def decision_of(system: System, container: str) -> dict[str, Any]:
+    """Return what is kept of a container. Raises GpuprovError where there is no such container, or nothing is kept."""
+    known = _names(system)
+    identifier, engine = _identifier(system, container, known)
+    found = _read(system, identifier) if identifier in known else None
+    if found is not None:
+        return found
+    if engine:
+        raise GpuprovError(
+            f"no decision is kept for {container}",
+            f"{engine} knows it as {identifier}; {record.FOLDER} does not have it",
+            "it asked for no GPU, or the engine itself gave it devices by CDI: "
+            f"{engine} inspect {container}",
+        )  # fmt: skip
+    raise GpuprovError(
+        f"there is no container {container} with GPUs on this host",
+        f"kept in {record.FOLDER}: {', '.join(one[:12] for one in known) or 'none'}",
+        "docker ps, or podman ps, shows names",
+        exit_code=ExitCode.USAGE,
+    )
+
+
+def decision_of_bundle(bundle: str) -> dict[str, Any] | None:
+    """Return what is kept of the container of a bundle, None for nothing, or for users who may not read it."""
+    try:
+        found = [record.read(name) for name in record.names()]
+    except OSError:
+        return None
+    return next((one for one in found if one and one.get("bundle") == bundle.rstrip("/")), None)
+
+
+def _names(system: System) -> list[str]:
+    try:
+        return [name for name in system.list_directory(record.FOLDER) if record.is_name(name)]
+    except PermissionError as error:
+        raise GpuprovError(
+            "what containers were given is for root to read", str(error), "put sudo before it", exit_code=ExitCode.USAGE
+        ) from None
+
+
+def _read(system: System, identifier: str) -> dict[str, Any] | None:
+    return record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")
+
+
+def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str]:
+    """Return a container's id, and the engine that told it, "" for none: whole ids and beginnings are known without."""
+    if container in known:
+        return container, ""
+    for engine in _ENGINES:
+        if system.which(engine):
+            done = system.run((engine, "inspect", "--type", "container", "--format", "{{.Id}}", "--", container),
+                              timeout=_SECONDS)  # fmt: skip
+            if done.ok and done.stdout.strip():
+                return done.stdout.split()[0], engine
+    begun = [one for one in known if one.startswith(container)]
+    return (begun[0], "") if len(begun) == 1 else ("", "")

@@ -1,0 +1,68 @@
+"""A host over SSH as far as reading it goes: a few files and commands, as root, without the agent. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Callable
+
+from gpuprov.agent.probe import Probe
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.fleet import remote
+from gpuprov.fleet.agent_run import as_root
+from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+if TYPE_CHECKING:
+    from fabric import Connection
+
+_WHO = "id -u; sudo -n true 2>/dev/null; echo $?"
+_SECONDS = 30
+
+
+class RemoteSystem(System):
+    """The machine behind a connection. Raises GpuprovError where sudo refuses."""
+
+    def __init__(self, connection: Connection, target: HostTarget) -> None:
+        super().__init__("/")
+        self._connection = connection
+        self._target = target
+        done = remote.run(connection, _WHO, timeout=_SECONDS)
+        words = done.stdout.split()
+        if len(words) != 2 or not all(word.isdigit() for word in words):
+            raise GpuprovError(
+                f"{target.name} does not answer as a host does", done.evidence(), f"ssh {target.name} 'id -u'",
+                exit_code=ExitCode.UNREACHABLE,
+            )  # fmt: skip
+        self._probe = Probe("Linux", int(words[0]), "", sudo_code=int(words[1]))
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float = 60,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Completed:
+        """Run a command as root on the host."""
+        lines: list[str] = []
+        done = as_root(
+            self._connection, self._target, self._probe, tuple(argv), (stdin,), on_line or lines.append, timeout=timeout
+        )
+        return Completed(tuple(argv), done.returncode, "".join(f"{line}\n" for line in lines), done.stderr)
+
+    def read_bytes(self, path: str) -> bytes | None:
+        """Return a file's content, None if there is none."""
+        done = self.run(("cat", "--", path), timeout=_SECONDS)
+        return done.stdout.encode("utf-8", "surrogateescape") if done.ok else None
+
+    def list_directory(self, path: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory; none if it is missing."""
+        done = self.run(("ls", "-A", "--", path), timeout=_SECONDS)
+        return tuple(sorted(done.stdout.splitlines())) if done.ok else ()
+
+    def which(self, program: str) -> str | None:
+        """Return a program's path on the host."""
+        done = self.run(("sh", "-c", 'command -v -- "$1"', "sh", program), timeout=_SECONDS)
+        return done.stdout.strip() or None

@@ -1,0 +1,110 @@
+"""Which files of a driver are found: Debian's genuine lists of three branches, and places that other packages use."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.cdi.generate import specification
+from gpuprov.core.system import System
+from gpuprov.runtime_hook import driver_files
+from tests import simgpu
+from tests.unit.cdi.test_discover import DATA, mounts
+
+MULTIARCH = "/usr/lib/x86_64-linux-gnu"
+VERSIONS = ("535.261.03", "550.163.01", "555.58.02")
+# In the packages, and for no container: documents, and what belongs to the kernel's modules or to a desktop.
+NOT_FOR_CONTAINERS = re.compile(
+    r"nvidia-bug-report\.sh|nvidia(-open)?\.ids|nvidia-application-profiles-.*|_?nvngx\.dll|"
+    # OpenSSL 1.1's and the X server's own, by a path that an alternative brings elsewhere.
+    r"nvidia_drv\.so|libglxserver_nvidia\.so.*"
+)
+
+
+def lay_names(root: Path, version: str) -> list[str]:
+    """Lay a Debian package's files (names alone), with the links that its alternatives make; return their paths.
+
+    The names are those of Contents-amd64 of bookworm, trixie and experimental, non-free, of 2026-11.
+    """
+    names = (DATA / f"debian-{version}.names").read_text().splitlines()
+    for name in names:
+        place = root / name[1:]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        library = re.fullmatch(r"(.*\.so)(\.\d+)?", name)
+        real = f"{library[1]}.{version}" if library else ""
+        # In the package a link to another library.
+        real = real.replace("nvidia-drm_gbm.so", "libnvidia-allocator.so")
+        if real in names and real != name:
+            place.symlink_to(real.rpartition("/")[2])
+        else:
+            place.touch()
+        folder, _, own = name.rpartition("/")
+        seen = {f"{MULTIARCH}/nvidia/current": MULTIARCH, "/usr/lib/nvidia/current": "/usr/bin"}.get(folder, "")
+        seen = "/usr/share/X11/xorg.conf.d" if own == "nvidia-drm-outputclass.conf" else seen
+        seen = "/usr/share/nvidia" if own == "nvoptix.bin" else seen
+        seen = f"{MULTIARCH}/gbm" if own == "nvidia-drm_gbm.so" else seen
+        if seen:
+            (root / seen[1:]).mkdir(parents=True, exist_ok=True)
+            (root / seen[1:] / own).symlink_to(Path("/") / name)
+    return names
+
+
+def links(driver: DriverFacts) -> dict[str, str]:
+    words = [word for hook in specification(driver).edits.hooks for word in hook.args if "::" in word]
+    return {path: target for target, path in (word.split("::") for word in words)}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_file_for_containers_in_debians_packages_is_found(tmp_path: Path, version: str) -> None:
+    names = lay_names(tmp_path, version)
+    driver = discover(System(str(tmp_path)))
+    assert driver.library_version == version
+    found = {real.rpartition("/")[2] for real in mounts(driver).values()} | {
+        path.rpartition("/")[2] for path in (*mounts(driver), *links(driver))
+    }
+    missed = {name.rpartition("/")[2] for name in names} - found
+    assert {name for name in missed if not NOT_FOR_CONTAINERS.fullmatch(name)} == set()
+    assert "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf" in mounts(driver)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_programs_can_be_linked_though_the_host_has_no_development_links(tmp_path: Path, version: str) -> None:
+    lay_names(tmp_path, version)
+    for place in (
+        *(tmp_path / MULTIARCH[1:]).glob("*.so"),
+        *(tmp_path / f"{MULTIARCH}/nvidia/current"[1:]).glob("*.so"),
+    ):
+        place.unlink()
+    made = links(discover(System(str(tmp_path))))
+    assert made[f"{MULTIARCH}/libcuda.so"] == "libcuda.so.1"
+    assert made[f"{MULTIARCH}/libnvidia-opticalflow.so"] == "libnvidia-opticalflow.so.1"
+    assert made[f"{MULTIARCH}/libGLX_indirect.so.0"] == f"libGLX_nvidia.so.{version}"
+    assert made[f"{MULTIARCH}/libcuda.so.1"] == f"libcuda.so.{version}"
+    assert f"{MULTIARCH}/libnvidia-ml.so" not in made
+
+
+CONFIGURATION = (
+    "/etc/X11/xorg.conf.d/10-nvidia.conf", "/usr/share/X11/xorg.conf.d/10-nvidia.conf",
+    "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/local/share/X11/xorg.conf.d/10-nvidia.conf",
+    "/usr/share/egl/egl_external_platform.d/09_nvidia_wayland2.json", "/etc/vulkan/icd.d/nvidia_layers.json",
+    "/usr/share/vulkan/icd.d/nvidia_layers.json", "/usr/local/share/vulkan/icd.d/nvidia_icd.json",
+    "/usr/local/share/glvnd/egl_vendor.d/10_nvidia.json",
+    "/usr/lib/xorg/modules/drivers/nvidia_drv.so", "/usr/lib64/xorg/modules/updates/drivers/nvidia_drv.so",
+    "/usr/lib64/nvidia/xorg/libglxserver_nvidia.so",
+    "/usr/lib64/xorg/modules/updates/extensions/libglxserver_nvidia.so",
+    f"{MULTIARCH}/nvidia/xorg/libglxserver_nvidia.so.{simgpu.DRIVER_VERSION}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CONFIGURATION)
+def test_a_file_for_graphics_is_mounted_where_it_lies_and_for_graphics_alone(tmp_path: Path, path: str) -> None:
+    simgpu.install_tree(tmp_path)
+    place = tmp_path / path[1:]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch()
+    found = mounts(discover(System(str(tmp_path))))
+    assert found[path] == path
+    assert driver_files.capabilities_of(path) == ("display", "graphics")
