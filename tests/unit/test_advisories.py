@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from gpuprov.agent.run import run_request
+from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.cli.main import cli
 from gpuprov.core.site_tables import advisories_path, for_request, use_newer_advisories, use_tables
 from gpuprov.facts.host import HostFacts, gather
@@ -27,8 +29,12 @@ from gpuprov.wire import tables
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of
 from gpuprov.wire.csaf import parse_csaf
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Event, Finished, Note
+from gpuprov.wire.request import Request, request_from_line, request_to_line
 from gpuprov.wire.spec import HostSpec, parse_spec
+from tests import simgpu
 from tests.advisories_table import TABLE, table_from
+from tests.bundles import FILES, write_test_bundle
 from tests.unit.doctor.host import healthy
 from tests.unit.fake_host import FakeHost
 
@@ -247,3 +253,40 @@ def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
     found = known_holes(healthy(tmp_path))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
+
+
+def checked(host: FakeHost, bundle: str = "", sent: dict[str, object] | None = None, **values: str) -> list[Event]:
+    """Return the events of `install --check` on a host that has no driver's libraries yet."""
+    events: list[Event] = []
+    spec = {"driver_version": simgpu.DRIVER_VERSION, "packages": ["site-gpu-tools"], **values}
+    request = Request("install", spec, check=True, bundle=bundle, tables=sent or {})
+    run_request(request_from_line(request_to_line(request)), events.append, host)
+    return events
+
+
+def warned(events: list[Event]) -> list[str]:
+    return [one.message for one in events if isinstance(one, Note) and one.level == "warning"]
+
+
+def test_a_run_warns_refuses_and_takes_the_newest_of_all_tables(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    old = write_test_bundle(tmp_path / "root/old.bundle")
+    assert "branch 550 gets no security fixes any more" in warned(checked(host, "/old.bundle"))[0]
+    end = checked(host, "/old.bundle", refuse_advisories="high")[-1]
+    assert isinstance(end, Finished)
+    assert end.exit_code == ExitCode.FAILED
+    assert end.problems[0].what == "driver 550.163.01 is refused for its known security holes"
+    # The request's table counts, and a bundle's newer one before it.
+    none = table_of((), "2027-02-01")
+    assert warned(checked(host, "/old.bundle", {tables.ADVISORIES: none})) == []
+    hole = replace(NEWER, branch="550", fixed_in="550.200.01")
+    newer = json.dumps(table_of((hole,), "2027-02-02")).encode()
+    write_test_bundle(old.with_name("new.bundle"), files={**FILES, ADVISORIES: newer})
+    for sent in ({}, {tables.ADVISORIES: none}):
+        (said,) = warned(checked(host, "/new.bundle", sent))
+        assert "2027/6000 (9.3); fixed in 550.200.01" in said
+    # Malformed, it is named, and nothing is done.
+    write_test_bundle(old.with_name("bad.bundle"), files={**FILES, ADVISORIES: newer[:-9]})
+    end = checked(host, "/bad.bundle")[-1]
+    assert isinstance(end, Finished)
+    assert "/bad.bundle is not valid JSON" in end.problems[0].what
