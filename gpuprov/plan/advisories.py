@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
+
 from gpuprov import driver_run
 from gpuprov.driver.precompiled import chosen
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.wire.driver_releases import support_end
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
 
 def warnings(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return a sentence for each product that would be installed with known holes."""
-    return tuple(f"{one}" for one in _installed_with(facts, spec))
+    """Return a sentence for each product that would be installed with known holes, or past its support."""
+    version = _driver(facts, spec)
+    end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(facts.clock))
+    ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
+    return (*map(str, _installed_with(facts, spec)), *(ended if end < now else ()))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

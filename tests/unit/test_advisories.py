@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from gpuprov.agent.playbook_task import task_request
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.cli.main import cli
@@ -20,6 +21,8 @@ from gpuprov.core.site_tables import advisories_path, for_request, use_newer_adv
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.fleet.report import summary_json
 from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.run import request_for
+from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.machine.machine import PciGpu
 from gpuprov.packaging.apt_packages import PackageFacts
@@ -119,6 +122,13 @@ def test_what_would_be_installed_with_holes_is_warned_of_or_refused(metal: HostF
     assert (plan.warnings, plan.problems) == ((), ())
 
 
+def test_a_branch_whose_support_has_ended_is_warned_of(metal: HostFacts) -> None:
+    november, july = 1795000000, 1783000000  # of 2026
+    warnings = [make_plan(replace(metal, clock=clock), parse_spec({"driver_version": "610.57.04"})).warnings
+                for clock in (november, july)]  # fmt: skip
+    assert warnings == [("driver 610.57.04: the support of branch 610 ended in 2026-08",), ()]
+
+
 def test_what_is_there_already_is_no_installation(metal: HostFacts) -> None:
     driver = replace(metal.driver, kernel_version="580.159.04", library_version="580.159.04")
     there = replace(metal, driver=driver, packages=PackageFacts("apt", {"nvidia-container-toolkit": "1.17.8-1"}))
@@ -133,6 +143,9 @@ def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> No
     advisories_path().parent.mkdir(parents=True)
     advisories_path().write_text(json.dumps(newer))
     sent = json.loads(json.dumps(for_request(HostSpec())))
+    # By both front doors.
+    assert task_request("install", {}).tables == sent
+    assert request_for(HostTarget("a", HostSpec()), Request("install"), alone=True).tables == sent
     assert holes(DRIVER, "580.178.04") is None
     use_tables(sent)
     found = holes(DRIVER, "580.178.04")
@@ -255,7 +268,7 @@ def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
 
 
-def checked(host: FakeHost, bundle: str = "", sent: dict[str, object] | None = None, **values: str) -> list[Event]:
+def checked(host: FakeHost, bundle: str = "", sent: Mapping[str, object] | None = None, **values: str) -> list[Event]:
     """Return the events of `install --check` on a host that has no driver's libraries yet."""
     events: list[Event] = []
     spec = {"driver_version": simgpu.DRIVER_VERSION, "packages": ["site-gpu-tools"], **values}
