@@ -315,9 +315,12 @@ def _doctor(spec: HostSpec, sink: Sink, system: System) -> Finished:
 
 
 def _verify(spec: HostSpec, sink: Sink, system: System) -> Finished:
-    from gpuprov.verify import verify
+    from gpuprov.verify import known_holes, verify
 
-    if verify(system, spec, sink):
+    is_good = verify(system, spec, sink)
+    for found in known_holes(system):
+        sink(Note(f"{found}", "warning"))
+    if is_good:
         return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
     return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")
 

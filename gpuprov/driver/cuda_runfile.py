@@ -51,7 +51,8 @@ def _wanted(spec: HostSpec) -> bool:
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what keeps the toolkit's .run from being installed."""
     if spec.cuda_url and not spec.cuda:
-        return (_problem("gpuprov_cuda_url is set, gpuprov_cuda is not", 'set gpuprov_cuda: "12.4", say'),)
+        what = "gpuprov_cuda_url is set, but gpuprov_cuda does not say which version that is"
+        return (_problem(what, 'set gpuprov_cuda: "12.4", say'),)
     if not _wanted(spec) or _is_installed(facts, spec):
         return ()
     url, path = _source(spec)

@@ -65,12 +65,12 @@ _GENERATIONS = (
     Generation("Ampere", 0x2400, 0x25FF, 455, 0, "both"),
     Generation("Ada Lovelace", 0x2600, 0x28FF, 525, 0, "both"),
     Generation("Blackwell", 0x2900, 0x2DFF, 570, 0, "open"),
-    # GB10 (DGX Spark) and its kin: 580 is the first branch whose list of supported GPUs has one.
+    # GB10 (DGX Spark) and its kin: 580 is the first branch that is known to serve them.
     Generation("Blackwell", 0x2E00, 0x2E7F, 580, 0, "open"),
     Generation("Blackwell", 0x2F00, 0x2F7F, 570, 0, "open"),
     # GR100: CUDA 13.4 and its driver R615 are the first with Rubin (CUTLASS 4.8, release notes).
     Generation("Rubin", 0x3000, 0x30FF, 615, 0, "open"),
-    # B300, GB300 (GB110, GB112, GB120), Thor's iGPU (GB10B).
+    # B300, GB300 (GB110, GB112, GB120), Thor's iGPU (GB10B): 580 is the first branch that is known to serve them.
     Generation("Blackwell Ultra", 0x3180, 0x34FF, 580, 0, "open"),
 )
 

@@ -18,7 +18,7 @@ from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Checks, Failed, Shown, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
-from gpuprov.wire.events import Note, Sink
+from gpuprov.wire.events import Sink
 from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
@@ -49,8 +49,6 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
-    for found in known_holes(system):
-        sink(Note(f"{found}", "warning"))
     docker_ok = checks.check("docker", lambda: _docker(system))
     runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, spec))
     if not docker_ok:

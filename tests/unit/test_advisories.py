@@ -266,6 +266,9 @@ def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
     found = known_holes(healthy(tmp_path))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
+    events: list[Event] = []
+    run_request(Request("verify"), events.append, healthy(tmp_path / "again"))
+    assert warned(events) == [str(found[0])]
 
 
 def checked(host: FakeHost, bundle: str = "", sent: Mapping[str, object] | None = None, **values: str) -> list[Event]:

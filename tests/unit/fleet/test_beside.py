@@ -57,4 +57,4 @@ def test_an_inventory_read_beside_brings_nothing_of_ansible_along() -> None:
         "print(len(found.hosts), found.hosts[0].spec.driver_version, 'ansible' in sys.modules, 'fabric' in sys.modules)"
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "7 580.126.09 False True\n"
+    assert done.stdout == "7 580.178.04 False True\n"
