@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-fast lint docs bench agent collection sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast lint mutation docs bench agent collection sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -38,14 +38,29 @@ lint: setup  ## Format check, lint, types, import arrows, playbooks.
 	$(BIN)/lint-imports
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
 
-# Two at once: much of a test on hosts is waiting. tests/conftest.py says who shares what.
-PARALLEL := -n 2 --dist loadgroup --no-loadscope-reorder
+# Root file systems for hosts, by release: one core builds them while the other lints.
+base-%: setup
+	$(BIN)/python -m tests.lab bases $*
 
-test: lint  ## All tests, real hosts included.
-	$(BIN)/python -m pytest $(PARALLEL)
+# Two at once; docs/testing.md says what is in which tier.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=30
 
-test-fast: setup  ## The tests that need neither root nor hosts.
-	$(BIN)/python -m pytest $(PARALLEL) tests/unit
+test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes on 2 cores).
+	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye
+	$(PYTEST) -m 'not slow'
+
+test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
+	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
+	$(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
+
+test-all: test test-rest  ## Everything (45 minutes on 2 cores).
+
+test-fast: setup  ## The unit tests that need no root.
+	$(PYTEST) -m 'not root' tests/unit
+
+mutation: setup  ## By hand: put faults into the modules on which safety rests, and count those that their unit tests find.
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutation]'
+	nice -n 15 $(BIN)/python -m tests.mutation
 
 docs: setup  ## Write the configuration reference from the schema, the pages on distributions and on causes from their tables.
 	$(BIN)/python -m tests.distributions_page
@@ -72,4 +87,4 @@ sanity: setup  ## All sanity tests of ansible-test for the collection; needs PyP
 		$$($(CURDIR)/$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 clean: demo-down  ## Remove what was built and cached.
-	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .cache .ansible build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache mutants

@@ -23,12 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lab import Host, HostRequest, Lab
+from tests.lab import Host, HostRequest
 from tests.lab.cgroups import cpu_seconds
 from tests.lab.fixtures import Site, running
 
 _BIN = Path(sys.executable).parent
-_NUMBER = 9
 _INSTALL = "gpuprov install"
 _SITE = "site.yml without verify"
 # What others do in a first run: the package manager, the server with the file, NVIDIA's installer.
@@ -54,11 +53,12 @@ def main() -> None:
     given = parser.parse_args()
     names = [f"host{number}" for number in range(given.hosts)]
     requests = {name: HostRequest(name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder:
-        for site in running(Lab(_NUMBER), Path(folder), requests, "apt"):
-            _first_runs(site, names)
-            _no_change(site, names[:1], given.rounds, verify=False)
-            _no_change(site, names, given.rounds, verify=True)
+    with tempfile.TemporaryDirectory(prefix="gpuprov-bench-") as folder, running(requests, Path(folder)) as site:
+        for name in names:
+            site.fresh(name)
+        _first_runs(site, names)
+        _no_change(site, names[:1], given.rounds, verify=False)
+        _no_change(site, names, given.rounds, verify=True)
 
 
 def _first_runs(site: Site, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Package repositories and their keys: which a host shall have, and the changes that bring it there; apt's, first."""
+"""apt repositories and their keys: which a host needs, and the changes that add them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AptRepository:
 
 
 def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]:
-    """Return the repositories that a host shall have besides its distribution's."""
+    """Return the repositories that a host needs besides its distribution's."""
     debian = _DEBIAN_ARCHITECTURES.get(architecture, architecture)
     found = [
         AptRepository(own.name, own.uri, own.suite, own.components, own.key_url, own.key_fingerprint, debian)
@@ -92,7 +92,7 @@ def with_docker(spec: HostSpec, docker: DockerRepository | None) -> HostSpec:
 
 
 def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
-    """Return what in the host's or the user's sources can't be mended by gpuprov."""
+    """Return what gpuprov can't correct in the host's or the user's sources."""
     wanted = repositories(spec, architecture)
     mixed = tuple(
         Problem(
@@ -107,7 +107,7 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
 
 
 def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
-    """Return the keys and sources to write, and what stands in their way to remove."""
+    """Return the keys and sources to write, and the conflicting ones to remove."""
     wanted = repositories(spec, architecture)
     changes: list[Change] = []
     for one in wanted:

@@ -1,29 +1,43 @@
-"""Fixtures for all tests, and who shares a worker where tests run in parallel (`make test`)."""
+"""Fixtures for all tests, their tiers, how many examples properties get, and the order of files (docs/testing.md)."""
+
+import os
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.lab.fixtures import rpm_site, site
+from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
-__all__ = ["rpm_site", "site"]
-# The hosts of a session are one worker's; all other files may go to whichever is free.
-_SHARED = ("site", "rpm_site")
-# What takes longest is begun first: at the end, other workers would wait for it.
-_LONGEST = ("site", "test_vm.py")
-# How long an example takes says how busy the machine is: no test is decided by that.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("suite")
+__all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
+pytest_plugins = ["tests.left_behind"]
+# What takes longest is begun first: at the end, other workers would wait for it. Then the files with hosts.
+_LONGEST = "test_vm.py"
+# `make test` gives each property few examples, `make test-all` many (--hypothesis-profile=thorough). How long one takes
+# says how busy the machine is: no test is decided by that.
+for _name, _examples in (("quick", 25), ("thorough", 200)):
+    settings.register_profile(
+        _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("quick")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests on the same hosts together, and those of a file, whose fixtures they share."""
+    """Put each test into its tier, and keep those of a file together, which share its fixtures.
+
+    What needs hosts is for `make test-all`, but for samples of each kind; an ordinary user can't run all.
+    """
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    order = {group: place for place, group in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(_group(item), len(order)))
+        if any(map(item.get_closest_marker, ("lab", "vm"))) and not item.get_closest_marker("sample"):
+            item.add_marker(pytest.mark.slow)
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)
+        if os.geteuid() != 0 and item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.skip(reason="needs root"))
+        item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+    items.sort(key=_order)
 
 
-def _group(item: pytest.Item) -> str:
-    names = getattr(item, "fixturenames", ()) if item.get_closest_marker("lab") else ()
-    return next((name for name in _SHARED if name in names), item.path.name)
+def _order(item: pytest.Item) -> int:
+    if item.path.name == _LONGEST:
+        return 0
+    return 1 if item.get_closest_marker("lab") else 2

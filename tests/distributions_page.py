@@ -25,6 +25,7 @@ def _lists() -> str:
         "Docker's repository",
         "NVIDIA's name",
         "to build with",
+        "Python",
         "initramfs",
     )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -42,7 +43,7 @@ def _cells(row: Distribution) -> tuple[str, ...]:
     dkms = f" (dkms: {row.dkms_from})" if row.dkms_from else ""
     return (
         row.package_manager, " ".join(row.docker_packages) or "–", row.docker_repository or "–", name or "–",
-        f"{' '.join(row.build_packages)}{dkms}", f"`{' '.join(row.initramfs)}`",
+        f"{' '.join(row.build_packages)}{dkms}", " or ".join(row.pythons), f"`{' '.join(row.initramfs)}`",
     )  # fmt: skip
 
 

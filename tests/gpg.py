@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def gpg_home(place: Path) -> Iterator[Path]:
+    """Give a folder for gpg; the daemons that gpg starts for it end with the block, but not by themselves."""
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(("gpgconf", "--homedir", str(place), "--kill", "all"), check=True)
 
 
 def signing_key(home: Path, name: str) -> str:

@@ -1,7 +1,7 @@
-"""The agent: what runs on a host at the end of an SSH connection; a request on stdin, events as JSON lines on stdout.
+"""The agent: runs on a host over SSH, reads a request from stdin, writes events as JSON lines to stdout.
 
-The work is done by a second process in a session of its own. The first one only relays its events: when the connection
-drops, the relay dies with it and the work goes on to its end, into the host's own log.
+A second process, in its own session, does the work. The first one only relays its events: if the connection drops, the
+relay dies with it, and the work continues to its end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _relay(worker: int, reading: int) -> int:
-    """Copy the worker's events to stdout; hand a request to stop on to it; return its exit code."""
+    """Copy the worker's events to stdout, pass on signals to stop, and return the worker's exit code."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -55,14 +55,14 @@ def _relay(worker: int, reading: int) -> int:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
             except OSError:
-                # The connection is gone. Leave quietly; the worker notices that nobody listens, and goes on.
+                # The connection is lost: exit silently; the worker continues without a reader.
                 os._exit(0)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 def _work(request: Request, writing: int) -> int:
-    """Carry the request out in a session of its own."""
+    """Carry out the request in a new session."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = _StopFlag()
@@ -73,8 +73,8 @@ def _work(request: Request, writing: int) -> int:
         os.dup2(nothing, number)
     sink = _pipe_sink(writing)
     try:
-        # Here and not above: the relay needs none of it, and a fork of a small process is cheap. What imports make is
-        # not garbage: looking for some among it takes a tenth of their time.
+        # Imported here: the relay does not need it, and forking a small process is cheap. Garbage collection during
+        # imports finds nothing and takes a tenth of their time.
         gc.disable()
         from gpuprov.agent.run import run_request
 
@@ -94,7 +94,7 @@ def _work(request: Request, writing: int) -> int:
 
 
 def _remove_agents(argument: str) -> None:
-    """Remove the agents that controllers pushed, and their folders if nothing else is in them; running code stays."""
+    """Remove the pushed agents, and their folders if these are empty then."""
     from pathlib import Path
 
     folder = Path(argument).parent
@@ -121,7 +121,7 @@ class _StopFlag:
 
 
 def _pipe_sink(writing: int) -> Callable[[Event], None]:
-    """Return a sink that writes into the pipe as long as somebody reads it, and afterwards drops what it gets."""
+    """Return a sink that writes into the pipe, and drops events once nobody reads it."""
     listening = True
 
     def sink(event: Event) -> None:

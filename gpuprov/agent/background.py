@@ -1,7 +1,7 @@
-"""A request that is worked on after the controller has gone: Ansible's `async`; its result lies in a job's file.
+"""Requests that continue after the controller disconnects: Ansible's `async`.
 
-The file is the one that Ansible's async_status reads (ansible-core, modules/async_wrapper.py and async_status.py): as
-long as it has the key `started`, the job runs; then it is the task's result.
+The job's file is the one that Ansible's async_status reads (ansible-core, modules/async_wrapper.py and
+async_status.py): it has the key `started` while the job runs, and holds the task's result afterwards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import Event, Finished, from_line
 from gpuprov.wire.request import Request
 
-# Runs a request in a session of its own and writes its events into a pipe; returns its exit code.
+# Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the controller says of a job: its id, where its file lies, what it is for, how many seconds it may take."""
+    """A job as the controller names it: its id, the folder of its file, its command, its time limit in seconds."""
 
     id: str
     folder: str
@@ -39,7 +39,7 @@ class Job:
         return Path(self.folder).expanduser() / self.id
 
     def started(self) -> dict[str, Any]:
-        """Return what the controller is told at once."""
+        """Return the first answer to the controller."""
         return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": str(self.path)}
 
 
@@ -47,12 +47,12 @@ _REPORT = "controller and agent do not understand each other: make the collectio
 
 
 def job_to_line(job: Job) -> str:
-    """Return a job as it travels to the host."""
+    """Return a job as one line for the host."""
     return json.dumps(asdict(job))
 
 
 def job_from_line(line: str) -> Job:
-    """Return the job that a controller sent. Raises GpuprovError: its id becomes a file's name."""
+    """Return the job of a line. Raises GpuprovError for an id that is no safe file name."""
     try:
         job = Job(**json.loads(line))
     except (ValueError, TypeError) as error:
@@ -63,14 +63,14 @@ def job_from_line(line: str) -> Job:
 
 
 def begin(request: Request, job: Job, work: Work) -> None:
-    """Say on stdout that the job has begun, and work on behind the caller's back; returns in the caller alone."""
+    """Report on stdout that the job has started, and continue in a child process; returns in the parent only."""
     job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(job.path, {"started": 1, "finished": 0, "ansible_job_id": job.id})
     sys.stdout.write(json.dumps(job.started()) + "\n")
     sys.stdout.flush()
     if os.fork() != 0:
         return
-    # Nothing of the connection may be held, or the controller would wait for its end.
+    # Close everything of the connection, or the controller waits for it.
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -83,7 +83,7 @@ def begin(request: Request, job: Job, work: Work) -> None:
 
 
 def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
-    """Return the events of the whole run; behind its time it is asked to stop, which it does between two changes."""
+    """Return the events of the whole run; after its timeout the run is asked to stop between two changes."""
     worker, reading = start_worker(request, work)
     too_late = threading.Timer(seconds, os.kill, (worker, signal.SIGTERM))
     too_late.daemon = True
@@ -110,7 +110,7 @@ def _result(job: Job, events: tuple[Event, ...]) -> dict[str, Any]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file whole: it is read while the job runs."""
+    """Replace the file atomically: the controller reads it while the job runs."""
     temporary = path.with_name(f".{path.name}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as file:

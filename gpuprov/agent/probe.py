@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gpuprov.wire.errors import Problem
+from gpuprov.wire.errors import GpuprovError, Problem
+
+if TYPE_CHECKING:
+    from gpuprov.machine.distros import Distribution
+    from gpuprov.package_managers.interface import Commands
 
 OLDEST_PYTHON = (3, 9)
 PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)), "/usr/libexec/platform-python")
@@ -22,6 +27,8 @@ echo "system $(uname -s) $(uname -m)"
 echo "uid $(id -u)"
 echo "cache $HOME/.cache/gpuprov"
 echo "agent $(sha256sum "$HOME/.cache/gpuprov/agent-$digest.pyz" 2>/dev/null | cut -c1-64)"
+( . /etc/os-release 2>/dev/null &&
+  echo "os $ID|$VERSION_ID|$VERSION_CODENAME|$ID_LIKE|$PRETTY_NAME|$UBUNTU_CODENAME|$VARIANT_ID" )
 for python in "$@"; do
   path=$(command -v "$python") || continue
   version=$("$path" -E -s -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
@@ -34,17 +41,6 @@ if [ "$(id -u)" != 0 ]; then
 fi
 echo "end"
 """
-
-# EL 8's python3 is 3.6, SLES 15's too; their newer ones have names of their own. One line, for the login shell's sake.
-BOOTSTRAP = (
-    "if command -v apt-get >/dev/null; then DEBIAN_FRONTEND=noninteractive; export DEBIAN_FRONTEND; "
-    "apt-get -q update && apt-get -q -y install python3; "
-    "elif command -v dnf >/dev/null; then "
-    "dnf -q -y install python3.12 || dnf -q -y install python39 || dnf -q -y install python3; "
-    "elif command -v zypper >/dev/null; then zypper -q -n install python311 || zypper -q -n install python3; "
-    "elif command -v yum >/dev/null; then yum -q -y install python3; "
-    "else echo no apt-get, dnf, zypper or yum here >&2; exit 1; fi"
-)
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,7 @@ class Probe:
     pythons: tuple[Python, ...] = ()
     sudo_code: int | None = None
     sudo_said: str = ""
+    os_release: tuple[str, ...] = ("",) * 7
 
     @property
     def python(self) -> Python | None:
@@ -95,6 +92,7 @@ def parse_probe(text: str) -> Probe | None:
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         sudo_code=int(code) if code.isdecimal() else None,
         sudo_said=said,
+        os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
     )
 
 
@@ -133,15 +131,47 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
     return None
 
 
+def bootstrap_script(probe: Probe) -> str:
+    """Return the shell command that installs a Python which gpuprov runs on. One line, for the login shell's sake.
+
+    Raises GpuprovError if the distribution is not supported: gpuprov would refuse such a host in any case.
+    """
+    row = _distribution(probe)
+    return " || ".join(f"{{ {_commands(row).script} {name}; }}" for name in row.pythons)
+
+
 def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTION) -> Problem | None:
-    """Return what is wrong with the host's Python, or None. `option`: what makes us install it."""
+    """Return what is wrong with the host's Python, or None. `option`: what makes gpuprov install it."""
     if probe.python is not None:
         return None
     seen = ", ".join(f"{python.path} is {'.'.join(map(str, python.version))}" for python in probe.pythons)
     looked = f"looked for {named_python or ', '.join(PYTHONS)}"
-    get = f"run again with {option} to install it with the host's package manager, or by hand: " \
-          "apt-get install python3 | dnf install python3.12 | zypper install python311"  # fmt: skip
+    try:
+        row = _distribution(probe)
+    except GpuprovError as unsupported:
+        return unsupported.problems[0]
+    get = f"run again with {option} to install it, or by hand: {_commands(row).install} {row.pythons[0]}"
     if named_python:
         get = f"set ansible_python_interpreter to a Python ≥ 3.9, or leave it out; else {get}"
     what = "the host's Python is older than 3.9" if seen else "there is no Python on the host"
     return Problem(what, seen or looked, get)
+
+
+def _distribution(probe: Probe) -> Distribution:
+    """Return the row of the host's distribution. Raises GpuprovError if it has none."""
+    # Most hosts have a Python, and none of this is needed.
+    from gpuprov.machine.distros import distribution_of, machine_problems
+    from gpuprov.machine.machine import OperatingSystem
+
+    id_, version, codename, like, name, ubuntu, variant = probe.os_release
+    os = OperatingSystem(id_, version, codename, tuple(like.split()), name or id_ or "this system", ubuntu, variant)
+    row = distribution_of(os)
+    if row is None:
+        raise GpuprovError.several(machine_problems(os, probe.system.rpartition(" ")[2]))
+    return row
+
+
+def _commands(row: Distribution) -> Commands:
+    from gpuprov.package_managers.registry import manager_of
+
+    return manager_of(row).commands

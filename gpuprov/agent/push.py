@@ -36,7 +36,7 @@ def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
             "the host's Python lacks a part of its standard library", said(done, ended=ended),
-            "install the whole of it: apt-get install python3 (python3-minimal is not enough)",
+            "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)",
         )  # fmt: skip
     return Problem(
         "the agent ended without a result", said(done, strays, ended=ended),

@@ -1,10 +1,11 @@
-"""Lets a host go on with a run after the reboot that it needs: a unit for one boot, gone when the run goes on."""
+"""Resume a run after the reboot that it needs, by a unit for one boot; the resumed run removes it."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import gpuprov
 from gpuprov.core.commands import COMMAND_ENVIRONMENT, command_environment
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
@@ -13,9 +14,9 @@ from gpuprov.wire.request import Request, request_to_line
 
 UNIT = "gpuprov-resume.service"
 _REQUEST = f"{STATE_DIRECTORY}/resume.json"
-# Whoever waits for the end of the run, its connection included, gets its last word before the host goes down.
+# Time for the last event to reach the controller before the host goes down.
 _REBOOT_DELAY_SECONDS = 3
-# The modules are where they are now: beside this one, in a virtual environment or in the agent's unpacked folder.
+# Puts the folder that holds this package, or the agent's archive, on the path.
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprov.agent.agent import main; main()"
 _TEXT = """\
 # By gpuprov: goes on with the run that this reboot was for; removed as soon as it does.
@@ -35,14 +36,14 @@ ExecStart={command}
 
 
 def leave_resume(system: System, request: Request) -> None:
-    """Make the next boot go on with this request."""
+    """Make the next boot resume this request."""
     passed = {name: value for name, value in command_environment().items() if name not in COMMAND_ENVIRONMENT}
-    words = (sys.executable, "-I", "-c", _START, str(Path(__file__).resolve().parent.parent))
+    words = (sys.executable, "-I", "-c", _START, str(Path(gpuprov.__file__).resolve().parent.parent))
     text = _TEXT.format(
         nodes=NODES, refresh=REFRESH, request=_REQUEST, command=" ".join(f'"{_word(word)}"' for word in words),
         environment="".join(f'Environment="{name}={_escaped(value)}"\n' for name, value in sorted(passed.items())),
     )  # fmt: skip
-    # root's alone: a proxy's password may be in the one, a repository's in the other.
+    # Only root may read them: the unit may hold a proxy's password, the request a repository's.
     system.make_directory(STATE_DIRECTORY, 0o700)
     system.make_directory(WANTS)
     system.write(_REQUEST, f"{request_to_line(request)}\n".encode(), mode=0o600)
@@ -52,17 +53,17 @@ def leave_resume(system: System, request: Request) -> None:
 
 
 def _word(value: str) -> str:
-    """Return a word as it must stand between quotes in a command, where variables are expanded, too."""
+    """Return a word escaped for quotes in ExecStart=, which also expands variables."""
     return _escaped(value).replace("$", "$$")
 
 
 def _escaped(value: str) -> str:
-    """Return a value as it must stand between quotes in a unit (systemd.unit(5), systemd.syntax(7))."""
+    """Return a value escaped for quotes in a unit (systemd.unit(5), systemd.syntax(7))."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
 
 
 def forget_resume(system: System) -> None:
-    """Remove the unit and its request, if they are there."""
+    """Remove the unit and its request, if they exist."""
     if system.status(f"{UNITS}/{UNIT}") is None and system.status(_REQUEST) is None:
         return
     for path in (f"{WANTS}/{UNIT}", f"{UNITS}/{UNIT}", _REQUEST):

@@ -1,12 +1,12 @@
-"""Takes gpuprov off a host: undoes all runs from the newest to the oldest, then removes what no journal tells of.
+"""Remove gpuprov from a host: undo all runs, newest first, then remove what no journal lists.
 
-All that it does is found anew from what is there, so an uninstall that was cut off is gone on with by the next one. The
-journals go last: as long as something is to be undone, they are there.
+Each uninstall derives its work from the host, so the next one resumes an interrupted one. The journals are removed
+last: they exist as long as there is something to undo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
@@ -21,17 +21,17 @@ from gpuprov.wire.events import PlannedChange, Sink
 
 _STEP = "uninstall"
 _RUNTIME = "nvidia"
-# What the container runtime keeps for itself; the log of gpuprov's own faults.
+# The container runtime's state; the log of internal errors.
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
-# By this the runtime's links are known: nvidia-ctk's are absolute, and udev knows nothing of these nodes.
+# Identifies links made by the runtime: nvidia-ctk's are absolute, and udev makes none for these nodes.
 _OUR_LINK = "../nvidia"
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What an uninstall has to do. `lasting`: what it can't bring back or takes along, a sentence each."""
+    """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each."""
 
     runs: tuple[Run, ...]
     leftovers: tuple[str, ...]
@@ -59,7 +59,7 @@ def survey(system: System, kinds: Kinds) -> Removal:
 
 
 def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
-    """Return what stands in the way: a container that runs needs its runtime to the end."""
+    """Return what prevents an uninstall: a running container needs its runtime until it stops."""
     running = _containers_of_the_runtime(system) if removal.entries else ()
     if not running:
         return ()
@@ -73,7 +73,7 @@ def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
 
 
 def planned(system: System, removal: Removal, *, diff: bool) -> tuple[PlannedChange, ...]:
-    """Return the changes as a plan tells them."""
+    """Return the changes in the form of a plan."""
     contents: dict[str, bytes | None] = {}
     undone = tuple(
         PlannedChange(entry.key, _STEP, f"undo: {entry.key}", _diff(system, entry, contents) if diff else "")
@@ -87,8 +87,8 @@ def planned(system: System, removal: Removal, *, diff: bool) -> tuple[PlannedCha
 def carry_out(
     system: System, removal: Removal, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
 ) -> None:
-    """Do it all. Raises GpuprovError if a change can't be undone, or if files are not as they were in the end."""
-    # While docker is there still.
+    """Carry it out. Raises GpuprovError if a change can't be undone, or if files differ from before in the end."""
+    # First, while docker is still installed.
     for image in removal.images:
         system.run(("docker", "rmi", "--force", image))
     undo_runs(system, removal.runs, kinds, sink, stop_requested)
@@ -106,7 +106,7 @@ def carry_out(
 
 
 def remove_all(system: System, path: str) -> None:
-    """Remove a file, or a folder with all that is in it."""
+    """Remove a file, or a folder with its content."""
     found = system.status(path)
     if found is not None and found.kind == "directory":
         system.remove_tree(path)
@@ -117,13 +117,13 @@ def remove_all(system: System, path: str) -> None:
 def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     links = (f"{_LINKS}/{name}" for name in system.list_directory(_LINKS))
     ours = [path for path in links if (found := system.status(path)) and found.target.startswith(_OUR_LINK)]
-    # The installer overwrites its log at each run, and so did ours.
+    # The installer overwrites its log at each run, so it is ours if gpuprov ran it.
     logs = _DRIVER_LOGS if any(entry.kind == "InstallDriver" for run in runs for entry in run.entries) else ()
     return tuple(path for path in (*ours, *_OWN, *logs) if system.status(path) is not None)
 
 
 def _images(system: System) -> tuple[str, ...]:
-    """Return the tags of the images that verification made."""
+    """Return the tags of the images built by `verify`."""
     if system.which("docker") is None:
         return ()
     listed = system.run(("docker", "images", "--format", "{{.Repository}}:{{.Tag}}", REPOSITORY), timeout=20)
@@ -162,7 +162,7 @@ def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, .
 
 
 def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> str:
-    """Return what undoing does to configuration; `contents` is what earlier undoings have made of it."""
+    """Return what an undo changes in /etc; `contents` holds the files as earlier undos leave them."""
     parts = []
     for image in (image for image in images_in(entry.before) if image["path"].startswith("/etc/")):
         path, after = image["path"], image_content(image)
@@ -173,14 +173,23 @@ def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> st
 
 
 def _differences(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
-    """Return the files that are not as the oldest image of them shows; done means looked again."""
+    """Return the files that differ from their oldest image."""
     oldest: dict[str, Json] = {}
     for run in runs:
         for entry in run.undoable:
-            oldest.update((image["path"], image) for image in images_in(entry.before))
+            images = tuple(images_in(entry.before))
+            _forget_below(oldest, {parent for image in images for parent in image["missing_parents"]})
+            oldest.update((image["path"], image) for image in images)
             for path in kinds[entry.kind].kept(system, entry.before):
                 del oldest[path]
     return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
+
+
+def _forget_below(images: dict[str, Json], missing: Collection[str]) -> None:
+    """Replace what later images show in folders that were missing earlier: nothing was there (byte code, say)."""
+    for path in images:
+        if any(path.startswith(f"{folder}/") for folder in missing):
+            images[path] = {"path": path, "kind": "missing"}
 
 
 def _difference(system: System, image: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""The second process of an agent: it does the work and outlives the connection."""
+"""The second process of an agent: does the work and survives the end of the connection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpuprov.wire.request import Request
 
 
 def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:
-    """Start a process that works on the request; return its id, and the pipe's end from which its events come."""
+    """Start a process that works on the request; return its id and the read end of the pipe for its events."""
     reading, writing = os.pipe()
     worker = os.fork()
     if worker == 0:

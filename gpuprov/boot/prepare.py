@@ -1,10 +1,16 @@
-"""What each boot must bring: the driver loaded, its nodes made, the specification right; installs what sees to it."""
+"""The units and the program that load the driver, make its nodes and refresh the CDI specification at each boot."""
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from gpuprov.boot.program import boot_program
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -37,7 +43,18 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
 _START_SECONDS = 180
+# What program_main.py imports, and what that imports; a test runs the file without anything else.
+_MODULES = (
+    "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
+    "core/lock", "core/system", "driver/__init__", "driver/load", "wire/__init__", "wire/errors",
+)  # fmt: skip
+_PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
+_MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
@@ -67,7 +84,7 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
         f"{UNITS}/{WATCH}": boot_files.WATCH_TEXT,
         UDEV_RULES: boot_files.UDEV_TEXT,
     }
-    # A system container's kernel, with its modules and its GPUs, is the machine's outside.
+    # In a system container, the kernel modules and the GPUs' modes belong to the host.
     if facts.kernel.takes_modules and not facts.kernel.container:
         texts[MODULES] = boot_files.MODULES_TEXT
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
@@ -76,6 +93,40 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     if _has_persistence(facts, spec):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
     return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
+
+
+@lru_cache(maxsize=1)
+def boot_program() -> bytes:
+    """Return program_main.py as one file that needs only Python. Same input, same bytes; also inside a zipapp."""
+    made = io.BytesIO()
+    # Not compressed: the bytes would depend on the zlib that compresses.
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in sorted(_modules()):
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.create_system = 3
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, content)
+    return made.getvalue()
+
+
+def _modules() -> Iterator[tuple[str, bytes]]:
+    yield "__main__.py", _MAIN
+    package = files("gpuprov")
+    for name in _MODULES:
+        yield f"gpuprov/{name}.py", package.joinpath(f"{name}.py").read_bytes()
+    for name in _PACKAGES:
+        yield from _sources(files(name), name.replace(".", "/"))
+    pynvml = importlib.util.find_spec("pynvml")
+    assert pynvml is not None and pynvml.origin is not None and pynvml.loader is not None
+    yield "pynvml.py", pynvml.loader.get_data(pynvml.origin)  # type: ignore[attr-defined]
+
+
+def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _sources(entry, f"{name}/{entry.name}")
+        elif entry.name.endswith(".py"):
+            yield f"{name}/{entry.name}", entry.read_bytes()
 
 
 def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
@@ -92,9 +143,9 @@ def _is_there(facts: HostFacts, path: str, content: bytes) -> bool:
 
 @dataclass(frozen=True)
 class PrepareBoot(Change):
-    """These files shall be there, these units be started at every boot and now; what is stale shall go.
+    """These files exist, these units start now and at every boot; stale ones are removed.
 
-    `files`: path, content; `links`: units to enable; `units`: all that shall run.
+    `files`: path, content; `links`: units to enable; `units`: all units that must run.
     """
 
     files: tuple[tuple[str, bytes], ...]
@@ -139,14 +190,14 @@ class PrepareBoot(Change):
         return {}
 
     def _start(self, system: System, tell: Tell) -> None:
-        """Start the units now: what does not run now will not run at boot."""
+        """Start the units now, so that one that fails is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
             done = system.run(("systemctl", "restart", name), timeout=_START_SECONDS)
             if done.ok:
                 continue
             said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", name)).stdout.strip()
-            # Without the driver in the kernel, which a reboot may bring, the one has nothing to do, nor the other.
+            # Persistence is optional; no unit can work while the driver is not loaded, which may take a reboot.
             if name == PERSISTENCE or system.read_text("/proc/driver/nvidia/version") is None:
                 tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
                 continue
@@ -170,7 +221,7 @@ def _name_of(path: str) -> str:
 
 
 def _reload(system: System) -> None:
-    """Let systemd and udev read their files anew."""
+    """Make systemd and udev reread their files."""
     system.run(("systemctl", "daemon-reload"), timeout=60)
     if system.which("udevadm") is not None:
         system.run(("udevadm", "control", "--reload"), timeout=60)

@@ -1,11 +1,11 @@
-"""When a reboot is needed and why, and the change that asks for it; never reboots: that is run.py's, if allowed."""
+"""Whether a host needs a reboot, and why; the change that ends a run for it. The reboot itself: agent/install.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell, Then
 from gpuprov.core.system import System
 from gpuprov.driver import running_driver
 from gpuprov.driver.kernel import brings_modules
@@ -90,13 +90,13 @@ class Reboot(Change):
         return "reboot"
 
     def apply(self, system: System, tell: Tell) -> Json:
-        """Look whether it can be done without; else write down why. What `reboot` returns, apply.py acts on."""
+        """Try to unload the modules instead; else note the reasons. Raises GpuprovError if gpuprov may not reboot."""
         if _goes_without(system):
             tell("no reboot is needed after all: nothing used the module, and it is unloaded", 0, 0)
-            return {"reboot": False}
+            return {"needed": False}
         note_asked(system, self.boot_id, self.reasons)
         if self.allowed:
-            return {"reboot": True}
+            return {"needed": True}
         stops = f" (it stops the containers {', '.join(self.containers)})" if self.containers else ""
         raise GpuprovError(
             "this host needs a reboot before the rest can be done",
@@ -106,9 +106,12 @@ class Reboot(Change):
             exit_code=ExitCode.REBOOT_NEEDED,
         )
 
+    def then(self, outcome: Json) -> Then:
+        return Then.REBOOT if outcome["needed"] else Then.PLAN_AGAIN
+
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Nothing: a boot can't be taken back."""
+        """Do nothing: a reboot can't be undone."""
 
 
 def _goes_without(system: System) -> bool:

@@ -1,47 +1,33 @@
-"""An unpacked bundle as the one repository of dnf, yum or zypper; rpm trusts its key for as long as that lasts."""
+"""An unpacked bundle as the one repository of dnf or zypper; rpm trusts its key for as long as that lasts."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from gpuprov.bundle.manifest import KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.machine.distros import find_distribution
 from gpuprov.packaging.pgp import armored, fingerprints
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 
-_SOURCES = f"{FOLDER}/repos.d"
+SOURCES = f"{FOLDER}/repos.d"
 _KEY = f"{FOLDER}/key.asc"
 # Where a key lies while rpm takes it.
 _TAKEN = f"{FOLDER}/trusted"
-_OPTIONS = {
-    "dnf": (f"--setopt=reposdir={_SOURCES}", f"--setopt=cachedir={FOLDER}/cache"),
-    "yum": (f"--setopt=reposdir={_SOURCES}", f"--setopt=cachedir={FOLDER}/cache"),
-    "zypper": ("--reposd-dir", _SOURCES, "--cache-dir", f"{FOLDER}/cache"),
-}
 
 
-def manager_of(manifest: Manifest) -> str:
-    """Return the package manager of the hosts that a bundle is for."""
-    row = find_distribution(manifest.distribution, manifest.version)
-    return row.package_manager if row is not None else ""
+def source_text(lines: Iterable[str]) -> str:
+    """Return the repository as a .repo file with these further lines.
 
-
-def options(bundle: BundleFacts | None) -> tuple[str, ...]:
-    """Return the words that make the unpacked bundle the only source; none without a bundle."""
-    return _OPTIONS[manager_of(bundle.manifest)] if bundle is not None else ()
-
-
-def source_text(manager: str) -> str:
-    """Return the repository as a .repo file: metadata signed by the bundle's key, packages by their makers'."""
-    lines = [
+    The bundle's key signs the metadata, their makers' keys sign the packages.
+    """
+    head = (
         "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
         "repo_gpgcheck=1", f"gpgkey=file://{_KEY}", "gpgcheck=1",
-    ]  # fmt: skip
-    # zypper: gpgcheck is both checks together. dnf: packages of module streams are in it without the streams' lists.
-    more = {"zypper": ("pkg_gpgcheck=1",), "dnf": ("skip_if_unavailable=0", "module_hotfixes=1")}
-    return "".join(f"{line}\n" for line in (*lines, *more.get(manager, ("skip_if_unavailable=0",))))
+    )  # fmt: skip
+    return "".join(f"{line}\n" for line in (*head, *lines))
 
 
 def plan_keys(bundle: BundleFacts | None, trusted: frozenset[str]) -> tuple[Change, ...]:
@@ -60,14 +46,13 @@ def _makers(manifest: Manifest) -> tuple[str, ...]:
     return tuple(name[len(KEYS) + 1 : -len(".asc")] for name in names)
 
 
-def prepare(system: System, manifest: Manifest) -> None:
+def prepare(system: System, manifest: Manifest, source: str) -> None:
     """Write the source, and let rpm trust the bundle's key: zypper, and packages that the bundle signs, need that."""
-    manager = manager_of(manifest)
-    if manager not in _OPTIONS or not system.exists(f"{FOLDER}/{REPOSITORY_KEY}"):
+    if not system.exists(f"{FOLDER}/{REPOSITORY_KEY}"):
         return
-    system.make_directory(_SOURCES, 0o700)
+    system.make_directory(SOURCES, 0o700)
     system.write(_KEY, armored(system.read_bytes(f"{FOLDER}/{REPOSITORY_KEY}") or b""))
-    system.write(f"{_SOURCES}/bundle.repo", source_text(manager).encode())
+    system.write(f"{SOURCES}/bundle.repo", source.encode())
     system.require(("rpm", "--import", _KEY), f"rpm does not take the key {manifest.repository_key}")
 
 

@@ -22,6 +22,8 @@ from gpuprov.machine.distros import (
     next_kernel_headers,
     supported_names,
 )
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
@@ -144,7 +146,7 @@ def _distribution(distro: str) -> Distribution:
 def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> tuple[str, ...]:
     docker = (name for spec in specs for name in _engine(row, spec))
     headers = (name for kernel in wishes.kernels for name in _headers(row, kernel))
-    services = (*service_packages(row.id, row.version), *software.confinement_packages(row.package_manager))
+    services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wishes.kernels else ()
     more = (
         name
@@ -153,7 +155,7 @@ def _packages(row: Distribution, wishes: Wishes, specs: Sequence[HostSpec]) -> t
             *cuda_repository.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
-            *software.lock_packages(row, spec),
+            *software.hold_packages(row, spec),
         )
     )
     return tuple(sorted({*docker, *headers, *build, *more, *wishes.packages}))
@@ -176,9 +178,9 @@ def _repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[Ap
 
 
 def _rpm_repositories(row: Distribution, wishes: Wishes, spec: HostSpec) -> tuple[RpmRepository, ...]:
-    """Return the same for dnf, which chooses zypper's and yum's packages too."""
+    """Return the same for dnf, which chooses zypper's packages too."""
     docker = docker_repository(row, wishes.architecture) if spec.docker == "docker-ce" else None
-    return rpm_repos.repositories(_with_cuda(row, wishes, spec), "dnf", wishes.architecture, docker)
+    return rpm_repos.repositories(DNF, _with_cuda(row, wishes, spec), wishes.architecture, docker)
 
 
 def _with_cuda(row: Distribution, wishes: Wishes, spec: HostSpec) -> HostSpec:
@@ -204,7 +206,7 @@ def _fabric_manager(row: Distribution, wishes: Wishes, driver: str) -> tuple[str
         return ()
     if not driver:
         raise _usage("the fabric manager is of the driver's version, and there is no driver", "", "add --driver")
-    return fabric_manager.packages(driver, row.package_manager, FabricFacts())
+    return fabric_manager.packages(driver, manager_of(row), FabricFacts())
 
 
 def _driver(wishes: Wishes, specs: Sequence[HostSpec]) -> RunFile:

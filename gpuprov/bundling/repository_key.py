@@ -19,7 +19,7 @@ from gpuprov.wire.errors import GpuprovError
 # No host that this gpuprov runs on has a clock before it (plan/steps.py), so no signature comes from a host's future.
 SIGNED_AT = 1767225600
 _CLOCK = time.strftime("%Y%m%dT%H%M%S", time.gmtime(SIGNED_AT))
-# All package managers down to CentOS 7's gpg 2.0 and Enterprise Linux 8's rpm 4.14 can check it; those know no ed25519.
+# All package managers down to Enterprise Linux 8's rpm 4.14 can check it; that knows no ed25519.
 _ALGORITHM = "rsa3072"
 _NAME = "gpuprov bundle"
 _SECONDS = 120

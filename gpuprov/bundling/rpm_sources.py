@@ -37,8 +37,6 @@ _ARCHIVES = {
         "https://dl.fedoraproject.org/pub/fedora/linux/updates/{version}/Everything/{arch}/",
     ),
 }
-# CentOS 7 has no server but the vault.
-_NONE = (("centos", "7"),)
 _KEY = re.compile(r"(https?://|file://|/)\S+")
 _FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
 
@@ -49,7 +47,7 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
         return tuple(_parsed(number, line) for number, line in enumerate(lines, 1))
     major = version.partition(".")[0]
     key = vendor_key(distribution, version)
-    if key is None or (distribution, major) in _NONE:
+    if key is None:
         raise GpuprovError(
             f"where the packages of {distribution} {version} come from must be said",
             "its repositories need a subscription, or packages in it are signed by several keys",

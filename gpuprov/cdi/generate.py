@@ -21,6 +21,8 @@ from gpuprov.wire.errors import GpuprovError
 
 # Where an installation puts it, and every boot keeps it right.
 PATH = "/etc/cdi/nvidia.json"
+# After this the engine ends the hook, and does not start the container; the hook itself gives up before.
+_HOOK_SECONDS = 30
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
 _WORLD = 0o006  # read and write for others
 # What the host is stands among the hook's arguments: annotations would need CDI 0.6.0, which podman 4 does not know.
@@ -169,7 +171,7 @@ def _hooks(driver: DriverFacts) -> tuple[Hook, ...]:
         return ()
     words = [word for target, path in links for word in ("--link", f"{target}::{path}")]
     arguments = _with_facts((HOOK_PATH.rpartition("/")[2], "createContainer", *words), _facts(driver))
-    return (Hook("createContainer", HOOK_PATH, arguments, ("PATH=/usr/bin:/bin",)),)
+    return (Hook("createContainer", HOOK_PATH, arguments, ("PATH=/usr/bin:/bin",), _HOOK_SECONDS),)
 
 
 def _links(library: Library) -> list[tuple[str, str]]:

@@ -83,7 +83,7 @@ def bundle() -> None:
     "sources",
     metavar="LINE",
     multiple=True,
-    help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf, yum and zypper, instead of the "
+    help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf and zypper, instead of the "
     "distribution's own servers. Once for each.",
 )
 @text("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")

@@ -1,11 +1,12 @@
-"""Carries a plan out, journalled; takes up what a kill cut off; rolls back. Never decides what to change."""
+"""Apply changes with a journal, resume after a kill, roll back; never decides what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.changes import Change, Json, file_digest, images_in
+from gpuprov.core.changes import Change, Json, Then, file_digest, images_in
 from gpuprov.core.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem, from_os_error
@@ -14,20 +15,16 @@ from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note,
 Kinds = Mapping[str, type[Change]]
 
 
-class Stopped(Exception):  # noqa: N818 (it is no error: someone asked for it)
-    """Someone asked the run to stop; the change that was going on is finished, the rest was not begun."""
+class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
+    """The run was asked to stop: the change in progress was finished, the next one was not begun."""
 
 
-class PlanAfresh(Exception):  # noqa: N818 (it is no error: the change says so)
-    """The change that was just made has made the rest of the plan stale; `made` counts those made, itself included.
+@dataclass(frozen=True)
+class Applied:
+    """How many changes were made, and how the run continues after the last of them."""
 
-    With `reboot` the host must boot anew before the next plan.
-    """
-
-    def __init__(self, made: int, *, reboot: bool) -> None:
-        super().__init__("the rest is planned afresh")
-        self.made = made
-        self.reboot = reboot
+    made: int
+    then: Then = Then.CONTINUE
 
 
 def apply_changes(
@@ -36,11 +33,11 @@ def apply_changes(
     journal: Journal,
     sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> int:
-    """Make the changes in order and return how many were made.
+) -> Applied:
+    """Make the changes in order, up to the first one that makes the rest of the plan stale.
 
-    A change that fails is undone; those before it stand, and the next run goes on from there. Raises its
-    GpuprovError, or Stopped between two changes, or PlanAfresh after one.
+    A change that fails is undone; those before it stand, and the next run continues from there. Raises the
+    GpuprovError of a change that fails, or Stopped between two changes.
     """
     for index, change in enumerate(changes, 1):
         if stop_requested():
@@ -49,9 +46,10 @@ def apply_changes(
         begun = system.now()
         outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
-        if "reboot" in outcome:
-            raise PlanAfresh(index, reboot=bool(outcome["reboot"]))
-    return len(changes)
+        then = change.then(outcome)
+        if then is not Then.CONTINUE:
+            return Applied(index, then)
+    return Applied(len(changes))
 
 
 def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> Json:
@@ -62,7 +60,7 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
     number = journal.begin(change.key, type(change).__name__, before)
     try:
         outcome = change.apply(system, tell)
-        # Before the journal says so: programs that were run (an installer, rpm, dracut) sync little of what they write.
+        # Sync before the journal says "done": installers, rpm and dracut sync little of what they write.
         system.sync()
     except (GpuprovError, OSError) as error:
         told = error if isinstance(error, GpuprovError) else from_os_error(f"could not {change.summary()}", error)
@@ -76,7 +74,7 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
 def _undo_failed(
     change: Change, before: Json, number: int, system: System, journal: Journal, told: GpuprovError
 ) -> None:
-    """Undo what a change that failed had begun. Raises GpuprovError with both faults if that fails too."""
+    """Undo the half of a change that failed. Raises GpuprovError with both problems if the undo fails too."""
     try:
         change.undo(system, before, None)
         system.sync()
@@ -91,16 +89,15 @@ def _undo_failed(
 
 
 def _written(system: System, before: Json) -> Json:
-    """Return the digests of the files that a change has left, by which later changes of somebody else's are seen."""
+    """Return the digests of the files that a change wrote, to recognise later edits by others."""
     digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
     return {"written": digests} if digests else {}
 
 
 def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
-    """Return the journal of a run that was cut off, ready to be gone on with, or None if there is none.
+    """Return the journal of an interrupted run, ready to resume, or None if there is none.
 
-    The change in which it was cut off is undone first: half of it may be there, and facts gathered from half a
-    change would be wrong.
+    The interrupted change is undone first: half of it may exist, and facts gathered from half a change are wrong.
     """
     run = unfinished_run(system)
     if run is None:
@@ -118,7 +115,7 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
 
 
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
-    """Undo what stands of a run, latest change first; return how many changes were undone."""
+    """Undo the changes of a run, latest first; return how many were undone."""
     return undo_runs(system, (run,), kinds, sink)
 
 
@@ -129,9 +126,9 @@ def undo_runs(
     sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Undo what stands of the runs, in the order given, the latest change of each first; return how many were undone.
+    """Undo the changes of the runs in the order given, the latest change of each run first; return how many.
 
-    Goes on from where an interrupted roll-back stopped, for each undone change is noted.
+    The journal notes each undone change, so an interrupted rollback resumes where it stopped.
     """
     total, index = sum(len(run.undoable) for run in runs), 0
     for run in runs:
@@ -149,7 +146,7 @@ def undo_runs(
 
 
 def last_undoable_run(system: System) -> Run | None:
-    """Return the latest run of which something stands, or None."""
+    """Return the latest run with changes that can be undone, or None."""
     return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 

@@ -1,9 +1,10 @@
-"""The vocabulary of change: data that describes, applies and undoes itself; never decides whether it is needed."""
+"""Changes: data that describes, applies and undoes itself; never decides whether it is needed."""
 
 from __future__ import annotations
 
 import base64
 import difflib
+import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
@@ -11,8 +12,16 @@ from typing import Any, Callable, ClassVar
 from gpuprov.core.system import System
 
 Json = Mapping[str, Any]
-# Told while a change goes on: a message, and done/total where they are known (0/0: unknown).
+# Reports progress of a change: a message, and done/total where they are known (0/0: unknown).
 Tell = Callable[[str, int, int], None]
+
+
+class Then(enum.Enum):
+    """How a run continues after a change."""
+
+    CONTINUE = "make the next change of the plan"
+    PLAN_AGAIN = "the rest of the plan is stale: gather and plan again"
+    REBOOT = "the host must reboot before the rest is planned"
 
 
 class Change:
@@ -26,6 +35,8 @@ class Change:
     undo_when_interrupted: ClassVar[bool] = True
     # What it takes of a bundle where a run has one: packages, driver, cuda, images, or nothing.
     bundle_part: ClassVar[str] = ""
+    # Whether it needs the package manager's lock: a run waits for that before its first change.
+    uses_package_manager: ClassVar[bool] = False
 
     @property
     def key(self) -> str:
@@ -50,8 +61,12 @@ class Change:
         return {}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        """Do it; return what undo must know besides. Raises GpuprovError, having told why, if it can't be done."""
+        """Make the change; return what `undo` must know besides `before`. Raises GpuprovError if that fails."""
         raise TypeError(f"{type(self).__name__} can't be applied")
+
+    def then(self, outcome: Json) -> Then:
+        """Return how the run continues, by what `apply` returned."""
+        return Then.CONTINUE
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -1,8 +1,11 @@
 """The journal: what a run has begun and done, on disk before and after each change, so that a kill loses nothing.
 
-One file a run, `runs/NNNN.jsonl` in the state directory, one JSON object a line, each line synced before the work that
-it announces; what it calls done or undone was synced before it. A torn last line (power cut) is what was never
-promised, and is ignored.
+Each run has one file, `runs/NNNN.jsonl` in the state directory, with one JSON object per line. A line is synced before
+the work that it announces, and after the work that it calls done or undone. A torn last line (power cut) announced
+nothing yet and is ignored.
+
+The first line has the format's number; journals without one are of format 1. The two formats differ in the outcomes of
+changes only: format 1 notes there how the run continued (`reboot`), which nothing reads.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from typing import Any
 
 from gpuprov.core.changes import Json
 from gpuprov.core.system import System
-from gpuprov.wire.errors import from_os_error
+from gpuprov.wire.errors import GpuprovError, from_os_error
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
 RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Entry:
 class Run:
     """A run as its journal tells it. `end` is empty while it is open, else done, failed or rolled-back.
 
-    `run_id`: what several requests that make up this one run have in common; mostly there is one, and this is empty.
+    `run_id` is shared by the requests that make up this run; it is empty for the usual single request.
     """
 
     path: str
@@ -51,7 +55,7 @@ class Run:
 
     @property
     def undoable(self) -> tuple[Entry, ...]:
-        """The changes that stand, latest first."""
+        """The changes that were not undone, latest first."""
         return tuple(entry for entry in reversed(self.entries) if entry.state != "undone")
 
 
@@ -91,7 +95,7 @@ class Journal:
 
 
 def journal_for(system: System, command: str, run_id: str) -> Journal:
-    """Start the journal of a new run, or go on with that of the last one if this request is a part of it."""
+    """Start the journal of a new run, or continue the last run's if this request is a part of that run."""
     last = next(reversed(read_runs(system)), None) if run_id else None
     if last is not None and last.run_id == run_id and last.end != "rolled-back":
         return resume_journal(system, last)
@@ -102,10 +106,10 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     """Start the journal of a new run."""
     numbers = [int(name[:-6]) for name in _journal_names(system)]
     path = f"{RUNS_DIRECTORY}/{max(numbers, default=0) + 1:04}.jsonl"
-    first = (json.dumps({"run": command, "id": run_id}) + "\n").encode()
+    first = (json.dumps({"run": command, "id": run_id, "format": FORMAT}) + "\n").encode()
     try:
         system.make_directory(RUNS_DIRECTORY, 0o700)
-        # Before-images may hold secrets (a proxy's password in daemon.json): root alone reads them.
+        # Before-images may hold secrets (a proxy's password in daemon.json): only root may read them.
         system.write(path, first, mode=0o600, owner=None)
     except OSError as error:
         raise from_os_error(f"could not begin the run's journal, {path}", error) from error
@@ -113,8 +117,8 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
 
 
 def resume_journal(system: System, run: Run) -> Journal:
-    """Go on writing the journal of an interrupted run."""
-    # A torn last line must not swallow the next one.
+    """Continue the journal of an earlier run."""
+    # The next line must not be appended to a torn one.
     content = system.read_bytes(run.path) or b""
     if not content.endswith(b"\n"):
         system.append(run.path, b"\n")
@@ -122,24 +126,25 @@ def resume_journal(system: System, run: Run) -> Journal:
 
 
 def read_runs(system: System) -> tuple[Run, ...]:
-    """Return all runs on this host, oldest first."""
+    """Return all runs on this host, oldest first. Raises GpuprovError for a journal of an unknown format."""
     return tuple(_read_run(system, f"{RUNS_DIRECTORY}/{name}") for name in _journal_names(system))
 
 
 def unfinished_run(system: System) -> Run | None:
-    """Return the latest run that did not come to its end, or None.
+    """Return the latest run that did not end, or None. Raises GpuprovError for a journal of an unknown format.
 
-    The last run of all is such a one too if it ended, and said why, but what its last change had begun was not undone.
+    The very last run also counts if it ended as failed and the change that failed could not be undone.
     """
     latest = True
     for name in reversed(_journal_names(system)):
         path = f"{RUNS_DIRECTORY}/{name}"
         content = system.read_bytes(path) or b""
-        # Nearly all came to their end, which the last line tells; what stands before it may be megabytes.
-        last_line = content.rstrip().rpartition(b"\n")[2].decode("utf-8", "replace")
-        ends = [record["end"] for record in _records(last_line) if "end" in record]
+        text = content.decode("utf-8", "replace")
+        _require_known_format(path, text)
+        # Most runs ended, and their last line says so: the lines before it, perhaps megabytes, need no parsing.
+        ends = [record["end"] for record in _records(text.rstrip().rpartition("\n")[2]) if "end" in record]
         if not ends or (latest and ends != ["done"]):
-            run = parse_run(path, content.decode("utf-8", "replace"))
+            run = parse_run(path, text)
             if not run.end or (latest and run.interrupted is not None):
                 return run
         latest = False
@@ -147,8 +152,10 @@ def unfinished_run(system: System) -> Run | None:
 
 
 def _journal_names(system: System) -> tuple[str, ...]:
+    """Return the journals' file names by number, which passes 9999 one day."""
     names = system.list_directory(RUNS_DIRECTORY)
-    return tuple(name for name in names if name.endswith(".jsonl") and name[:-6].isdigit())
+    ours = (name for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
+    return tuple(sorted(ours, key=lambda name: int(name[:-6])))
 
 
 def _read_run(system: System, path: str) -> Run:
@@ -156,7 +163,8 @@ def _read_run(system: System, path: str) -> Run:
 
 
 def parse_run(path: str, text: str) -> Run:
-    """Return the run that a journal's text tells."""
+    """Return the run that a journal's text tells. Raises GpuprovError for an unknown format."""
+    _require_known_format(path, text)
     command, end, run_id = "", "", ""
     entries: dict[int, Entry] = {}
     for record in _records(text):
@@ -173,6 +181,16 @@ def parse_run(path: str, text: str) -> Run:
         elif "end" in record:
             end = record["end"]
     return Run(path, command, tuple(entries.values()), end, run_id)
+
+
+def _require_known_format(path: str, text: str) -> None:
+    found = next((record.get("format", 1) for record in _records(text.partition("\n")[0])), 1)
+    if found not in range(1, FORMAT + 1):
+        raise GpuprovError(
+            "the journal of an earlier run has a format that this gpuprov can't read",
+            f"{path} has format {found!r}; this gpuprov reads formats 1 to {FORMAT}",
+            "run the command again with the gpuprov version that made the earlier run, or a newer one",
+        )
 
 
 def _replaced(entry: Entry, state: str, outcome: Json | None) -> Entry:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
-from gpuprov.engines.more import ENGINES as KNOWN
+from gpuprov.engines.other_engines import ENGINES as KNOWN
+from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
 from gpuprov.wire.versions import version_key
 
@@ -15,35 +17,37 @@ _FIRST_PODMAN_WITH_CDI = (4, 1)
 
 
 def _not_installed(x: Examined) -> Finding | None:
-    name = next((name for name, facts in x.host.engines.items() if not facts.installed), "")
+    name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
     if not name:
         return None
-    return Finding(f"{name} is asked for (gpuprov_engines) and not installed", f"command -v {KNOWN[name][0]}: nothing",
-                   words.install_packages(x, name))  # fmt: skip
+    return Finding(f"{name} is asked for (gpuprov_engines) and not installed",
+                   f"command -v {KNOWN[name].program}: nothing", words.install_packages(x, name))  # fmt: skip
 
 
 def _unreadable(x: Examined) -> Finding | None:
-    problem = next((facts.problem for facts in x.host.engines.values() if facts.problem is not None), None)
+    found = registrations(x.host.engines, toolkit.runtime_path(x.spec)).values()
+    problem = next((one.problem for one in found if one.problem is not None), None)
     if problem is None:
         return None
     return Finding(problem.what, problem.evidence, f"gpuprov install --check  # {problem.next_step}")
 
 
 def _unconfigured(x: Examined) -> Finding | None:
-    name = next((name for name, facts in x.host.engines.items() if facts.edits), "")
+    found = registrations(x.host.engines, toolkit.runtime_path(x.spec))
+    name = next((name for name, one in found.items() if one.edits), "")
     if not name:
         return None
-    path = x.host.engines[name].edits[0].path
+    path = found[name].edits[0].path
     return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
                    words.gpuprov_install(x))  # fmt: skip
 
 
 def _down(x: Examined) -> Finding | None:
     for name, facts in x.host.engines.items():
-        unit = x.units.get(KNOWN[name][1])
-        if facts.installed and unit is not None and unit.active in ("failed", "inactive"):
+        unit = x.units.get(KNOWN[name].unit)
+        if facts.program and unit is not None and unit.active in ("failed", "inactive"):
             return Finding(
-                f"{name} does not run", f"systemctl show {KNOWN[name][1]}: {unit.active}, {unit.result}",
+                f"{name} does not run", f"systemctl show {KNOWN[name].unit}: {unit.active}, {unit.result}",
                 f"systemctl restart {name}; journalctl -u {name} -n 30 --no-pager",
             )  # fmt: skip
     return None

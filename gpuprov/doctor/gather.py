@@ -25,9 +25,9 @@ from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels
-from gpuprov.plan.steps import engine_wishes
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
+from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
 _SMI_SECONDS = 120
@@ -56,7 +56,7 @@ _WATCHED = (
 
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
-    host = gather_host(system, engine_wishes(spec))
+    host = gather_host(system, spec.engines)
     log, log_error = _kernel_log(system)
     smi = _smi(system, host.driver)
     texts = _texts(system)
@@ -218,7 +218,11 @@ def _not_executable(system: System, host: HostFacts) -> Mapping[str, int]:
 
 
 def _open_run(system: System) -> str:
-    run = unfinished_run(system)
+    try:
+        run = unfinished_run(system)
+    except GpuprovError:
+        # The journal of a newer gpuprov: `install` says so, and the doctor looks at everything else.
+        return ""
     if run is None:
         return ""
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"

@@ -11,7 +11,7 @@ from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.kernels import fault, newest
-from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 
 _REFUSED = ("modules-disabled", "key-rejected", "lockdown", "secure-boot-unsigned", "module-of-another-kernel")
 _ABSENT = ("headers-missing", "dkms-failed", "module-missing")
@@ -160,7 +160,7 @@ def _no_uvm(x: Examined) -> Finding | None:
 def _next_kernel(x: Examined) -> Finding | None:
     running = x.host.kernel.release
     kernel = None if x.host.kernel.container else newest(x.kernels, running)
-    row = distribution_of(x.host.os)
+    row = x.host.distribution
     if kernel is None or row is None or not x.driver.kernel_version:
         return None
     headers = kernel_headers(row, kernel.release)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from typing import Callable
 
 from gpuprov.doctor import words
@@ -130,9 +129,8 @@ def _fabric_wanted(x: Examined) -> str:
 
 
 def _fabric_packages(x: Examined, version: str) -> tuple[str, ...]:
-    manager = x.host.packages.manager
-    names = fabric_manager.packages(version, manager, x.host.fabric)
-    return tuple(shlex.quote(name) if manager == "apt" else name.replace("=", "-") for name in names)
+    manager = x.host.package_manager
+    return tuple(manager.typed(name) for name in fabric_manager.packages(version, manager, x.host.fabric))
 
 
 _REMAP: Callable[[str], str] = "remapped_rows/remapped_row_{}".format

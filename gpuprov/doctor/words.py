@@ -6,50 +6,37 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.boot_files import NODES, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
-from gpuprov.machine.distros import distribution_of, kernel_headers
+from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
-# Package manager → its words to install, to install again over what is there, and to remove.
-_MANAGERS = {
-    "apt": ("apt-get install -y", "apt-get install -y --reinstall", "apt-get purge"),
-    "dnf": ("dnf install -y", "dnf reinstall -y", "dnf remove"),
-    "yum": ("yum install -y", "yum reinstall -y", "yum remove"),
-    "zypper": ("zypper install -y", "zypper install -y --force", "zypper remove"),
-}
 RESTART_DOCKER = "systemctl restart docker"
-
-
-def _manager(x: Examined) -> tuple[str, str, str]:
-    row = distribution_of(x.host.os)
-    name = x.host.packages.manager or (row.package_manager if row is not None else "")
-    return _MANAGERS.get(name, _MANAGERS["apt"])
 
 
 def install_packages(x: Examined, *names: str) -> str:
     """Return the command that installs packages."""
-    return f"{_manager(x)[0]} {' '.join(names)}"
+    return f"{x.host.package_manager.commands.install} {' '.join(names)}"
 
 
 def reinstall_packages(x: Examined, *names: str) -> str:
     """Return the command that brings back the files of packages that are installed already."""
-    return f"{_manager(x)[1]} {' '.join(names)}"
+    return f"{x.host.package_manager.commands.reinstall} {' '.join(names)}"
 
 
 def remove_packages(x: Examined, *names: str) -> str:
     """Return the command that removes packages."""
-    return f"{_manager(x)[2]} {' '.join(names)}"
+    return f"{x.host.package_manager.commands.remove} {' '.join(names)}"
 
 
 def headers_package(x: Examined) -> str:
     """Return the command that installs the running kernel's headers."""
-    row = distribution_of(x.host.os)
+    row = x.host.distribution
     names = kernel_headers(row, x.host.kernel.release) if row is not None else ()
     return install_packages(x, *(names or (f"linux-headers-{x.host.kernel.release}",)))
 
 
 def rebuild_initramfs(x: Examined) -> str:
     """Return the command that rebuilds the initramfs of all kernels."""
-    row = distribution_of(x.host.os)
+    row = x.host.distribution
     return " ".join(row.initramfs) if row is not None else "update-initramfs -u -k all"
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from gpuprov.bundle.source import apt_options
 from gpuprov.core.changes import Change, WriteFile
 from gpuprov.driver import fabric_plan, generations, precompiled
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import Distribution, distribution_of, nvidia_folder
+from gpuprov.machine.distros import Distribution, nvidia_folder
+from gpuprov.package_managers.apt import apt_options
+from gpuprov.package_managers.registry import manager_of
+from gpuprov.package_managers.rpm import RpmManager
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.packaging.rpm_packages import RefreshRpmIndex
 from gpuprov.wire import driver_releases
@@ -63,7 +65,7 @@ def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
 
 def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with NVIDIA's CUDA repository among its repositories, if something is to come from there."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None:
         return spec
     return with_repository_of(row, facts.architecture, spec, more=fabric_plan.comes_from_repository(facts, spec))
@@ -87,7 +89,7 @@ def _key(row: Distribution) -> tuple[str, str]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what keeps this host from having packages of NVIDIA's."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if not _wants_repository(spec) or row is None:
         return ()
     found = repository_problems(row, facts.architecture, spec)
@@ -140,20 +142,13 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
             Problem(
                 f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
                 "this repository has neither pinning packages nor streams",
-                "leave gpuprov_driver_version out (and lock it: dnf versionlock), or set gpuprov_driver: runfile",
+                f"leave gpuprov_driver_version out (and hold the driver: {manager_of(row).commands.hold}), "
+                "or set gpuprov_driver: runfile",
             ),
         )
     served = with_branch(facts, spec)
     if served != spec and not (_can_pin(row) and int(served.driver_version) >= int(LONG_TERM_BRANCH)):
         return (_no_branch(facts, row, served.driver_version),)
-    if _is_old(facts) and generations.module_type(facts.gpu_device_ids, "550.999", spec.kernel_module_type) == "open":
-        return (
-            Problem(
-                f"NVIDIA's packages for {row.name} {row.version} have no open kernel modules, and these are wanted",
-                "its repository rhel7 ended in 2024 with branch 550",
-                "set gpuprov_driver: runfile; or take a newer release of the distribution",
-            ),
-        )
     version = generations.newest_of(served.driver_version)
     return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
 
@@ -170,7 +165,7 @@ def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
 
 
 def _can_pin(row: Distribution) -> bool:
-    return row.package_manager == "apt" or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
+    return manager_of(row).has_pin_packages or bool(re.fullmatch(_WITH_STREAMS, row.nvidia_repository))
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
@@ -186,19 +181,13 @@ def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """
     if spec.driver != "packages":
         return ()
-    top = "nvidia-open" if precompiled.kind_of(facts, spec) == "open" and not _is_old(facts) else "cuda-drivers"
+    top = "nvidia-open" if precompiled.kind_of(facts, spec) == "open" else "cuda-drivers"
     found = precompiled.chosen(facts, spec)
     if found is None:
         return (top,)
     if found.libraries:
         return (*found.libraries, found.module)
     return (top if top in facts.packages.installed else f"{top}={found.driver}", found.module)
-
-
-def _is_old(facts: HostFacts) -> bool:
-    """Say whether NVIDIA's repository ended before it had open modules as packages (rhel7, June 2024: 550)."""
-    row = distribution_of(facts.os)
-    return row is not None and row.nvidia_repository == "rhel7"
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
@@ -214,10 +203,10 @@ def pin_packages(spec: HostSpec) -> tuple[str, ...]:
 
 def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return what holds the driver to the branch or version that is asked for, before it is installed."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None or spec.driver != "packages":
         return ()
-    if row.package_manager == "apt":
+    if manager_of(row).has_pin_packages:
         return _plan_apt_pin(facts, spec)
     if not re.fullmatch(_WITH_STREAMS, row.nvidia_repository):
         return ()
@@ -247,17 +236,17 @@ def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     versions = [facts.packages.installed[name] for name in names if name in facts.packages.installed]
     if not (versions and wanted) or fits(versions[0], wanted):
         return ()
-    if facts.packages.manager == "apt":
-        change = ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, wanted=wanted)
-        return (RefreshPackageIndex(spec.lock_timeout), change)
-    manager = facts.packages.manager
-    rpms = ChangeDriverRpms(manager, names, lock_timeout=spec.lock_timeout, wanted=wanted)
-    return (RefreshRpmIndex(manager, spec.lock_timeout), rpms)
+    manager = facts.package_manager
+    if isinstance(manager, RpmManager):
+        rpms = ChangeDriverRpms(manager, names, lock_timeout=spec.lock_timeout, wanted=wanted)
+        return (RefreshRpmIndex(manager, spec.lock_timeout), rpms)
+    change = ChangeDriverPackages(names, lock_timeout=spec.lock_timeout, wanted=wanted)
+    return (RefreshPackageIndex(spec.lock_timeout), change)
 
 
 def _enforced_version(facts: HostFacts, spec: HostSpec) -> str:
     """Return what the installed packages must be: a stream of dnf's modules is a branch, whose newest counts."""
-    return spec.driver_version if facts.packages.manager == "apt" else spec.driver_version.partition(".")[0]
+    return spec.driver_version if facts.package_manager.has_pin_packages else spec.driver_version.partition(".")[0]
 
 
 def _stream(version: str, kind: str) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.core.changes import Change, Json, Tell, Then, capture_path, restore_path
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -20,6 +20,9 @@ from gpuprov.driver.unload import Unloading, start_again, start_all_again, unloa
 from gpuprov.driver_run import INCOMPLETE_MARK, installs, require_digest, require_room
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import gather_os
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
@@ -122,8 +125,8 @@ class InstallDriver(Change):
         require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
         module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
         if self.unloading is not None and not self._make_way(system, self.unloading, tell):
-            # Planned afresh, it is installed beside the one that can't be unloaded.
-            return {"reboot": False, "installed": False}
+            # The next plan installs it beside the driver that can't be unloaded.
+            return {"installed": False}
         system.make_directory(STATE_DIRECTORY, 0o700)
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
         done, dkms = self._install(system, module_type, tell)
@@ -136,8 +139,11 @@ class InstallDriver(Change):
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
             system.remove(self.path)
-        # The reboot comes before whatever asks the driver something.
-        return {"reboot": False} if self.beside else {}
+        return {}
+
+    def then(self, outcome: Json) -> Then:
+        """With the old driver still loaded, the reboot comes before any change that needs the driver."""
+        return Then.PLAN_AGAIN if self.beside or not outcome.get("installed", True) else Then.CONTINUE
 
     def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
         """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
@@ -195,8 +201,14 @@ class InstallDriver(Change):
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
         """Look for oneself: the log, the libraries, the modules."""
+        log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
+        initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
         failure = installer.explain_failure(
-            done.returncode, system.read_text(INSTALLER_LOG) or "", done.stdout + done.stderr
+            done.returncode,
+            log,
+            done.stdout + done.stderr,
+            commands=manager_of(row).commands,
+            initramfs=initramfs,
         )
         if failure is not None:
             what, line, next_step = failure

@@ -47,7 +47,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "the driver on this host comes from packages; a .run over them would break both",
                 f"package {facts.driver_packaged} is installed",
-                f"keep it: gpuprov_driver: preinstalled; or purge it first: {_purge(facts)} '*nvidia*'",
+                "keep it: gpuprov_driver: preinstalled; or remove it first: "
+                f"{facts.package_manager.commands.remove} '*nvidia*'",
             ),
         )
     unserved: tuple[Problem, ...] = ()
@@ -84,8 +85,3 @@ def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         for place, needed in _ROOM.items()
         if facts.free_bytes.get(place, needed) < needed
     )
-
-
-def _purge(facts: HostFacts) -> str:
-    manager = facts.packages.manager
-    return "apt-get purge" if manager in ("", "apt") else f"{manager} remove"

@@ -12,6 +12,8 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.fabric import _PROGRAM, UNIT, FabricFacts, parse_version
+from gpuprov.facts.host import manager_on
+from gpuprov.package_managers.interface import PackageManager
 from gpuprov.wire.errors import GpuprovError, Problem
 
 # The first branch whose package has no branch in its name.
@@ -19,16 +21,13 @@ _PLAIN_NAME_SINCE = 580
 _START_SECONDS = 300
 
 
-def packages(version: str, manager: str, facts: FabricFacts) -> tuple[str, ...]:
+def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
     """Return the packages of that version's fabric manager, as this package manager is asked for them."""
     branch = int(version.split(".")[0])
-    plain = "nvidia-fabricmanager" if branch >= _PLAIN_NAME_SINCE else f"nvidia-fabricmanager-{branch}"
-    if manager == "apt":
-        # -1, or -1ubuntu1 on newer releases.
-        names: tuple[str, ...] = (f"{plain}={version}-*",)
-    else:
-        names = (f"{plain if branch >= _PLAIN_NAME_SINCE else 'nvidia-fabric-manager'}={version}",)
-    return (*names, "nvlsm") if facts.managed else names
+    name = "nvidia-fabricmanager"
+    if branch < _PLAIN_NAME_SINCE:
+        name = manager.old_fabric_manager.format(branch=branch)
+    return (f"{name}={version}{manager.any_release}", *(("nvlsm",) if facts.managed else ()))
 
 
 def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, ...]:
@@ -72,8 +71,8 @@ class RunFabricManager(Change):
                 f"fabric manager is {found or 'not installed'}, the driver is {self.version}: they must agree to the "
                 "last digit",
                 told.evidence(2),
-                f"is nvidia-fabricmanager {self.version} in a repository of this host? apt-cache policy, dnf "
-                "--showduplicates list tell",
+                f"is nvidia-fabricmanager {self.version} in a repository of this host? "
+                f"{manager_on(system).commands.versions} 'nvidia-fabric*'",
             )
         system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
         done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS)

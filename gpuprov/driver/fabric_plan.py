@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from gpuprov.bundle import use_rpm
-from gpuprov.bundle.source import apt_options
 from gpuprov.core.changes import Change
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.host import HostFacts
-from gpuprov.packaging import rpm_packages
-from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
+from gpuprov.package_managers.interface import Installation
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
 # NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch, which a driver from a .run
-# does not enable: dnf would not see it (dnf.conf(5), module_hotfixes).
-_ALL_STREAMS = {"dnf": ("--setopt=gpuprov-cuda.module_hotfixes=1",)}
+# does not enable: dnf would not see it.
+_REPOSITORY = "gpuprov-cuda"
 
 
 def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
@@ -52,24 +49,15 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = wanted_packages(facts, spec)
     if not names:
         return changes
-    if facts.packages.manager in rpm_packages.MANAGERS:
-        words = use_rpm.options(facts.bundle) or _ALL_STREAMS.get(facts.packages.manager, ())
-        installation = rpm_packages.plan(facts.packages, names, lock_timeout=spec.lock_timeout, options=words)
-        keys = use_rpm.plan_keys(facts.bundle, facts.packages.trusted_keys) if installation else ()
-        return (*keys, *installation, *changes)
-    words = apt_options(facts.bundle)
-    refresh, install = (
-        RefreshPackageIndex(spec.lock_timeout, words),
-        InstallPackages(names, (), spec.lock_timeout, words),
-    )
-    return (refresh, install, *changes)
+    wanted = Installation(names, spec.lock_timeout, facts.bundle, unfiltered_repository=_REPOSITORY)
+    return (*facts.package_manager.plan_installation(facts.packages, wanted), *changes)
 
 
 def wanted_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of the fabric manager that are to be installed."""
     if not installs_package(facts, spec):
         return ()
-    return packages(wanted_version(facts, spec), facts.packages.manager, facts.fabric)
+    return packages(wanted_version(facts, spec), facts.package_manager, facts.fabric)
 
 
 def plan_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpuprov.package_managers.interface import Commands
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_key
 
@@ -116,7 +117,7 @@ def _module_type(version: str, module_type: str) -> list[str]:
 
 
 # What the installer says, in its log or on its output, and what that means. The first row that matches decides.
-# Each: pattern, what happened, what to do next.
+# Each: pattern, what happened, what to do next; words in braces are the distribution's own commands.
 _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
@@ -126,7 +127,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Unable to find the development tool `(cc|gcc|make)`",
         "there is no compiler on this host, and the kernel modules need one",
-        "apt-get install gcc make",
+        "{install} gcc make",
     ),
     (
         r"Unable to find the kernel source tree|kernel source path '.*' does not exist",
@@ -147,7 +148,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"nouveau.*(in use|loaded)|Nouveau kernel driver is currently in use",
         "nouveau, the free driver, holds the GPU",
-        "rebuild the initramfs (update-initramfs -u) so that the new blacklist counts, reboot, run this again",
+        "rebuild the initramfs ({initramfs}) so that the new blacklist counts, reboot, then run the same command again",
     ),
     (
         r"running an X server",
@@ -163,7 +164,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"alternate driver installation|alternate method of installation",
         "the distribution's own NVIDIA packages are installed; a .run over them would break both",
-        "use them (gpuprov_driver: preinstalled), or purge them first: apt-get purge '*nvidia*'",
+        "use them (gpuprov_driver: preinstalled), or remove them first: {remove} '*nvidia*'",
     ),
     (
         r"must be run as root",
@@ -208,8 +209,12 @@ _FAILED_BY_CODE = {
 }
 
 
-def explain_failure(returncode: int, log: str, output: str) -> tuple[str, str, str] | None:
+def explain_failure(
+    returncode: int, log: str, output: str, *, commands: Commands, initramfs: str
+) -> tuple[str, str, str] | None:
     """Return (what, decisive line, next step) if an installation failed, None if nothing speaks against it.
+
+    `commands`: the host's package manager's. `initramfs`: the command that rebuilds the initramfs.
 
     Exit code 0 proves nothing: in silent mode the installer goes on after errors. So the log is read in any case.
     """
@@ -220,7 +225,8 @@ def explain_failure(returncode: int, log: str, output: str) -> tuple[str, str, s
     for pattern, what, next_step in _FAILURES:
         line = next((line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)), None)
         if line is not None:
-            return what, line.strip(), next_step
+            own = {"install": commands.install, "remove": commands.remove, "initramfs": initramfs}
+            return what, line.strip(), next_step.format(**own)
     what, next_step = _FAILED_BY_CODE.get(
         returncode, ("the driver's installer reported errors", "see the log named above")
     )

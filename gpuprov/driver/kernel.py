@@ -8,7 +8,7 @@ from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
-from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
+from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -112,7 +112,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None or not _compiles(facts, spec):
         return ()
     following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
@@ -121,7 +121,7 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of the running kernel's headers, where modules are to be built."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     return kernel_headers(row, facts.kernel.release) if row is not None and _compiles(facts, spec) else ()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell, Then
 from gpuprov.core.system import System
 from gpuprov.driver import precompiled
 from gpuprov.packaging import apt, rpm_failures, rpm_packages
@@ -71,9 +71,9 @@ class ChangeDriverPackages(InstallPackages):
     def key(self) -> str:
         return _CHANGE
 
-    def apply(self, system: System, tell: Tell) -> Json:
-        # The rest of the plan was made for the driver that is gone.
-        return {**super().apply(system, tell), "reboot": False}
+    def then(self, outcome: Json) -> Then:
+        """The rest of the plan was made for the replaced driver."""
+        return Then.PLAN_AGAIN
 
     def _install(self, system: System, tell: Tell) -> None:
         words = ("install", "--allow-downgrades", "--", *self.names)
@@ -115,13 +115,17 @@ class ChangeDriverRpms(InstallRpmPackages):
         before = installed_rpms(system)
         names = sorted({package_name(one) for one in before if _DRIVER_PACKAGES.match(one)})
         # dnf(8): to the newest that the enabled streams have, be it older than what is there.
-        command = (self.manager, "-y", *self.options, "distro-sync", *names)
+        command = (self.program.name, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
-        version = rpm_packages.gather_packages(system, self.manager).installed.get(self.names[0], "")
-        _require_version(version, self.wanted, f"{self.manager} list --showduplicates {self.names[0]}")
+        version = rpm_packages.gather_packages(system, self.program).installed.get(self.names[0], "")
+        _require_version(version, self.wanted, f"{self.program.name} list --showduplicates {self.names[0]}")
         self._drop_stale(system, tell, version.rpartition(":")[2].partition("-")[0])
-        return {"added": sorted(added(before, installed_rpms(system))), "reboot": False}
+        return {"added": sorted(added(before, installed_rpms(system)))}
+
+    def then(self, outcome: Json) -> Then:
+        """The rest of the plan was made for the replaced driver."""
+        return Then.PLAN_AGAIN
 
     def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
         """Take away compiled modules of another driver: their packages have names of their own, so no update does."""
@@ -154,6 +158,8 @@ class EnableStream(Change):
 
     stream: str
     before: str = ""
+
+    uses_package_manager: ClassVar[bool] = True
 
     def summary(self) -> str:
         instead = f" instead of {self.before}" if self.before else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpuprov.driver import generations
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import Distribution, distribution_of
+from gpuprov.machine.distros import Distribution
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.versions import version_key
@@ -72,7 +72,7 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     """Return the driver with compiled modules for the running kernel that is there, or else offered; the newest."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None or not is_wanted(facts, spec) or _is_built(facts):
         return None
     kind = kind_of(facts, spec)
@@ -86,7 +86,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages, or patterns of them, of which repositories must be asked: none if all is there."""
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec) is not None:
         return ()
     kind = kind_of(facts, spec)
@@ -163,7 +163,7 @@ def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
     Source: UEFI.md of yum-packaging-precompiled-kmod.
     """
-    row = distribution_of(facts.os)
+    row = facts.distribution
     if row is None or not _WITH_STREAMS.fullmatch(row.nvidia_repository) or facts.kernel.trusts_nvidia:
         return ()
     url = f"https://developer.download.nvidia.com/compute/cuda/repos/{row.nvidia_repository}/x86_64"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.changes import Change, Json, Tell, Then
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
@@ -102,8 +102,10 @@ class ReloadDriver(Change):
             system.write(IN_USE_MARK, f"{self.unloading.boot_id}\n".encode())
             start_all_again(system, tell)
         start_again(system, tell)
-        loaded = discover(system).kernel_version
-        return {} if loaded == self.version else {"reboot": False}
+        return {"loaded": discover(system).kernel_version}
+
+    def then(self, outcome: Json) -> Then:
+        return Then.CONTINUE if outcome["loaded"] == self.version else Then.PLAN_AGAIN
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
-from gpuprov.engines import containerd_files, crio, docker_file, hooks_d, podman, toml_text
+from gpuprov.engines import containerd_files, crio, docker_file, podman, toml_text
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Request
+from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Reads, Request
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
-from gpuprov.wire.errors import GpuprovError, from_os_error
+from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 
-def configuration(system: System, request: Request) -> Configuration:
+def configuration(system: Reads, request: Request) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
     parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
     return parts.get(request.engine, containerd_files.configuration)(system, request)
@@ -30,9 +30,26 @@ def usual_hook(system: System) -> str:
     return next(there, deploy.NVIDIA_HOOK_PATH)
 
 
-def hook(system: System, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
-    """Return what `--config-mode hook` would do."""
-    return hooks_d.configuration(system, engine, path, program, unset=unset)
+def hook(system: Reads, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
+    """Return what `--config-mode hook` would do: put the OCI hook's file into hooks.d, or take it out.
+
+    Raises GpuprovError for an engine that reads no such folder; podman and CRI-O do.
+    """
+    if engine not in ("podman", "crio"):
+        raise GpuprovError(
+            f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file", exit_code=ExitCode.USAGE
+        )
+    path = path or podman.HOOK_FILE
+    take_up = "systemctl restart crio" if engine == "crio" else ""
+    before = system.read_bytes(path)
+    after = podman.hook_json(program)
+    if not unset:
+        notes = ("NVIDIA calls OCI hooks deprecated; CDI needs none: podman run --device nvidia.com/gpu=all",)
+        return Configuration((FileEdit(path, before, after),), notes, take_up)
+    if before is None or not podman.is_hook_for(before, program):
+        there = () if before is None else (f"{path} runs another program than {program}: left alone",)
+        return Configuration((), there)
+    return Configuration((FileEdit(path, before, None),), (), take_up)
 
 
 def write(system: System, edits: tuple[FileEdit, ...]) -> None:
@@ -56,7 +73,7 @@ def _write(system: System, edit: FileEdit) -> None:
     system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
 
 
-def _crio(system: System, request: Request) -> Configuration:
+def _crio(system: Reads, request: Request) -> Configuration:
     main = request.config or crio.MAIN
     target = crio.DROP_IN if request.drop_in is None else request.drop_in or main
     take_up = "systemctl restart crio"
@@ -74,7 +91,7 @@ def _crio(system: System, request: Request) -> Configuration:
     return Configuration((edited(system, target, crio.wants(found, request.wish, source)),), notes, take_up)
 
 
-def _crio_status(system: System, request: Request) -> dict[str, object]:
+def _crio_status(system: Reads, request: Request) -> dict[str, object]:
     """Return CRI-O's configuration as the running CRI-O tells it; older ones have a program of its own for that."""
     command = (request.executable or "crio", "status", "config")
     done = system.run(command, timeout=20)
@@ -87,7 +104,7 @@ def _crio_status(system: System, request: Request) -> dict[str, object]:
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _podman(system: System, request: Request) -> Configuration:
+def _podman(system: Reads, request: Request) -> Configuration:
     main = request.config or podman.MAIN
     target = podman.DROP_IN if request.drop_in is None else request.drop_in or main
     if request.unset:
@@ -96,6 +113,6 @@ def _podman(system: System, request: Request) -> Configuration:
     return Configuration((edited(system, target, podman.wants(request.wish)),), notes)
 
 
-def _taken_out(system: System, *paths: str) -> tuple[FileEdit, ...]:
+def _taken_out(system: Reads, *paths: str) -> tuple[FileEdit, ...]:
     found = (emptied(system, path) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.changes import parent_of
-from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
 from gpuprov.engines.wants import Wants, joined
-from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
+from gpuprov.engines.wish import Configuration, FileEdit, Reads, Request, RuntimeWish
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _TAKE_UP = "systemctl restart containerd"
@@ -61,7 +60,7 @@ class Files:
         return containerd.wants(found, self.version, wish, self.source(), forgets_runc=forgets_runc)
 
 
-def configuration(system: System, request: Request) -> Configuration:
+def configuration(system: Reads, request: Request) -> Configuration:
     """Return what brings the runtime into containerd's files, or takes it out."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if request.unset:
@@ -95,7 +94,7 @@ def _require_lasting(main: str) -> None:
             )  # fmt: skip
 
 
-def read_files(system: System, request: Request, main: str, drop_in: str) -> Files:
+def read_files(system: Reads, request: Request, main: str, drop_in: str) -> Files:
     """Read the main file and its imports, without what is ours, and ask containerd what it is."""
     text = read_text(system, main) or ""
     toml_text.read_toml(text, main)  # a file that can't be read is refused as it stands
@@ -117,22 +116,30 @@ def read_files(system: System, request: Request, main: str, drop_in: str) -> Fil
     return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
 
 
-def _others(system: System, path: str) -> Mapping[str, Any]:
+def _others(system: Reads, path: str) -> Mapping[str, Any]:
     return toml_text.read_toml(toml_text.without_ours(read_text(system, path) or ""), path)
 
 
-def _imported(system: System, found: Mapping[str, Any], main: str) -> list[str]:
+def imported(system: Reads, main: str) -> list[str]:
+    """Return the files that the main file imports; none if it can't be parsed."""
+    try:
+        return _imported(system, read(system, main), main)
+    except GpuprovError:
+        return []
+
+
+def _imported(system: Reads, found: Mapping[str, Any], main: str) -> list[str]:
     patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in containerd.imports(found))
     return [path for pattern in patterns for path in matching(system, pattern)]
 
 
-def _dump(system: System, program: str, main: str) -> Mapping[str, Any]:
+def _dump(system: Reads, program: str, main: str) -> Mapping[str, Any]:
     command = (program, "--config", main, "config", "dump")
     done = system.require(command, "containerd does not tell its configuration", "--config-source=file reads the file")
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _edits(system: System, request: Request, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
+def _edits(system: Reads, request: Request, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
     """Return the files to edit, and why they are others than one might expect."""
     holders = files.holders()
     if files.version == 1 and drop_in:
@@ -154,13 +161,13 @@ def _edits(system: System, request: Request, files: Files, drop_in: str) -> tupl
     return edits, (note, *_woken(system, edits, drop_in))
 
 
-def _in_place(system: System, request: Request, files: Files, path: str) -> _Edits:
+def _in_place(system: Reads, request: Request, files: Files, path: str) -> _Edits:
     found = dict(((files.main, files.found), *files.imported))[path]
     wanted = files.wants(request.wish, found)
     return (edited(system, path, wanted if found else containerd.with_version(files.version, wanted)),)
 
 
-def _by_drop_in(system: System, files: Files, drop_in: str, wanted: Wants) -> _Edits:
+def _by_drop_in(system: Reads, files: Files, drop_in: str, wanted: Wants) -> _Edits:
     edit = edited(system, drop_in, containerd.with_version(files.version, wanted))
     if containerd.is_imported(files.found, files.main, drop_in):
         return (edit,)
@@ -169,7 +176,7 @@ def _by_drop_in(system: System, files: Files, drop_in: str, wanted: Wants) -> _E
     return (edit, edited(system, files.main, (((), {**root, "imports": listed}),)))
 
 
-def _woken(system: System, edits: _Edits, drop_in: str) -> tuple[str, ...]:
+def _woken(system: Reads, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     """Return a note of files that lay in the drop-in's folder unread, and are read from now on."""
     if not any(edit.changes for edit in edits[1:]):
         return ()
@@ -177,7 +184,7 @@ def _woken(system: System, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     return (f"containerd will read {', '.join(others)} too, which no file has imported so far",) if others else ()
 
 
-def _unset(system: System, request: Request) -> Configuration:
+def _unset(system: Reads, request: Request) -> Configuration:
     """Return what takes out all that is ours: of the main file, its imports, the drop-in, the templates."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if distribution is not None:
@@ -198,6 +205,6 @@ def _unset(system: System, request: Request) -> Configuration:
     return Configuration(edits, notes, _TAKE_UP)
 
 
-def _emptied(system: System, paths: list[str], *, keep: tuple[str, ...] = ()) -> _Edits:
+def _emptied(system: Reads, paths: list[str], *, keep: tuple[str, ...] = ()) -> _Edits:
     found = (emptied(system, path, keep=keep) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)

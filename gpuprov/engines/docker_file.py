@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.core.system import System
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.engines.json_text import with_member, without_member
-from gpuprov.engines.wish import Configuration, FileEdit, Request, RuntimeWish
+from gpuprov.engines.wish import Configuration, FileEdit, Reads, Request, RuntimeWish
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 _RELOAD = "systemctl reload docker"
@@ -20,7 +19,7 @@ _RELOAD = "systemctl reload docker"
 _RESTART = "systemctl restart docker (this stops containers, unless live-restore is on)"
 
 
-def configuration(system: System, request: Request) -> Configuration:
+def configuration(system: Reads, request: Request) -> Configuration:
     """Return what brings the runtime into daemon.json, or takes it out."""
     if request.drop_in:
         raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
@@ -87,7 +86,7 @@ def _parsed(text: str | None, path: str) -> Mapping[str, Any]:
     )
 
 
-def _require_no_flags(system: System, wish: RuntimeWish) -> None:
+def _require_no_flags(system: Reads, wish: RuntimeWish) -> None:
     """dockerd does not start with the same directive as a flag and in its file."""
     unit = system.run(("systemctl", "cat", "docker.service"), timeout=20)
     words = ("--add-runtime", *(("--default-runtime",) if wish.set_default else ()))

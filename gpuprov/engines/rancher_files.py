@@ -6,17 +6,16 @@ among them, so a template must not write the same table again: containerd could 
 
 from __future__ import annotations
 
-from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import Distribution
 from gpuprov.engines.toml_files import edited, read, read_text
-from gpuprov.engines.wish import Configuration, Request
+from gpuprov.engines.wish import Configuration, Reads, Request
 from gpuprov.wire.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
 
 
-def configuration(system: System, request: Request, distribution: Distribution) -> Configuration:
+def configuration(system: Reads, request: Request, distribution: Distribution) -> Configuration:
     """Return what brings the runtime into the files of a k3s or RKE2."""
     rendered_text = read_text(system, distribution.rendered)
     if rendered_text is None and not request.config:
@@ -39,7 +38,7 @@ def configuration(system: System, request: Request, distribution: Distribution) 
 
 
 def _by_template(
-    system: System, request: Request, distribution: Distribution, template: str, version: int
+    system: Reads, request: Request, distribution: Distribution, template: str, version: int
 ) -> Configuration:
     rendered = read(system, distribution.rendered)
     source = containerd.plugin_table(rendered, version)

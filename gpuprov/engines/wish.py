@@ -1,8 +1,12 @@
-"""What `gpuprov runtime configure` is asked for, and what it would change: plain data that all engines' parts share."""
+"""What `gpuprov runtime configure` is asked for, what it reads, and what it would change: shared by all engines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from gpuprov.core.commands import Completed
 
 NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
@@ -55,3 +59,14 @@ class Configuration:
     edits: tuple[FileEdit, ...]
     notes: tuple[str, ...] = ()
     take_up: str = ""
+
+
+class Reads(Protocol):
+    """What the edits of an engine's files are computed from: a System, or the facts gathered from one."""
+
+    def exists(self, path: str) -> bool: ...
+    def read_bytes(self, path: str) -> bytes | None: ...
+    def list_directory(self, path: str) -> tuple[str, ...]: ...
+    def which(self, program: str) -> str | None: ...
+    def run(self, argv: Sequence[str], *, timeout: float = 60) -> Completed: ...
+    def require(self, argv: Sequence[str], what: str, next_step: str = "") -> Completed: ...

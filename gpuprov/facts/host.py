@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.bundle.manifest import BundleFacts
@@ -15,8 +16,8 @@ from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.engines.more import EngineFacts
-from gpuprov.engines.more import gather as gather_engines
+from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import BootFacts, gather_boot
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
@@ -25,7 +26,7 @@ from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
-from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import (
     Kernel,
     OperatingSystem,
@@ -35,13 +36,15 @@ from gpuprov.machine.machine import (
     gather_kernel,
     gather_os,
 )
-from gpuprov.packaging import rpm_packages, rpm_repos
-from gpuprov.packaging.apt_packages import PackageFacts, gather_packages
+from gpuprov.package_managers.interface import PackageManager
+from gpuprov.package_managers.registry import manager_of
+from gpuprov.packaging import rpm_repos
+from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
 if TYPE_CHECKING:
-    from gpuprov.packaging.offers import Offers
+    from gpuprov.package_managers.offers import Offers
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
@@ -112,6 +115,16 @@ class HostFacts:
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
 
+    @cached_property
+    def distribution(self) -> Distribution | None:
+        """The row of the table of distributions, None if the distribution is not supported."""
+        return distribution_of(self.os)
+
+    @cached_property
+    def package_manager(self) -> PackageManager:
+        """The package manager that was found, else the distribution's."""
+        return manager_of(self.distribution, self.packages.manager)
+
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
         """The PCI device ids of the GPUs, which tell their generations."""
@@ -128,10 +141,10 @@ class HostFacts:
         return self.driver.kernel_version
 
 
-def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFacts:
+def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     """Return the facts of a machine. Reads only; a few commands, each with a time limit.
 
-    `engines`: engines besides docker to look at, each with the path of the runtime that it shall know.
+    `engines`: the engines besides docker to look at.
     """
     os = gather_os(system)
     packages = gather_software(system, os)
@@ -149,7 +162,7 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
         driver_packaged=_driver_package(packages),
         packages=packages,
         docker=gather_docker(system),
-        engines=gather_engines(system, engines or {}),
+        engines=gather_engines(system, engines),
         files=gather_files(system),
         downloads=gather_downloads(system),
         python=".".join(str(part) for part in sys.version_info[:3]),
@@ -165,10 +178,12 @@ def gather(system: System, engines: Mapping[str, str] | None = None) -> HostFact
 
 def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
     """Ask the distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora."""
-    row = distribution_of(os)
-    if row is None or row.package_manager not in rpm_packages.MANAGERS:
-        return gather_packages(system)
-    return rpm_packages.gather_packages(system, row.package_manager)
+    return manager_of(distribution_of(os)).gather(system)
+
+
+def manager_on(system: System) -> PackageManager:
+    """Return the package manager of the distribution that a system says it is: for what a message tells to type."""
+    return manager_of(distribution_of(gather_os(system)))
 
 
 def _driver_package(packages: PackageFacts) -> str:
@@ -206,9 +221,11 @@ def gather_downloads(system: System) -> Mapping[str, str]:
 
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:
-    """Return the facts as plain JSON values for people and programs: files by digest, installed packages left out."""
+    """Return the facts as JSON values: of files the paths only, of installed packages their number."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
+    for name, engine in facts.engines.items():
+        data["engines"][name]["files"] = sorted(engine.files)
     data["other_specifications"] = sorted(facts.other_specifications)
     data["packages"] = {"manager": facts.packages.manager, "installed": len(facts.packages.installed)}
     return data

@@ -22,8 +22,8 @@ HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-
 OLDEST_PYTHON = "3.9"
 # The folders that travel; `cli`, `fleet` and `bundling` are the controller's alone.
 _HOST_FOLDERS = (
-    "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "packaging", "plan",
-    "runtime_hook", "verify", "wire",
+    "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
+    "packaging", "plan", "runtime_hook", "verify", "wire",
 )  # fmt: skip
 _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuprov.agent.probe import BOOTSTRAP, PROBE, PYTHONS, Probe, parse_probe, probe_problem, python_problem
+from gpuprov.agent.probe import PROBE, PYTHONS, Probe, bootstrap_script, parse_probe, probe_problem, python_problem
 from gpuprov.agent.push import STORE, agent_command, said, unfinished_problem
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
@@ -131,12 +131,12 @@ def _line(text: str) -> tuple[bytes, ...]:
 
 def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None:
     output: list[str] = []
-    command = ("sh", "-c", BOOTSTRAP)
+    command = ("sh", "-c", bootstrap_script(probe))
     done = as_root(connection, target, probe, command, _line(""), output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
             Problem("Python cannot be installed on the host", _said(done, output[-5:]),
-                    "mend the host's package repositories, or install Python ≥ 3.9 by hand")
+                    "correct the host's package repositories, or install Python ≥ 3.9 by hand")
         )  # fmt: skip
 
 

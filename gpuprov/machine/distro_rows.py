@@ -27,6 +27,7 @@ class Distribution:
     that has DKMS where the distribution itself has not. `docker_packages`: the distribution's own engine, nothing where
     it has none. `docker_repository`: the folder at download.docker.com/linux. `nvidia_name`: the folder in NVIDIA's
     CUDA repositories, {major} and {digits} standing for parts of the version. `source`: where the row was read.
+    `pythons`: packages of a Python that gpuprov runs on; the first that a repository has is enough.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Distribution:
     nvidia_name: str = ""
     codename: str = ""
     architectures: tuple[str, ...] = ("x86_64", "aarch64")
+    pythons: tuple[str, ...] = ("python3",)
 
     @property
     def nvidia_repository(self) -> str:
@@ -86,7 +88,8 @@ _DEBS = (
     _DEBIAN,
     # docker-cli became a package of its own with Debian 13.
     replace(_DEBIAN, version="13", codename="trixie", docker_packages=("docker.io", "docker-cli")),
-    replace(_UBUNTU, version="20.04", codename="focal"),
+    # Its python3 is 3.8; python3.9 is in universe (packages.ubuntu.com/focal/python3.9).
+    replace(_UBUNTU, version="20.04", codename="focal", pythons=("python3.9",)),
     replace(_UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS),
     replace(_UBUNTU, version="24.04", codename="noble"),
     replace(_UBUNTU, version="26.04", codename="resolute"),
@@ -99,12 +102,15 @@ _EL_REALTIME = KernelPackages(r".+[.-]rt\d.*", ("kernel-rt-devel={kernel}",))
 _EL_FLAVOUR = KernelPackages(
     r"(?P<release>.+)\+(?P<flavour>[a-z0-9-]+)", ("kernel-{flavour}-devel={release}", "kernel-headers")
 )
-_OLD_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")),)
 # kernel-headers is built of newer sources from 9 on and need not be of the running kernel's version; Fedora has none
 # that were.
 _NEW_HEADERS = (KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers")),)
 _EL8_FLAVOUR = replace(_EL_FLAVOUR, names=("kernel-{flavour}-devel={release}", "kernel-headers={release}"))
-_EL8_HEADERS = (_EL_REALTIME, _EL8_FLAVOUR, *_OLD_HEADERS)
+_EL8_HEADERS = (
+    _EL_REALTIME,
+    _EL8_FLAVOUR,
+    KernelPackages(_EVERY_KERNEL, ("kernel-devel={kernel}", "kernel-headers={kernel}")),
+)
 _EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
 # Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
 _UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
@@ -125,7 +131,15 @@ _ROCKY = Distribution(
     "rocky", "9", "Rocky Linux", "dnf", _EL9_HEADERS, _EL_BUILD, (), _DRACUT, "lsinitrd",
     "docs.nvidia.com, Driver Installation Guide: Red Hat Enterprise Linux", _MATCHED, "EPEL", "centos", "rhel{major}",
 )  # fmt: skip
-_EL8 = replace(_ROCKY, version="8", kernel_headers=_EL8_HEADERS, next_kernel_headers=())
+# Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", Python: python39 since 8.4,
+# python3.11 since 8.8, python3.12 since 8.10.
+_EL8 = replace(
+    _ROCKY,
+    version="8",
+    kernel_headers=_EL8_HEADERS,
+    next_kernel_headers=(),
+    pythons=("python3.12", "python3.11", "python39"),
+)
 _EL_RELEASES = (_EL8, _ROCKY, replace(_ROCKY, version="10"))
 _EL_NAMES = (
     ("rhel", "Red Hat Enterprise Linux", "rhel"), ("rocky", "Rocky Linux", "centos"),
@@ -137,10 +151,6 @@ _EL = tuple(
 _ORACLE = tuple(
     replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK, *row.kernel_headers)) for row in _EL_RELEASES
 )
-_CENTOS7 = replace(
-    _EL8, id="centos", version="7", name="CentOS", package_manager="yum", kernel_headers=_OLD_HEADERS,
-    architectures=("x86_64",),
-)  # fmt: skip
 _FEDORA = replace(
     _ROCKY, id="fedora", version="*", name="Fedora", kernel_headers=(_EL_FLAVOUR, *_NEW_HEADERS),
     build_packages=(*_EL_BUILD, "dkms"), dkms_from="",
@@ -159,17 +169,10 @@ _AMAZON_HEADERS = (
         ("kernel{series}-devel={kernel}", "kernel-headers", "kernel{series}-modules-extra={kernel}"),
     ),
 )
-_AMAZON = (
-    replace(
-        _EL8, id="amzn", version="2", name="Amazon Linux", package_manager="yum", kernel_headers=_OLD_HEADERS,
-        docker_packages=("docker",),
-        docker_repository="", nvidia_name="rhel7", source="docs.aws.amazon.com: Amazon Linux 2 User Guide",
-    ),
-    replace(
-        _ROCKY, id="amzn", version="2023", name="Amazon Linux", kernel_headers=_AMAZON_HEADERS, next_kernel_headers=(),
-        build_packages=(*_EL_BUILD, "dkms"), dkms_from="", docker_packages=("docker",), docker_repository="",
-        nvidia_name="amzn2023", source="docs.aws.amazon.com: Amazon Linux 2023 User Guide; docs.nvidia.com",
-    ),
+_AMAZON = replace(
+    _ROCKY, id="amzn", version="2023", name="Amazon Linux", kernel_headers=_AMAZON_HEADERS, next_kernel_headers=(),
+    build_packages=(*_EL_BUILD, "dkms"), dkms_from="", docker_packages=("docker",), docker_repository="",
+    nvidia_name="amzn2023", source="docs.aws.amazon.com: Amazon Linux 2023 User Guide; docs.nvidia.com",
 )  # fmt: skip
 
 # -- SUSE: docs.nvidia.com, Driver Installation Guide, "SUSE"; kernel-binary.spec -------------------------------------
@@ -182,16 +185,18 @@ _SLES = Distribution(
     "sles", "15", "SUSE Linux Enterprise", "zypper", _SUSE_HEADERS, _SUSE_BUILD, ("docker",), _DRACUT, "lsinitrd",
     "docs.nvidia.com, Driver Installation Guide: SUSE; documentation.suse.com", (), "PackageHub", "", "sles{major}",
 )  # fmt: skip
+# Their python3 is 3.6; python311 is in the Python 3 Module since SLES 15 SP4, and in Leap since 15.4.
+_SUSE_15 = ("python311",)
 _LEAP = replace(
     _SLES, id="opensuse-leap", name="openSUSE Leap", build_packages=(*_SUSE_BUILD, "dkms"), dkms_from="",
     nvidia_name="opensuse{major}", source="software.opensuse.org; docs.nvidia.com, Driver Installation Guide: SUSE",
 )  # fmt: skip
 _SUSE = (
-    _SLES,
+    replace(_SLES, pythons=_SUSE_15),
     replace(_SLES, version="16", nvidia_name="suse16"),
-    _LEAP,
+    replace(_LEAP, pythons=_SUSE_15),
     replace(_LEAP, version="16", nvidia_name="suse16"),
     replace(_LEAP, id="opensuse-tumbleweed", version="*", name="openSUSE Tumbleweed", nvidia_name=""),
 )
 
-ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, *_ORACLE, _CENTOS7, _FEDORA, *_AMAZON, *_SUSE)
+ROWS: tuple[Distribution, ...] = (*_DEBS, *_EL, *_ORACLE, _FEDORA, _AMAZON, *_SUSE)

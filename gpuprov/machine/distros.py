@@ -14,7 +14,7 @@ __all__ = ["ROWS", "Distribution", "KernelPackages"]
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
 _NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
 # Folders there without one for Arm: docs.nvidia.com, Driver Installation Guide, "Linux System Requirements".
-_WITHOUT_SBSA = re.compile(r"debian11|rhel7|opensuse15|fedora(3\d|4[014])")
+_WITHOUT_SBSA = re.compile(r"debian11|opensuse15|fedora(3\d|4[014])")
 _IMAGE = (
     "take its ordinary sibling; or bring the driver in by transactional-update and set gpuprov_driver: preinstalled"
 )
@@ -24,6 +24,17 @@ _REFUSED = {
     "opensuse-microos": ("openSUSE MicroOS is an image, its /usr is read-only", _IMAGE),
     "sle-micro": ("SUSE Linux Enterprise Micro is an image, its /usr is read-only", _IMAGE),
     "sl-micro": ("SUSE Linux Micro is an image, its /usr is read-only", _IMAGE),
+}
+# SUSE Linux Micro 6.2 has the ID of SLES 16.
+_REFUSED_VARIANTS = {("sles", "transactional"): _REFUSED["sl-micro"]}
+# Releases past their end of life, by ID and VERSION_ID, of which a distribution may also be a derivative: their own
+# name and date, what to do. None of them has a Python that gpuprov runs on.
+_MOVE_EL = "move the host to release 9 or 10 of RHEL, Rocky Linux, AlmaLinux or Oracle Linux, then run gpuprov again"
+_ENDED = {
+    ("amzn", "2"): ("30 June 2026", "move the host to Amazon Linux 2023, then run gpuprov again"),
+    ("centos", "7"): ("30 June 2024", _MOVE_EL),
+    ("rhel", "7"): ("30 June 2024", _MOVE_EL),
+    ("ol", "7"): ("31 December 2024", _MOVE_EL),
 }
 # Names in ID_LIKE that are a family's, not a distribution's: SUSE's own editions for SAP, for desktops, for HPC.
 _FAMILIES = {"suse": "sles"}
@@ -42,7 +53,7 @@ def distribution_of(os: OperatingSystem) -> Distribution | None:
     A derivative's VERSION_ID counts as its parent's, unless a code name says which of Ubuntu's or Debian's releases it
     is made of: Linux Mint 21.3 is Ubuntu 22.04.
     """
-    if os.id in _REFUSED:
+    if _refusal(os):
         return None
     if any(row.id == os.id for row in ROWS):
         return find_distribution(os.id, os.version)
@@ -71,9 +82,14 @@ def derivative_note(os: OperatingSystem) -> str:
 def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, ...]:
     """Return why this distribution, or this architecture of it, is not supported; nothing if it is."""
     row = distribution_of(os)
-    if os.id in _REFUSED:
-        reason, next_step = _REFUSED[os.id]
-        return (Problem(f"{os.name} is not supported: {reason}", f"/etc/os-release: ID={os.id}", next_step),)
+    if refused := _refusal(os):
+        reason, next_step = refused
+        variant = f" VARIANT_ID={os.variant}" if os.variant else ""
+        return (Problem(f"{os.name} is not supported: {reason}", f"/etc/os-release: ID={os.id}{variant}", next_step),)
+    if row is None and (ended := _ended(os)):
+        day, next_step = ended
+        seen = f"/etc/os-release: ID={os.id} VERSION_ID={os.version}"
+        return (Problem(f"{os.name} is not supported: its updates ended on {day}", seen, next_step),)
     if row is None:
         like = f" ID_LIKE={' '.join(os.like)}" if os.like else ""
         seen = f"/etc/os-release: ID={os.id} VERSION_ID={os.version or '(none)'}{like}"
@@ -87,6 +103,17 @@ def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, .
             ),
         )
     return ()
+
+
+def _refusal(os: OperatingSystem) -> tuple[str, str] | None:
+    """Return what this system is and what to do, if it must not be changed."""
+    return _REFUSED.get(os.id) or _REFUSED_VARIANTS.get((os.id, os.variant))
+
+
+def _ended(os: OperatingSystem) -> tuple[str, str] | None:
+    """Return when updates ended for this release, or for the one that it is made of, and what to do."""
+    major = os.version.partition(".")[0]
+    return next((_ENDED[one, major] for one in (os.id, *os.like) if (one, major) in _ENDED), None)
 
 
 def supported_names() -> str:
@@ -143,7 +170,8 @@ def docker_repository(row: Distribution, architecture: str) -> DockerRepository 
     if not row.docker_repository:
         return None
     base = f"{_DOCKER_DOWNLOADS}/{row.docker_repository}"
-    if row.package_manager == "apt":
+    # Debian's and Ubuntu's releases have code names, which are apt's suites.
+    if row.codename:
         return DockerRepository(base, f"{base}/gpg", "9DC858229FC7DD38854AE2D88D81803C0EBFCD88", row.codename, "stable")
     uri = f"{base}/{row.version}/{architecture}/stable"
     return DockerRepository(uri, f"{base}/gpg", "060A61C51B558A7F742B77AAC52FEB6B621E9F35")

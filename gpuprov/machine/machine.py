@@ -21,7 +21,7 @@ _APPARMOR = "/sys/module/apparmor/parameters/enabled"
 
 @dataclass(frozen=True)
 class OperatingSystem:
-    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME; and UBUNTU_CODENAME of its derivatives."""
+    """os-release(5): ID, VERSION_ID, VERSION_CODENAME, ID_LIKE, PRETTY_NAME, VARIANT_ID; and UBUNTU_CODENAME."""
 
     id: str
     version: str
@@ -29,6 +29,7 @@ class OperatingSystem:
     like: tuple[str, ...]
     name: str
     ubuntu_codename: str = ""
+    variant: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def gather_os(system: System) -> OperatingSystem:
         like=tuple(found.get("id_like", "").split()),
         name=found.get("pretty_name", found.get("id", "unknown")),
         ubuntu_codename=found.get("ubuntu_codename", ""),
+        variant=found.get("variant_id", ""),
     )
 
 

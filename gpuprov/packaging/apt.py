@@ -1,4 +1,4 @@
-"""How apt-get and dpkg are run: with gpuprov's own options, when nobody holds their locks, and mended when killed."""
+"""Run apt-get and dpkg: with gpuprov's own options, once their locks are free; finish what a killed one left."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
 )  # fmt: skip
-# Those with triggers work; dpkg has yet to call a trigger of another package.
+# Packages with pending triggers work; dpkg has yet to run another package's trigger.
 _WHOLE = ("installed", "triggers-pending", "triggers-awaited")
 _GONE = ("not-installed", "config-files")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package as dpkg knows it. `name` has `:ARCHITECTURE` behind it if that is not the machine's own."""
+    """A package as dpkg knows it. `name` ends in `:ARCHITECTURE` if that is not the machine's own."""
 
     name: str
     version: str
@@ -57,12 +57,12 @@ class Package:
 
     @property
     def present(self) -> bool:
-        """Whether anything of it but its configuration is there."""
+        """Whether more of it than its configuration is installed."""
         return self.status not in _GONE
 
     @property
     def whole(self) -> bool:
-        """Whether it is installed, all of it."""
+        """Whether it is completely installed."""
         return self.status in _WHOLE and self.error == "ok"
 
 
@@ -102,7 +102,7 @@ def run_apt(
     system: System, words: tuple[str, ...], tell: Tell, *, seconds: float = INSTALL_SECONDS,
     lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = (),
 ) -> Completed:  # fmt: skip
-    """Run apt-get once nobody else holds a lock; `options` are further words for it, such as name other sources.
+    """Run apt-get once no other process holds a lock; `options` are further options, such as those that name sources.
 
     Raises GpuprovError, naming the holder, if the lock takes too long.
     """
@@ -110,7 +110,7 @@ def run_apt(
 
 
 def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS) -> Completed:
-    """Run dpkg, or apt-mark, likewise."""
+    """Run dpkg, or apt-mark, in the same way."""
     return _run_unlocked(system, words, tell, INSTALL_SECONDS, lock_timeout)
 
 
@@ -120,14 +120,14 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         package_lock.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
         done = system.run(command, timeout=seconds, on_line=lambda line: _tell_progress(line, tell))
-        # Somebody may have been faster, after we looked and before apt did.
+        # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
             return done
         system.sleep(1)
 
 
 def lock_holder(system: System) -> str:
-    """Return who holds a lock of apt's or dpkg's, or nothing."""
+    """Return the process that holds a lock of apt's or dpkg's, or nothing."""
     return package_lock.lock_holder(system, _LOCKS)
 
 
@@ -137,9 +137,9 @@ def _tell_progress(line: str, tell: Tell) -> None:
 
 
 def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options: tuple[str, ...] = ()) -> None:
-    """Finish what an interrupted dpkg left half done: what is unpacked is configured, half of a package unpacked anew.
+    """Finish what an interrupted dpkg left: configure what is unpacked, and unpack half-installed packages again.
 
-    apt-get itself may answer 0 over such packages. Raises GpuprovError if they can't be finished.
+    apt-get itself may exit 0 despite such packages. Raises GpuprovError if they can't be finished.
     """
     if system.list_directory("/var/lib/dpkg/updates") or system.run(("dpkg", "--audit")).stdout.strip():
         tell("finishing what an interrupted dpkg left half done", 0, 0)
@@ -152,11 +152,11 @@ def repair(system: System, tell: Tell, lock_timeout: int = LOCK_SECONDS, options
 
 
 def half_installed(system: System) -> tuple[str, ...]:
-    """Return the packages of which only a part lies on the disk, such that dpkg wants them unpacked again."""
+    """Return the packages that are only partly on the disk, so that dpkg requires them to be unpacked again."""
     packages = query(system)
     return tuple(one.name for one in packages if one.present and (one.error != "ok" or one.status == "half-installed"))
 
 
 def unfinished(system: System) -> Mapping[str, str]:
-    """Return name → status of the packages that are neither wholly there nor gone."""
+    """Return name → status of the packages that are partly installed."""
     return {one.name: one.status for one in query(system) if one.present and not one.whole}

@@ -1,4 +1,4 @@
-"""What apt says when it fails, what it means, and what to do; recorded from apt 2.2, 2.6 and 3.0. Pure."""
+"""apt's error messages: what each means and what to do. Recorded from apt 2.2, 2.6 and 3.0. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuprov.wire.errors import GpuprovError
 class Failure:
     """A row: what apt prints (a pattern within a line), what it means, what to do.
 
-    Under some lines apt lists packages: `heading` is how the list begins, and {listed} stands for it in `next_step`.
+    apt lists packages after some lines: `heading` begins the list, {listed} stands for it in `next_step`.
     """
 
     pattern: str
@@ -26,7 +26,7 @@ class Failure:
 NO_SUCH_PACKAGE = r"Unable to locate package|has no installation candidate|Version '.*' for '.*' was not found"
 # The first row that matches decides.
 _FAILURES = (
-    # Before all others: of an index that has no room apt says besides that it can't be fetched, or is not signed.
+    # First of all: on a full disk apt also says that an index can't be fetched, or is not signed.
     Failure(
         r"No space left on device|enough free space|Splitting up .* into data and signature failed",
         "the disk is full", "make room: df -h; /tmp must be writable, too",
@@ -63,7 +63,7 @@ _FAILURES = (
         r"needs to be reinstalled, but I can't find an archive", "half of a package is there, and no repository has it",
         "apt-get update, then run the same command again; else dpkg --remove --force-remove-reinstreq NAME",
     ),
-    # Before the row of unsigned ones: of these apt says besides that the repository is not signed.
+    # Before the row of unsigned repositories: apt also says that the repository is not signed.
     Failure(
         r"EXPKEYSIG|key on \S+ is bad:.*Expired on|KEYEXPIRED", "a repository's key has expired",
         "the line names the repository: get its current key (gpuprov_repositories: key_url, key_fingerprint)",
@@ -133,7 +133,10 @@ _FAILURES = (
 
 
 def finish(done: Completed, what: str, advice: Advice | None = None) -> None:
-    """Raise GpuprovError, with apt's decisive line, if apt failed; `advice` is for packages that nobody has."""
+    """Raise GpuprovError, with apt's decisive line, if apt failed.
+
+    `advice` is the answer if no repository has a package.
+    """
     if done.ok:
         return
     text = f"{done.stderr}\n{done.stdout}"

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
-from gpuprov.packaging import planned_keys
 from gpuprov.packaging.apt import TRUST
 from gpuprov.packaging.apt_failures import finish
-from gpuprov.packaging.keys import InstallKey
+from gpuprov.packaging.keys import InstallKey, place_keys, with_placed_keys
 from gpuprov.packaging.pgp import dearmored
 
 _REFRESH_SECONDS = 600
@@ -29,12 +28,10 @@ Dir::Etc::sourceparts "{work}/sources.list.d";
 """
 
 
-def ask(
-    system: System, manager: str, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
-) -> Mapping[str, tuple[str, ...]]:
+def ask(system: System, names: Sequence[str], planned: Sequence[Change]) -> Mapping[str, tuple[str, ...]]:
     """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be asked.
 
-    Nobody's lock is waited for: what is written lies in a folder of its own.
+    It takes no lock: all that it writes is in a folder of its own.
     """
     work = system.temporary_directory("/var/tmp")
     try:
@@ -59,7 +56,7 @@ def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
     # What has not changed since the host's last refresh need not be fetched again.
     for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):
         system.run(("cp", "-a", "--reflink=auto", source, f"{work}/"))
-    keys = planned_keys.lay(
+    keys = place_keys(
         system, f"{work}/keys", [change for change in planned if isinstance(change, InstallKey)], dearmored
     )
     for change in planned:
@@ -68,7 +65,7 @@ def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
             if isinstance(change, RemoveFile):
                 system.remove(place)
             else:
-                system.write(place, planned_keys.pointed(change.content, keys), mode=change.mode)
+                system.write(place, with_placed_keys(change.content, keys), mode=change.mode)
 
 
 def parse_madison(text: str) -> Mapping[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Packages through apt: what is installed, what is missing, and installing, holding and taking away just that."""
+"""Packages through apt: what is installed, what is missing, and the changes that install, hold and remove them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuprov.packaging import apt
 from gpuprov.packaging.apt import lock_holder, repair
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
-from gpuprov.packaging.package_lock import LOCK_SECONDS
+from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
 from gpuprov.wire.errors import GpuprovError
@@ -29,7 +29,7 @@ _REFRESH_SECONDS = 600
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """The package manager (apt, dnf, yum, zypper, or nothing that is supported) and what is installed: name → version.
+    """The package manager (apt, dnf, zypper, or nothing that is supported) and what is installed: name → version.
 
     `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
     `held_here` those of them that gpuprov holds; a name has its architecture behind it if that is not the machine's
@@ -96,7 +96,7 @@ def pinned(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int = LOCK_SECONDS) -> tuple[Change, ...]:
-    """Return what makes the host hold these packages, and let go of what gpuprov held and is no longer asked for."""
+    """Return the change that holds these packages, and releases others that gpuprov held before."""
     wanted = {own_name(packages, name) for name in names}
     hold, release = wanted - packages.held, packages.held_here - wanted
     return (HoldPackages(tuple(sorted(hold)), tuple(sorted(release)), lock_timeout),) if hold or release else ()
@@ -104,13 +104,14 @@ def plan_holds(packages: PackageFacts, names: Iterable[str], lock_timeout: int =
 
 @dataclass(frozen=True)
 class RefreshPackageIndex(Change):
-    """apt shall know what its repositories hold now; `options` are further words for it."""
+    """Fetch the current index of the repositories; `options` are further options for apt."""
 
     lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -128,10 +129,11 @@ class RefreshPackageIndex(Change):
 
 @dataclass(frozen=True)
 class InstallPackages(Change):
-    """These packages (`NAME[:ARCHITECTURE][=VERSION]`) shall be installed. None is ever removed for them.
+    """Install these packages (`NAME[:ARCHITECTURE][=VERSION]`), and never remove another for them.
 
-    Those of `unhold` are held in another version than the asked one: the hold is taken off, for the version is asked.
-    `options` are further words for apt, such as name a bundle as its only source; `advice` is for what nobody has.
+    `unhold`: those that are held in another version than the requested one; their hold is removed first. `options` are
+    options for apt, such as those that make a bundle its only source. `advice` is the answer if no repository has a
+    package.
     """
 
     names: tuple[str, ...]
@@ -140,9 +142,10 @@ class InstallPackages(Change):
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
-    # What dpkg was doing when it was killed is finished by the next run, which then plans afresh: taking packages out
-    # again only to install them anew would gain nothing and could fail.
+    # The next run finishes what a killed dpkg began and then plans again: removing packages only to install them once
+    # more would gain nothing and could fail.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -180,37 +183,37 @@ class InstallPackages(Change):
         done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish(done, what, self.advice)
         if apt.unfinished(system) or missing(gather_packages(system), self.names):
-            # apt-get answers 0 over a package of which an earlier, killed run unpacked one half.
+            # apt-get exits 0 despite a package that an earlier, killed run unpacked in part.
             repair(system, tell, self.lock_timeout, self.options)
         left = apt.unfinished(system)
         lacking = missing(gather_packages(system), self.names)
         if left or lacking:
             seen = [f"{name} is {status}" for name, status in left.items()]
             raise GpuprovError(
-                f"{what}: apt-get reported success, but not all is there",
+                f"{what}: apt-get reported success, but not all packages are installed",
                 "dpkg-query: " + "; ".join([*seen, *(f"{name} is not installed" for name in lacking)]),
-                "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often mends it",
+                "dpkg --audit tells what is wrong with a package; apt-get install --reinstall NAME often fixes it",
             )
 
     @classmethod
     def cut_off(cls, system: System, before: Json) -> Json:
-        """What the interrupted installation got done is what is more now than before it, be it half done."""
+        """Return the packages that are present now and were not before, complete or not."""
         versions = before.get("versions", dict.fromkeys(before["installed"], ""))
         return _outcome(versions, _present(system))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Take away what this change added; what was there before is never touched, nor what needs it since."""
+        """Remove what this change added; keep what was there before, and what another package needs by now."""
         lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
         added = (outcome or cls.cut_off(system, before))["added"]
         left: Mapping[str, Any] = before.get("left", {})
-        # After its run a bundle is no longer unpacked; then the host's own sources are all there is.
+        # A bundle is unpacked during its run only; after it the host's own sources are the only ones.
         options = tuple(before.get("options", ())) if system.exists(SOURCES_LIST) else ()
         purge(system, added, tuple(left), lock_timeout, options)
         restore_conffiles(system, left, added)
         held_again = [name for name in before.get("unhold", ()) if name in _present(system)]
         if held_again:
-            _mark(system, "hold", held_again, _tell_nobody, lock_timeout)
+            _mark(system, "hold", held_again, tell_nobody, lock_timeout)
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
@@ -224,11 +227,13 @@ class InstallPackages(Change):
 
 @dataclass(frozen=True)
 class HoldPackages(Change):
-    """apt shall leave these packages at their version (`names`), and be free with those of `release` again."""
+    """Hold these packages (`names`) at their version, and no longer hold those of `release`."""
 
     names: tuple[str, ...]
     release: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
+
+    uses_package_manager: ClassVar[bool] = True
 
     def summary(self) -> str:
         parts = (("hold ", self.names, " at this version"), ("no longer hold ", self.release, ""))
@@ -258,7 +263,7 @@ class HoldPackages(Change):
         for verb, names in (("hold", held), ("unhold", set(before["names"]) - held)):
             found = sorted(name for name in names if name in here)
             if found:
-                _mark(system, verb, found, _tell_nobody, before["lock_timeout"])
+                _mark(system, verb, found, tell_nobody, before["lock_timeout"])
         restore_path(system, before["list"])
 
 
@@ -272,10 +277,6 @@ def _present(system: System) -> Mapping[str, str]:
 
 
 def _outcome(before: Mapping[str, str], after: Mapping[str, str]) -> Json:
-    """Return what an installation added, and what it brought to another version: name → old and new."""
+    """Return what an installation added, and what it changed to another version: name → old and new."""
     changed = {name: [old, after[name]] for name, old in before.items() if old and after.get(name, old) != old}
     return {"added": sorted(after.keys() - before.keys()), "changed": changed}
-
-
-def _tell_nobody(message: str, done: int, total: int) -> None:
-    """A roll-back has nobody to tell how a single command goes on."""

@@ -1,4 +1,4 @@
-"""Taking packages away again, such that nothing goes that was there before or that somebody has come to need since."""
+"""Remove packages again, except those that were there before or that another package needs by now."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gpuprov.core.system import System
 from gpuprov.packaging import apt
 from gpuprov.packaging.apt import Package
 from gpuprov.packaging.apt_failures import finish
+from gpuprov.packaging.package_lock import tell_nobody
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
@@ -56,7 +57,7 @@ def purge(
     system: System, added: Sequence[str], left: Sequence[str], lock_timeout: int, options: tuple[str, ...] = ()
 ) -> None:
     """Purge the packages that are there of `added`; those of `left` are only removed: they had configuration."""
-    apt.repair(system, _nobody, lock_timeout, options)
+    apt.repair(system, tell_nobody, lock_timeout, options)
     there = {one.name for one in apt.query(system) if one.present}
     gone = [name for name in added if name in there]
     kept = needed_by_others(system, gone)
@@ -65,7 +66,7 @@ def purge(
         ("remove", [name for name in gone if name not in kept and name in left]),
     ):
         if names:
-            done = apt.run_apt(system, (verb, "--", *names), _nobody, lock_timeout=lock_timeout)
+            done = apt.run_apt(system, (verb, "--", *names), tell_nobody, lock_timeout=lock_timeout)
             finish(done, f"{', '.join(names)} could not be removed")
 
 
@@ -128,7 +129,3 @@ def _docker_data(system: System) -> str:
     images = system.run(("docker", "images", "--format", "{{.Repository}}"), timeout=20).stdout.split()
     others = [name for name in images if not name.startswith("gpuprov-")]
     return f"{len(containers)} containers, {len(others)} images" if containers or others else ""
-
-
-def _nobody(message: str, done: int, total: int) -> None:
-    """A roll-back has nobody to tell how a single command goes on."""

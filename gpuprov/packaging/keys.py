@@ -1,10 +1,10 @@
-"""Repository keys: fetched, compared with the pinned fingerprint, installed; the same for all package managers."""
+"""Repository keys: fetched, compared with the pinned fingerprint, installed; for all package managers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Callable, Protocol
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small, masked
@@ -12,7 +12,8 @@ from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.wire.errors import GpuprovError, Problem
 
-# Keys that were withdrawn, and why; never accepted, whatever an inventory says. Source: NVIDIA's blog, 27 April 2022.
+# Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
+# Source: NVIDIA's blog, 27 April 2022.
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
 
 
@@ -26,7 +27,7 @@ class Named(Protocol):
 
 
 def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
-    """Return what is wrong with repositories of whatever package manager."""
+    """Return what is wrong with repositories of any package manager."""
     withdrawn = tuple(
         Problem(
             f"the key of repository {one.name} is withdrawn",
@@ -46,7 +47,7 @@ def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
 
 @dataclass(frozen=True)
 class InstallKey(Change):
-    """The key at a URL shall be trusted, if it is the pinned one and nothing else."""
+    """Install the key at a URL, if it is the pinned one and nothing else."""
 
     path: str
     url: str
@@ -84,3 +85,34 @@ def fetch_pinned_key(system: System, url: str, fingerprint: str) -> bytes:
             "if the repository announced a new key, set its fingerprint; else somebody put another key there",
         )
     return key
+
+
+class PlannedKey(Protocol):
+    """What the changes that install a key, apt's and rpm's, have in common."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def place_keys(
+    system: System, folder: str, keys: Collection[PlannedKey], convert: Callable[[bytes], bytes]
+) -> Mapping[str, str]:
+    """Write keys that are yet to be installed to `folder`, converted; return the path each will have → where it is.
+
+    Raises GpuprovError if one is not the pinned key.
+    """
+    places = {key.path: f"{folder}/{key.path.rpartition('/')[2]}" for key in keys}
+    for key in keys:
+        system.write(places[key.path], convert(fetch_pinned_key(system, key.url, key.fingerprint)))
+    return places
+
+
+def with_placed_keys(source: bytes, places: Mapping[str, str]) -> bytes:
+    """Return a source that names its keys where `place_keys` wrote them."""
+    for path, place in places.items():
+        source = source.replace(path.encode(), place.encode())
+    return source

@@ -1,4 +1,4 @@
-"""The lock of a package manager, whichever: who holds it, and waiting until nobody does."""
+"""The locks of package managers: which process holds one, and waiting until it is free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lock_holder(system: System, locks: Iterable[str]) -> str:
 def wait_until_free(
     system: System, tell: Tell, holder: Callable[[System], str], lock_timeout: int, deadline: float | None = None
 ) -> None:
-    """Wait until `holder` names nobody any more; `deadline`: when the `lock_timeout` seconds are over, if they run.
+    """Wait until `holder` returns nothing. `deadline`: the end of the `lock_timeout` seconds, if they run already.
 
     Raises GpuprovError that names the holder.
     """
@@ -47,3 +47,7 @@ def wait_until_free(
             tell(f"waiting up to {lock_timeout} s for {found}, which holds the package manager's lock", 0, 0)
             told = found
         system.sleep(_POLL_SECONDS)
+
+
+def tell_nobody(message: str, done: int, total: int) -> None:
+    """Ignore progress: of a roll-back's commands, and of queries that their caller announces."""

@@ -40,8 +40,7 @@ class _Row:
     """Where one distribution's older kernels are. `version`: a major version, * for all; `kernel`: matches `uname -r`.
 
     The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release} and the pattern's groups.
-    `archive`: folders of a repository that anybody may read, below `base`. `first`: where in it the headers are, if not
-    where Enterprise Linux has them.
+    `archive`: folders of a repository that anybody may read, below `base`.
     """
 
     id: str
@@ -50,7 +49,6 @@ class _Row:
     next_step: str
     base: str = ""
     archive: tuple[str, ...] = ()
-    first: str = ""
 
 
 _ADD_ARCHIVE = (
@@ -71,12 +69,6 @@ _EUS = (
     "(in {first}: {names}; needs a subscription for Extended Update Support); or boot the newest kernel: "
     f"{_DNF_NEWEST}"
 )
-_VAULT_7 = "https://vault.centos.org/{release}/"
-# CentOS 7's kernels by release: wiki.centos.org/Manuals/ReleaseNotes.
-_CENTOS_7 = {
-    "1160": "7.9.2009", "1127": "7.8.2003", "1062": "7.7.1908", "957": "7.6.1810", "862": "7.5.1804",
-    "693": "7.4.1708", "514": "7.3.1611",
-}  # fmt: skip
 _ROWS = (
     _Row(
         "debian", "*", r".+",
@@ -97,12 +89,6 @@ _ROWS = (
         f"key of that time); or boot the newest kernel: {_DNF_NEWEST}",
     ),
     _Row("almalinux", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ALMA_VAULT, _EL_FOLDERS),
-    # All of CentOS 7 is in the vault since July 2024; updates of a release lie beside it.
-    _Row(
-        "centos", "7", r"3\.10\.0-(?P<build>\d+)\..*el7.*",
-        _ADD_ARCHIVE + "yum update kernel && reboot", _VAULT_7, ("updates/{architecture}/", "os/{architecture}/"),
-        "updates, or os",
-    ),
     _Row(
         "centos", "8", r".+",
         "CentOS 8 and Stream 8 are in the vault alone: point /etc/yum.repos.d at https://vault.centos.org/8-stream/ "
@@ -127,11 +113,6 @@ _ROWS = (
         "ol", "*", r".+",
         "dnf config-manager --enable ol{major}_baseos_latest ol{major}_appstream, which keep {names}; or boot the "
         f"newest kernel: {_DNF_NEWEST}",
-    ),
-    _Row(
-        "amzn", "2", r".+",
-        "the running kernel may be of an extra, enable that one: amazon-linux-extras list | grep kernel; or boot the "
-        "newest kernel: yum update kernel && reboot",
     ),
     _Row(
         "amzn", "*", r".+",
@@ -187,12 +168,10 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Pa
     archive, words = found
     uris = (f"{archive.base}{folder}".format(**words) for folder in archive.archive)
     return tuple(
-        PastRelease(f"past-{uri.rstrip('/').split('/')[_NAME_PART[row.id]].lower()}", uri, *key) for uri in uris
+        # The third part from the end names the repository: …/AppStream/x86_64/os/.
+        PastRelease(f"past-{uri.split('/')[-4].lower()}", uri, *key)
+        for uri in uris
     )
-
-
-# Which part of a URI, counted from its end, names the repository: …/AppStream/x86_64/os, …/updates/x86_64.
-_NAME_PART = {"rocky": -3, "almalinux": -3, "centos": -2}
 
 
 def problems(row: Distribution, kernel: str, architecture: str) -> tuple[Problem, ...]:
@@ -220,18 +199,16 @@ def _found(row: Distribution, kernel: str, architecture: str) -> tuple[_Row, dic
 
 
 def _words(one: _Row, major: str, kernel: str, architecture: str, groups: dict[str, str]) -> dict[str, str]:
-    release = (groups.get("release") or "").replace("_", ".") or _CENTOS_7.get(
-        groups.get("build", ""), f"{major}.9.2009"
-    )
     version, _, flavour = kernel.partition("-")[2].rpartition("-")
     suse = one.id.startswith(("sles", "opensuse"))
     # Debian's flavours may have a dash (cloud-amd64), Ubuntu's have none.
     debian = re.search(r"-((?:cloud-|rt-)?[a-z][a-z0-9]*)$", kernel)
     words = {
-        "kernel": kernel, "architecture": architecture, "major": major, "release": release,
+        "kernel": kernel, "architecture": architecture, "major": major,
+        "release": groups.get("release", "").replace("_", "."),
         "flavour": flavour if suse or not debian else debian[1],
         # SUSE's packages are asked for in the kernel's version without its flavour.
         "needle": kernel[: -len(flavour) - 1] if suse and version else kernel,
-        "first": one.first or ("BaseOS" if major == "8" else "AppStream"),
+        "first": "BaseOS" if major == "8" else "AppStream",
     }  # fmt: skip
     return {**words, "base": one.base.format(**words)}

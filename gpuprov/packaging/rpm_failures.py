@@ -1,4 +1,4 @@
-"""What dnf, yum, zypper and rpm say when they fail, what it means, what to do; never runs them."""
+"""What dnf, zypper and rpm say when they fail, what it means, what to do; never runs them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from gpuprov.core.commands import Completed
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
-NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No package .* available|No provider of '.*' found"
-# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; yum's after its source. The first row that matches decides.
+NO_SUCH_PACKAGE = r"Unable to find a match|No match for argument|No provider of '.*' found"
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14. The first row that matches decides.
 _FAILURES = (
-    # Before all others: of what has no room they say besides that it can't be fetched, is damaged, or is not signed.
+    # First of all: on a full disk they also say that a file can't be fetched, is damaged, or is not signed.
     (r"[Nn]o space left on device|Curl error \(23\)|Failed writing (received data|body)|Error code: Write error"
      r"|[Nn]ot enough (free )?space|more space (needed|on)|needs \d+ ?[KMG]i?B on|signed with an unknown key ''",
      "the disk is full", "make room: df -h"),
     (r"history\.sqlite.*no such table", "dnf's history is half made, as a full disk leaves it",
      "rm /var/lib/dnf/history.sqlite*, then run the same command again"),
-    (r"System management is locked|holding the yum lock|Waiting for process with pid|transaction lock",
+    (r"System management is locked|Waiting for process with pid|transaction lock",
      "another program holds the package manager's lock", "wait for its end, then run the same command again"),
     (r"There are no enabled repositories|No repositories defined|not registered with an entitlement",
      "this host has no package repositories",
@@ -29,7 +29,7 @@ _FAILURES = (
     (NO_SUCH_PACKAGE,
      "no repository has such a package",
      "dnf list --showduplicates NAME, or zypper search -s NAME, shows what there is; is a repository missing?"),
-    # Before the next rows: zypper says besides that the verification failed.
+    # Before the next rows: zypper also says that the verification failed.
     (r"signed with an unknown key|is unsigned|is not signed|GPG signature is not available|Signing key not found"
      r"|wrong key\?|Public key for .* not installed|public key is not available|not correct for this package",
      "a repository, or a package in it, is not signed with a key that this host trusts",
@@ -58,7 +58,10 @@ _FAILURES = (
 
 
 def finish(done: Completed, what: str, good_codes: tuple[int, ...] = (0,), advice: Advice | None = None) -> None:
-    """Raise GpuprovError, with the decisive line, if the command failed; `advice` is for packages that nobody has."""
+    """Raise GpuprovError, with the decisive line, if the command failed.
+
+    `advice` is the answer if no repository has a package.
+    """
     if done.returncode in good_codes:
         return
     said = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines() if line.strip()]

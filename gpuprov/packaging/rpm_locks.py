@@ -1,7 +1,7 @@
-"""Holding packages at their version under dnf 4, dnf 5, yum and zypper: the lists that each keeps, as text.
+"""Holding packages at their version under dnf 4, dnf 5 and zypper: the lists that each keeps, as text.
 
-The lists are edited, not the programs called: dnf 4 and yum would fetch all metadata for it and forget comments, and a
-list can be shown as a diff and given back to the byte. Where dnf 4 or yum lacks its plugin for versions, that plugin is
+The lists are edited, not the programs called: dnf 4 would fetch all metadata for it and forget comments, and a
+list can be shown as a diff and given back to the byte. Where dnf 4 lacks its plugin for versions, that plugin is
 installed. `excludepkgs` in dnf.conf would do without, but hides the package from everything, the wanted version too,
 and stands in a file that is the administrator's.
 """
@@ -17,7 +17,7 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 
-# The packages that gpuprov holds, under apt too; those that somebody else holds are none of its business.
+# The packages that gpuprov holds, under apt too; it leaves the holds of others alone.
 HELD_LIST = f"{STATE_DIRECTORY}/held"
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 
@@ -69,10 +69,10 @@ LOCK_TOOLS: Mapping[str, LockTool] = {
         lambda name, evr: f"{name}-{evr}.*\n",
         plugin="python3-dnf-plugin-versionlock", configuration="/etc/dnf/plugins/versionlock.conf",
     ),
+    # Old journals of CentOS 7 and Amazon Linux 2 name it; no plan does.
     "yum": LockTool(
         "/etc/yum/pluginconf.d/versionlock.list", _lines, _field(r"^(?:\d+:)?([^#!\s:][^\s]*?)-[^-\s]+-[^-\s]+\s*$"),
         lambda name, evr: f"{evr.partition(':')[0]}:{name}-{evr.partition(':')[2]}.*\n",
-        plugin="yum-plugin-versionlock", configuration="/etc/yum/pluginconf.d/versionlock.conf",
     ),
     "dnf5": LockTool(
         "/etc/dnf/versionlock.toml", _blocks, _field(r'\A\[\[packages\]\][^\[]*?^name *= *"([^"]*)"'),
@@ -98,21 +98,20 @@ class LockFacts:
     held: frozenset[str] = frozenset()
     held_here: frozenset[str] = frozenset()
 
+    @property
+    def missing_plugin(self) -> tuple[str, ...]:
+        """The package that the tool needs and that is not installed."""
+        return (LOCK_TOOLS[self.tool].plugin,) if self.tool and not self.path else ()
+
 
 NO_LOCKS = LockFacts()
 
 
-def gather_locks(system: System, manager: str) -> LockFacts:
-    """Return what is held on a host with this package manager."""
-    tool = "dnf5" if manager == "dnf" and _is_dnf5(system) else manager
+def gather_locks(system: System, tool: str) -> LockFacts:
+    """Return what is held on a host where this tool holds packages."""
     path = _list_path(system, LOCK_TOOLS[tool])
     held = held_names(tool, (system.read_text(path) or "") if path else "")
     return LockFacts(tool, path, held, held & frozenset((system.read_text(HELD_LIST) or "").split()))
-
-
-def _is_dnf5(system: System) -> bool:
-    program = system.which("dnf")
-    return program is not None and system.real_path(program).rpartition("/")[2] == "dnf5"
 
 
 def _list_path(system: System, tool: LockTool) -> str:
@@ -126,7 +125,7 @@ def _list_path(system: System, tool: LockTool) -> str:
 
 
 def held_names(tool: str, text: str) -> frozenset[str]:
-    """Return the packages that a list holds, in whatever version."""
+    """Return the packages that a list holds, in any version."""
     how = LOCK_TOOLS[tool]
     return frozenset(name for entry in how.entries(text) if (name := how.name(entry)))
 
@@ -145,14 +144,14 @@ def edited(tool: str, text: str, hold: Mapping[str, str], release: Iterable[str]
 
 
 def plan(
-    facts: LockFacts, wanted: Iterable[str], lacking: Iterable[str]
+    facts: LockFacts, wanted: Iterable[str] | None, lacking: Iterable[str]
 ) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    """Return the changes before and behind an installation: holds taken off, holds set.
+    """Return the changes before and after an installation: holds removed, holds set; none if `wanted` is None.
 
     `wanted` are the packages that shall be held, `lacking` those that are to be installed in another version than they
-    have: dnf and zypper would not touch them while they are held, whoever holds them.
+    have: dnf and zypper do not change held packages.
     """
-    if not facts.tool:
+    if not facts.tool or wanted is None:
         return (), ()
     names, lifted = set(wanted), set(lacking) & facts.held
     hold, release = names - (facts.held - lifted), facts.held_here - names - lifted
@@ -164,7 +163,7 @@ def plan(
 
 @dataclass(frozen=True)
 class HoldRpmPackages(Change):
-    """These packages (`names`) shall stay at the version that they have; those of `release` are free again."""
+    """Hold these packages (`names`) at the version that they have, and no longer hold those of `release`."""
 
     tool: str
     path: str
@@ -203,7 +202,7 @@ class HoldRpmPackages(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Give the list back to the byte; what somebody else has written into it since then stays."""
+        """Restore the list byte for byte, but keep what others have added to it since."""
         path = before["file"]["path"]
         now = system.read_text(path) or ""
         if outcome is None or now == outcome["text"]:

@@ -1,17 +1,17 @@
-"""Packages through dnf, yum or zypper: what is installed, what is missing, installing and taking away just that."""
+"""Packages through dnf or zypper: what is installed, what is missing, and the changes that install and remove it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, wait_until_free
+from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, tell_nobody, wait_until_free
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.packaging.rpm_failures import finish
@@ -20,59 +20,43 @@ from gpuprov.wire.errors import GpuprovError
 
 _INSTALL_SECONDS = 3600
 _REFRESH_SECONDS = 600
-# Files that hold the number of a process at work: dnf 4 (dnf/lock.py), yum 3, libzypp.
+# Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
 _PID_FILES = (
     "/var/cache/dnf/metadata_lock.pid", "/var/cache/dnf/download_lock.pid", "/var/lib/dnf/rpmdb_lock.pid",
-    "/run/yum.pid", "/run/zypp.pid",
+    "/run/zypp.pid",
 )  # fmt: skip
-# Files that rpm itself locks, by fcntl(2), whoever drives it; the second place is SUSE's and newer Fedoras'.
+# Files that rpm locks with fcntl(2), whichever program calls it; the second is SUSE's and newer Fedoras'.
 _LOCKS = ("/var/lib/rpm/.rpm.lock", "/usr/lib/sysimage/rpm/.rpm.lock")
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVIDENAME}]\\n"
 _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 
 
-@dataclass(frozen=True)
-class RpmManager:
-    """How a package manager is called. `version_joint` stands between a name and the version that is asked for.
+class RpmProgram(Protocol):
+    """What changes need to know of dnf or zypper; package_managers/rpm.py explains the fields."""
 
-    `good_codes` are exit codes that mean: it is done, and there is something to be told (zypper(8)).
-    """
-
+    name: str
     refresh: tuple[str, ...]
     install: tuple[str, ...]
     version_joint: str
-    good_codes: tuple[int, ...] = (0,)
+    good_codes: tuple[int, ...]
+
+    def hold_tool(self, system: System) -> str: ...
 
 
-MANAGERS = {
-    "dnf": RpmManager(("dnf", "-y", "makecache"), ("dnf", "-y", "--setopt=install_weak_deps=False", "install"), "-"),
-    # yum would install the rest and say nothing but a line of what no repository has (yum.conf(5), from CentOS 7.4 on).
-    "yum": RpmManager(
-        ("yum", "-y", "makecache", "fast"), ("yum", "-y", "--setopt=skip_missing_names_on_install=0", "install"), "-"
-    ),
-    # Never --gpg-auto-import-keys: it would trust whatever key a repository shows.
-    "zypper": RpmManager(
-        ("zypper", "--non-interactive", "refresh"),
-        ("zypper", "--non-interactive", "install", "--no-recommends", "--"), "=",
-        # 102: reboot advised, 103: the package manager itself was updated.
-        good_codes=(0, 102, 103),
-    ),
-}  # fmt: skip
-
-
-def gather_packages(system: System, manager: str) -> PackageFacts:
+def gather_packages(system: System, program: RpmProgram) -> PackageFacts:
     """Return what is installed and which keys are trusted, by two queries.
 
     Raises GpuprovError if rpm's database can't be read: on that no plan may be built.
     """
-    if system.which("rpm") is None or system.which(manager) is None:
+    if system.which("rpm") is None or system.which(program.name) is None:
         return PackageFacts("", {})
     done = system.require(
         ("rpm", "-qa", "--queryformat", _QUERY), "rpm's database can't be read", "rpm --rebuilddb; then run this again"
     )
     installed, provided = parse_rpm(done.stdout)
     keys = frozenset(gather_keys(system))
-    return PackageFacts(manager, installed, provided=provided, trusted_keys=keys, locks=gather_locks(system, manager))
+    locks = gather_locks(system, program.hold_tool(system))
+    return PackageFacts(program.name, installed, provided=provided, trusted_keys=keys, locks=locks)
 
 
 def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
@@ -83,7 +67,7 @@ def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
         if len(words) < 2 or words[0] == "gpg-pubkey":
             continue
         installed[words[0]] = f"{installed[words[0]]} {words[1]}" if words[0] in installed else words[1]
-        # Libraries, files and capabilities with brackets are nothing that a user would name.
+        # A user never names libraries, files and capabilities with brackets.
         provided.update(name for name in words[2:] if not re.search(r"[(/]", name))
     return installed, frozenset(provided - set(installed))
 
@@ -102,90 +86,79 @@ def parse_keys(text: str) -> Mapping[str, str]:
         try:
             found.update(dict.fromkeys(fingerprints(match[2].encode()), match[1]))
         except GpuprovError:
-            # A key of a kind that we don't know is none that we pinned.
+            # A key of an unknown kind is not a pinned key: skip it.
             continue
     return found
 
 
-def missing(packages: PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
+def missing(packages: PackageFacts, names: Iterable[str], *, rebuilds: bool) -> tuple[str, ...]:
     """Return those of `names` (`NAME` or `NAME=VERSION`) that are not installed, or not in that version."""
-    return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name)))
+    return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name, rebuilds=rebuilds)))
 
 
-def _is_installed(packages: PackageFacts, wanted: str) -> bool:
+def _is_installed(packages: PackageFacts, wanted: str, *, rebuilds: bool) -> bool:
     name, _, version = wanted.partition("=")
     found = packages.installed.get(name)
     if not version:
         return found is not None or name in packages.provided
-    rebuilt = packages.manager == "zypper"
-    return any(version in versions(one, rebuilt=rebuilt) for one in (found or "").split())
+    return any(version in versions(one, rebuilds=rebuilds) for one in (found or "").split())
 
 
-def versions(installed: str, *, rebuilt: bool) -> set[str]:
-    """Return all that a user may call `EPOCH:VERSION-RELEASE.ARCH`.
+def versions(installed: str, *, rebuilds: bool) -> set[str]:
+    """Return all that a user may write for `EPOCH:VERSION-RELEASE.ARCH`.
 
-    With `rebuilt` also without the last number of the release, which SUSE counts up when a package is built again.
+    With `rebuilds` also without the last number of the release, which SUSE increments with each build of a package.
     """
     plain = installed.rpartition(":")[2]
     names = {installed, plain}
     names |= {name.rpartition(".")[0] for name in names}
     names |= {name.rpartition("-")[0] for name in names}
-    if rebuilt:
+    if rebuilds:
         names |= {name.rpartition(".")[0] for name in names if "-" in name}
     return names
 
 
-def plan(
-    packages: PackageFacts, wanted: Iterable[str], enable: tuple[str, ...] = (), lock_timeout: int = LOCK_SECONDS,
-    options: tuple[str, ...] = (), advice: Advice | None = None,
-) -> tuple[Change, ...]:  # fmt: skip
-    """Return one refresh and one installation of all that is missing, or nothing."""
-    names = missing(packages, wanted)
-    manager = packages.manager
-    installation = InstallRpmPackages(manager, names, enable, lock_timeout, options, advice)
-    return (RefreshRpmIndex(manager, lock_timeout, options), installation) if names else ()
-
-
 @dataclass(frozen=True)
 class RefreshRpmIndex(Change):
-    """dnf, yum or zypper shall know what its repositories hold now; `options` are further words for it."""
+    """Fetch the current index of the repositories; `options` are further options for dnf or zypper."""
 
-    manager: str
+    program: RpmProgram
     lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
 
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
-        return f"refresh the package index ({' '.join(MANAGERS[self.manager].refresh)})"
+        return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> Json:
-        how = MANAGERS[self.manager]
-        done = run_rpm(system, _with(how.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
-        finish(done, "the package index could not be refreshed", how.good_codes)
+        done = run_rpm(system, _with(self.program.refresh, self.options), tell, _REFRESH_SECONDS, self.lock_timeout)
+        finish(done, "the package index could not be refreshed", self.program.good_codes)
         return {}
 
 
 @dataclass(frozen=True)
 class InstallRpmPackages(Change):
-    """These packages (`NAME` or `NAME=VERSION`) shall be installed, and units that they bring start with the machine.
+    """Install these packages (`NAME` or `NAME=VERSION`), and enable the units that they bring.
 
     Debian's packages start and enable what they bring; those of rpm's distributions leave that to the administrator.
-    `options` are further words for the package manager, such as make a bundle its only source; `advice` is for what
-    nobody has.
+    `options` are options for the package manager, such as those that make a bundle its only source. `advice` is the
+    answer if no repository has a package.
     """
 
-    manager: str
+    program: RpmProgram
     names: tuple[str, ...]
     enable: tuple[str, ...] = ()
     lock_timeout: int = LOCK_SECONDS
     options: tuple[str, ...] = ()
     advice: Advice | None = field(default=None, compare=False)
 
-    # The next run plans afresh, from what rpm says is there.
+    # The next run plans again, from what rpm reports.
     undo_when_interrupted: ClassVar[bool] = False
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -196,7 +169,7 @@ class InstallRpmPackages(Change):
         return {"installed": sorted(installed_rpms(system)), "lock_timeout": self.lock_timeout}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        how = MANAGERS[self.manager]
+        how = self.program
         before = installed_rpms(system)
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, self.options), *names)
@@ -211,9 +184,9 @@ class InstallRpmPackages(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Take away what this change added; what was there before is never touched, nor is what needs it by now.
+        """Remove what this change added, with rpm: it refuses if another package needs one of them by now.
 
-        By rpm itself: dnf and zypper would take along other packages that depend on these, or that they think unused.
+        dnf and zypper would also remove packages that depend on these, and those that they consider unused.
         """
         now = installed_rpms(system)
         gone = [
@@ -221,7 +194,7 @@ class InstallRpmPackages(Change):
         ]
         if gone:
             lock_timeout = before.get("lock_timeout", LOCK_SECONDS)
-            done = run_rpm(system, ("rpm", "-e", *gone), lambda *_: None, _INSTALL_SECONDS, lock_timeout)
+            done = run_rpm(system, ("rpm", "-e", *gone), tell_nobody, _INSTALL_SECONDS, lock_timeout)
             finish(done, f"{', '.join(gone)} could not be removed")
 
 
@@ -248,8 +221,8 @@ def _with(command: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]
 
 
 def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float, lock_timeout: int) -> Completed:
-    """Run a package manager, or rpm, once nobody else is at work with packages."""
-    # dnf would wait for ever, and say nothing.
+    """Run a package manager, or rpm, once no other process works with packages."""
+    # dnf would wait without a time limit and without a message.
     wait_until_free(system, tell, rpm_lock_holder, lock_timeout)
     return system.run(
         command,
@@ -260,10 +233,10 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
 
 
 def rpm_lock_holder(system: System) -> str:
-    """Return `NAME (pid N)` of the process that is at work with packages, or nothing."""
+    """Return `NAME (pid N)` of the process that works with packages, or nothing."""
     for path in _PID_FILES:
         pid = (system.read_text(path) or "").strip()
-        # A killed one leaves its file behind.
+        # A killed process leaves its file.
         name = system.read_text(f"/proc/{pid}/comm") if pid.isdigit() else None
         if name is not None and int(pid) != system.own_pid():
             return f"{name.strip()} (pid {pid})"

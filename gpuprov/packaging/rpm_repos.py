@@ -1,4 +1,4 @@
-"""Repositories and keys for dnf, yum and zypper: which a host shall have, and the changes that bring it there."""
+"""Repositories and keys for dnf and zypper: which a host needs, and the changes that add them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from gpuprov.machine.distros import DockerRepository
     from gpuprov.packaging.apt_packages import PackageFacts
 
-DIRECTORIES = {"dnf": "/etc/yum.repos.d", "yum": "/etc/yum.repos.d", "zypper": "/etc/zypp/repos.d"}
 KEYS = "/etc/pki/rpm-gpg"
 _OURS = "gpuprov-"
 _KEY_PREFIX = f"{KEYS}/RPM-GPG-KEY-{_OURS}"
+
+
+class RepositoryProgram(Protocol):
+    """What repositories need to know of dnf or zypper; package_managers/rpm.py explains the fields."""
+
+    repository_directory: str
+    package_check: str
+    repository_lines: tuple[str, ...]
 
 
 class Host(Protocol):
@@ -51,13 +58,13 @@ class RpmRepository:
     uri: str
     key_url: str
     key_fingerprint: str
-    manager: str
+    program: RepositoryProgram
     signed_metadata: bool = True
     signed_packages: bool = True
 
     @property
     def file_path(self) -> str:
-        return f"{DIRECTORIES[self.manager]}/{_OURS}{self.name}.repo"
+        return f"{self.program.repository_directory}/{_OURS}{self.name}.repo"
 
     @property
     def key_path(self) -> str:
@@ -66,28 +73,26 @@ class RpmRepository:
     def __str__(self) -> str:
         lines = [
             f"[{_OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={self.uri}", "enabled=1",
-            f"repo_gpgcheck={self.signed_metadata:d}", f"{self._packages_key}={self.signed_packages:d}",
-            f"gpgkey=file://{self.key_path}",
+            f"repo_gpgcheck={self.signed_metadata:d}", f"{self.program.package_check}={self.signed_packages:d}",
+            f"gpgkey=file://{self.key_path}", *self.program.repository_lines,
         ]  # fmt: skip
-        # zypper: gpgcheck is both checks together, and metadata is to be fetched anew by itself. dnf and yum: a
-        # repository that is out of reach must not be passed over in silence, as some distributions have it.
-        lines += ["gpgcheck=1", "autorefresh=1"] if self.manager == "zypper" else ["skip_if_unavailable=0"]
         return "".join(f"{line}\n" for line in lines)
 
-    @property
-    def _packages_key(self) -> str:
-        return "pkg_gpgcheck" if self.manager == "zypper" else "gpgcheck"
+
+def key_files(text: str) -> list[str]:
+    """Return the key files that a .repo file names."""
+    return re.findall(r"^gpgkey=file://(\S+)", text, re.MULTILINE)
 
 
 def repositories(
-    spec: HostSpec, manager: str, architecture: str, docker: DockerRepository | None = None
+    program: RepositoryProgram, spec: HostSpec, architecture: str, docker: DockerRepository | None = None
 ) -> tuple[RpmRepository, ...]:
-    """Return the repositories that a host shall have besides its distribution's."""
-    found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, manager) for own in spec.repositories]
+    """Return the repositories that a host needs besides its distribution's."""
+    found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, program) for own in spec.repositories]
     # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
     found += [
         RpmRepository(
-            one.name, f"{one.base}/rpm/{architecture}", one.key_url, spec.toolkit_key_fingerprint, manager,
+            one.name, f"{one.base}/rpm/{architecture}", one.key_url, spec.toolkit_key_fingerprint, program,
             signed_packages=False,
         )
         for one in toolkit_channels(spec)
@@ -95,56 +100,63 @@ def repositories(
     if docker is not None:
         # docs.docker.com, docker-ce.repo: the packages are signed.
         key = (docker.key_url, docker.key_fingerprint)
-        found.append(RpmRepository("docker-ce", docker.uri, *key, manager, signed_metadata=False))
+        found.append(RpmRepository("docker-ce", docker.uri, *key, program, signed_metadata=False))
     return tuple(found)
 
 
 def problems(
-    facts: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    program: RepositoryProgram,
+    host: Host,
+    spec: HostSpec,
+    docker: DockerRepository | None = None,
+    past: tuple[PastRelease, ...] = (),
 ) -> tuple[Problem, ...]:
-    """Return what in the host's or the user's repositories can't be mended by gpuprov."""
-    manager = facts.packages.manager
-    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
+    """Return what gpuprov can't correct in the host's or the user's repositories."""
+    wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
     mixed = tuple(
         Problem(
             f"{path} names {uri} too, among others: packages could come from there with other checks",
             f"{path}, section [{section}]",
-            f"remove that section: gpuprov keeps this repository in {DIRECTORIES[manager]}/{_OURS}*.repo",
+            f"remove that section: gpuprov keeps this repository in {program.repository_directory}/{_OURS}*.repo",
         )
-        for path, uri, section, alone in _doubles(facts, wanted)
+        for path, uri, section, alone in _doubles(program, host, wanted)
         if not alone
     )
     return problems_of_any(wanted) + mixed
 
 
-def _past(releases: tuple[PastRelease, ...], manager: str) -> tuple[RpmRepository, ...]:
+def _past(program: RepositoryProgram, releases: tuple[PastRelease, ...]) -> tuple[RpmRepository, ...]:
     """Return repositories of past releases, whose packages are signed as the distribution's are."""
     return tuple(
-        RpmRepository(one.name, one.uri, one.key_url, one.key_fingerprint, manager, signed_metadata=False)
+        RpmRepository(one.name, one.uri, one.key_url, one.key_fingerprint, program, signed_metadata=False)
         for one in releases
     )
 
 
 def plan_repositories(
-    facts: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    program: RepositoryProgram,
+    host: Host,
+    spec: HostSpec,
+    docker: DockerRepository | None = None,
+    past: tuple[PastRelease, ...] = (),
 ) -> tuple[Change, ...]:
-    """Return the keys and files to write, and what stands in their way to remove."""
-    manager, files = facts.packages.manager, facts.files
-    wanted = (*repositories(spec, manager, facts.architecture, docker), *_past(past, manager))
+    """Return the keys and files to write, and the conflicting ones to remove."""
+    files = host.files
+    wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
     changes: list[Change] = []
     for one in wanted:
-        if not _key_is_there(files.get(one.key_path), one.key_fingerprint, facts.packages.trusted_keys):
+        if not _key_is_there(files.get(one.key_path), one.key_fingerprint, host.packages.trusted_keys):
             changes.append(InstallRpmKey(one.key_path, one.key_url, one.key_fingerprint))
         file = files.get(one.file_path)
         if file is None or file.content != str(one).encode() or file.mode != 0o644:
             changes.append(WriteFile(one.file_path, str(one).encode()))
-    doubles = {path: uri for path, uri, _, alone in _doubles(facts, wanted) if alone}
+    doubles = {path: uri for path, uri, _, alone in _doubles(program, host, wanted) if alone}
     changes += [RemoveFile(path, f"a second definition of {uri}") for path, uri in doubles.items()]
     ours = {path for one in wanted for path in (one.file_path, one.key_path)}
     changes += [
         RemoveFile(path, "no longer asked for")
         for path in files
-        if path.startswith((f"{DIRECTORIES[manager]}/{_OURS}", _KEY_PREFIX)) and path not in ours
+        if path.startswith((f"{program.repository_directory}/{_OURS}", _KEY_PREFIX)) and path not in ours
     ]
     return tuple(changes)
 
@@ -158,14 +170,16 @@ def _key_is_there(file: FileFact | None, fingerprint: str, trusted: frozenset[st
         return False
 
 
-def _doubles(facts: Host, wanted: tuple[RpmRepository, ...]) -> Iterator[tuple[str, str, str, bool]]:
+def _doubles(
+    program: RepositoryProgram, host: Host, wanted: tuple[RpmRepository, ...]
+) -> Iterator[tuple[str, str, str, bool]]:
     """Yield (path, URI, section, is it alone in its file) of foreign definitions of the repositories of `wanted`."""
-    ours = {_plain(one.uri, facts.architecture): one.uri for one in wanted}
-    pattern = re.compile(rf"{DIRECTORIES[facts.packages.manager]}/(?!{_OURS})[^/]+\.repo")
-    for path, file in facts.files.items():
+    ours = {_plain(one.uri, host.architecture): one.uri for one in wanted}
+    pattern = re.compile(rf"{program.repository_directory}/(?!{_OURS})[^/]+\.repo")
+    for path, file in host.files.items():
         if not pattern.fullmatch(path):
             continue
-        sections = list(_sections(file.content.decode("utf-8", "replace"), facts.architecture))
+        sections = list(_sections(file.content.decode("utf-8", "replace"), host.architecture))
         alone = all(uris & set(ours) for _, uris in sections)
         for section, uris in sections:
             for uri in sorted(uris & set(ours)):
@@ -192,12 +206,13 @@ def _plain(uri: str, architecture: str) -> str:
 
 @dataclass(frozen=True)
 class InstallRpmKey(Change):
-    """The key at a URL shall be trusted by rpm, if it is the pinned one and nothing else."""
+    """Make rpm trust the key at a URL, if it is the pinned one and nothing else."""
 
     path: str
     url: str
     fingerprint: str
 
+    uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:

@@ -15,9 +15,6 @@ _KEYS = {
     ("almalinux", "8"): (_ALMA, "BC5EDDCADF502C077F1582882AE81E8ACED7258B"),
     ("almalinux", "9"): (_ALMA, "BF18AC2876178908D6E71267D36CB86CB86B3716"),
     ("almalinux", "10"): (_ALMA, "EE6DB7B98F5BF5EDD9DA0DE5DEE5C11CC2A1E572"),
-    ("centos", "7"): (
-        "https://www.centos.org/keys/RPM-GPG-KEY-CentOS-7", "6341AB2753D78A78A7C27BB124C6A8A7F4A80EB5",
-    ),
     ("centos", "9"): (
         "https://www.centos.org/keys/RPM-GPG-KEY-CentOS-Official", "99DB70FAE1D7CE227FB6488205B555B38483C65D",
     ),

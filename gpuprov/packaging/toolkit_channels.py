@@ -1,4 +1,4 @@
-"""The repositories of NVIDIA's container toolkit, one for each channel, whatever the package manager. Pure."""
+"""The repositories of NVIDIA's container toolkit, one for each channel, for any package manager. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ToolkitChannel:
 
 
 def toolkit_channels(spec: HostSpec) -> tuple[ToolkitChannel, ...]:
-    """Return the toolkit's repositories that a host shall have.
+    """Return the toolkit's repositories that a host needs.
 
-    Release candidates lie beside the stable repository, not in place of it: the installation guide enables both.
+    The repository of release candidates does not replace the stable one: the installation guide enables both.
     """
     if spec.toolkit != "nvidia":
         return ()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from gpuprov.driver import kernel, precompiled
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import distribution_of
 from gpuprov.packaging import past_kernels
-from gpuprov.packaging.installed import not_installed
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of which the repositories are to be asked before a plan is made; none if all are there."""
+    """Return the packages to query the repositories for before a plan is made; none if all are installed."""
     if facts.bundle is not None:
         return ()
     return (*precompiled.questions(facts, spec), *_lacking_headers(facts, spec))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what no repository has, or why that is not known; nothing where nobody was asked."""
+    """Return what no repository has, or why the query failed; nothing if no repository was queried."""
     if facts.offers is None:
         return ()
     if facts.offers.problems:
@@ -29,11 +27,11 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _lacking_headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    return not_installed(facts.packages, kernel.headers(facts, spec))
+    return facts.package_manager.missing(facts.packages, kernel.headers(facts, spec))
 
 
 def _no_headers(facts: HostFacts, lacking: tuple[str, ...]) -> Problem:
-    row, release = distribution_of(facts.os), facts.kernel.release
+    row, release = facts.distribution, facts.kernel.release
     said = past_kernels.advice(row, release, facts.architecture) if row else None
     return Problem(
         said.meaning if said else f"no repository of this host has the headers of the running kernel {release}",

@@ -1,4 +1,4 @@
-"""The facts that a plan is made from: a machine's own, and what a wish makes worth a look besides. Reads only."""
+"""The facts that a plan is made from: the host's own, and additional facts that the specification needs. Reads only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
-from gpuprov.plan.steps import engine_wishes, repository_changes
+from gpuprov.plan.steps import repository_changes
 from gpuprov.wire.events import Note, Sink
 from gpuprov.wire.spec import HostSpec
 
@@ -24,7 +24,7 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, engine_wishes(spec))
+    facts = gather(system, spec.engines)
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     if spec.mig_layout:
@@ -39,9 +39,9 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts
-    # Most runs change nothing, and ask nobody.
-    from gpuprov.packaging import offers
+    # Most runs change nothing and query no repository.
+    from gpuprov.package_managers import offers
 
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     planned = repository_changes(facts, spec) if "repositories" in steps else ()
-    return replace(facts, offers=offers.ask(system, facts.packages.manager, names, planned, spec.lock_timeout))
+    return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov import driver_run, repos, toolkit
+from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.driver import (
@@ -24,13 +24,12 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, more
+from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note, machine_problems
 from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
-from gpuprov.packaging.installed import not_installed
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.plan import advisories, availability, images, software, with_bundle
@@ -53,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepChange:
-    """A change and the step that wants it."""
+    """A change and the step that it belongs to."""
 
     step: str
     change: Change
@@ -74,28 +73,19 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    spec, docker = cuda_repository.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
-    if facts.packages.manager in rpm_packages.MANAGERS:
-        return rpm_repos.plan_repositories(facts, spec, docker, software.past_releases(facts, spec))
-    return repos.plan_repositories(facts.files, repos.with_docker(spec, docker), facts.architecture)
+    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
+    return facts.package_manager.plan_repositories(facts, cuda_repository.with_repository(facts, spec), docker, past)
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
-    spec, docker = cuda_repository.with_repository(facts, spec), software.dockers_own_repository(facts, spec)
-    if facts.packages.manager in rpm_packages.MANAGERS:
-        return rpm_repos.problems(facts, spec, docker, software.past_releases(facts, spec))
-    return repos.problems(facts.files, repos.with_docker(spec, docker), facts.architecture)
-
-
-def engine_wishes(spec: HostSpec) -> Mapping[str, str]:
-    """Return the engines besides docker that the spec names, each with the path of the runtime for it."""
-    return dict.fromkeys(spec.engines, toolkit.runtime_path(spec))
+    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
+    return facts.package_manager.repository_problems(facts, cuda_repository.with_repository(facts, spec), docker, past)
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return more.plan(facts.engines)
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec))
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -156,7 +146,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, more.ConfigureEngine, nouveau.KeepNouveauOut,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit,
@@ -222,14 +212,16 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
             *docker.problems(facts.docker),
-            *more.problems(facts.engines),
+            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     fabric = fabric_plan.wanted_packages(facts, spec)
-    names = not_installed(facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric))
+    names = facts.package_manager.missing(
+        facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric)
+    )
     installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
     return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 

@@ -7,22 +7,21 @@ the command was typed: by a signature, or by having made it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, BinaryIO, Callable
 
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.format import unpack
-from gpuprov.bundle.manifest import CUDA, KEYS, REPOSITORY, REPOSITORY_KEY, BundleFacts, BundlePackage, Manifest
+from gpuprov.bundle.manifest import CUDA, KEYS, REPOSITORY, BundleFacts, Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundle.place import CACHE
 from gpuprov.core.changes import Change
-from gpuprov.core.places import FOLDER, SOURCES_LIST
+from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_runfile
 from gpuprov.engines.image_identity import image_identity
-from gpuprov.packaging import rpm_packages
+from gpuprov.package_managers.registry import bundle_manager
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -36,23 +35,6 @@ _FOLDERS = {
     "cuda": (f"{CUDA}/",),
     "images": ("images/",),
 }
-_SOURCES = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
-
-
-def completed(spec: HostSpec, bundle: OpenBundle | None) -> HostSpec:
-    """Return the spec with .run files taken from the bundle; what the user pinned stays, and is checked against it."""
-    if bundle is None:
-        return spec
-    manifest = bundle.manifest
-    spec = cuda_runfile.from_bundle(spec, manifest)
-    if spec.driver != "runfile" or not manifest.driver_file:
-        return spec
-    return replace(
-        spec,
-        driver_version=spec.driver_version or manifest.driver_version,
-        driver_url=f"{FOLDER}/{manifest.driver_file}",
-        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
-    )
 
 
 def gather(system: System, manifest: Manifest) -> BundleFacts:
@@ -110,7 +92,8 @@ def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
 def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
     # What the bundle was asked for it has, be it under the name of what provides it.
     asked = {str(name) for name in manifest.inputs.get("packages", ())}
-    held = {f"{one.name}={version}" for one in manifest.packages for version in _versions(manifest, one)}
+    manager = bundle_manager(manifest)
+    held = {f"{one.name}={version}" for one in manifest.packages for version in manager.bundled_versions(one)}
     held |= asked | {one.name for one in manifest.packages}
     # The fabric manager is asked for by a pattern (apt).
     lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
@@ -133,16 +116,8 @@ def _word(name: str, kernel: str) -> str:
     return f"--kernel {kernel}" if kernel in name else f"--package {name}"
 
 
-def _versions(manifest: Manifest, one: BundlePackage) -> Collection[str]:
-    """Return all that a user may call a package's version."""
-    manager = use_rpm.manager_of(manifest)
-    if manager not in rpm_packages.MANAGERS:
-        return (one.version,)
-    return rpm_packages.versions(f"{one.version}.{one.architecture}", rebuilt=manager == "zypper")
-
-
 def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...]) -> tuple[Problem, ...]:
-    """What is unpacked lies beside the bundle for a while."""
+    """Unpacking needs room in addition to the bundle itself."""
     need = sum(one.size for one in manifest.files if one.path.startswith(folders))
     free = facts.free_bytes.get(CACHE, need)
     if free >= need:
@@ -171,8 +146,7 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
         for folder in ("none", "lists/partial", "archives/partial"):
             system.make_directory(f"{FOLDER}/{folder}", 0o700)
         unpack(bundle.file, bundle.contents, paths, _new_file_in(system))
-        system.write(SOURCES_LIST, _SOURCES.encode())
-        use_rpm.prepare(system, bundle.manifest)
+        bundle_manager(bundle.manifest).open_bundle(system, bundle.manifest)
         yield
     finally:
         _remove(system)

@@ -1,7 +1,8 @@
 """CUDA's forward compatibility: libraries in the image that let a newer CUDA run on this host's older driver.
 
 Source: NVIDIA, "CUDA Compatibility", Forward Compatibility. They count when, and only when, they are of a later driver
-branch than the host's: an older libcuda than the kernel's modules does not work.
+branch than the host's: an older libcuda than the kernel's modules does not work. The folder is the image's: only names
+that NVIDIA's cuda-compat packages have enter the loader's cache, or an image could replace libc.so.6 for every program.
 """
 
 from __future__ import annotations
@@ -14,8 +15,14 @@ FOLDER = "/usr/local/cuda/compat"
 # So that the image's own ldconfig keeps finding them; a name of its own, which sorts first and never piles up.
 CONFIGURATION = "/etc/ld.so.conf.d/00-gpuprov-compat.conf"
 _LIBCUDA = "libcuda.so."
-# NVIDIA's have some twenty files; each would be an entry of the loader's cache.
-_MOST_FILES = 500
+# NVIDIA's have some twenty files.
+_MOST_FILES = 100
+# What the packages cuda-compat-11-0 to cuda-compat-13-1 install, up to `.so`.
+_NAMES = (
+    "libcuda", "libcudadebugger", "libnvidia-fatbinaryloader", "libnvidia-gpucomp", "libnvidia-nvvm",
+    "libnvidia-nvvm70", "libnvidia-pkcs11", "libnvidia-pkcs11-openssl3", "libnvidia-ptxjitcompiler",
+    "libnvidia-tileiras",
+)  # fmt: skip
 
 
 def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
@@ -30,7 +37,14 @@ def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str
     # It will be a line of a configuration file.
     if not (folder.isascii() and folder.isprintable()):
         return "", []
-    return folder, [name for name in there if name.startswith("lib") and ".so" in name]
+    return folder, [name for name in there if _is_nvidias(name)]
+
+
+def _is_nvidias(name: str) -> bool:
+    """Say whether this is a library's name of NVIDIA's: libcuda.so, libcuda.so.1, libcuda.so.550.54.15."""
+    stem, so, version = name.partition(".so")
+    numbers = version[1:].split(".") if version else []
+    return bool(so) and stem in _NAMES and version[:1] in ("", ".") and all(one.isdigit() for one in numbers)
 
 
 def _is_versioned(name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import posix
+
 from . import config_keys, jsonio, log
 from .equipment import Equipment, choose
 from .errors import Refused
@@ -10,6 +12,7 @@ from .requirements import require
 from .rootfs import Root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
+from .volumes import Volume, cover, volumes_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,18 +20,20 @@ if TYPE_CHECKING:
 
 
 class Decision:
-    """A GPU container: its configuration, request, equipment, root file system, and the settings that held."""
+    """A GPU container: its configuration, request, equipment, root file system, volumes, and the settings that held."""
 
-    __slots__ = ("config", "equipment", "request", "root", "root_path", "settings")
+    __slots__ = ("config", "equipment", "request", "root", "root_path", "settings", "volumes")
 
     def __init__(
-        self, config: dict[str, Any], request: Request, equipment: Equipment, root: Root, path: str, settings: Settings
-    ) -> None:
+        self, config: dict[str, Any], request: Request, equipment: Equipment, root: Root, path: str,
+        volumes: list[Volume], settings: Settings,
+    ) -> None:  # fmt: skip
         self.config = config
         self.request = request
         self.equipment = equipment
         self.root = root
         self.root_path = path
+        self.volumes = volumes
         self.settings = settings
 
 
@@ -51,21 +56,23 @@ def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision 
     if trouble:
         raise Refused(trouble)
     try:
-        return _decided(config, request, settings, root_of(config, bundle))
+        return _decided(config, request, settings, bundle)
     except Refused as refused:
         log.write(settings, "error", f"{config_id(bundle)}: refused: {refused}")
         raise
 
 
-def _decided(config: dict[str, Any], request: Request, settings: Settings, path: str) -> Decision:
+def _decided(config: dict[str, Any], request: Request, settings: Settings, bundle: str) -> Decision:
     specifications = Specifications(settings)
     if request.requirements:
         require(request.requirements, specifications.own.host)
+    path, volumes = root_of(config, bundle), volumes_of(config, bundle)
     try:
         root = Root(path, owner_of(config))
     except (OSError, ValueError) as error:
         raise Refused(f"the container's root folder {path} can't be opened: {error}") from None
-    return Decision(config, request, choose(specifications, request, settings, root), root, path, settings)
+    cover(root, volumes)
+    return Decision(config, request, choose(specifications, request, settings, root), root, path, volumes, settings)
 
 
 def load_config(path: str) -> dict[str, Any] | None:
@@ -115,7 +122,19 @@ def root_of(config: dict[str, Any], bundle: str) -> str:
     """Return the folder of the container's root file system."""
     root = config.get("root")
     path = root.get("path", "") if isinstance(root, dict) else ""
-    return path if str(path).startswith("/") else f"{bundle}/{path}"
+    return path if str(path).startswith("/") else f"{_real_folder(bundle)}/{path}"
+
+
+def _real_folder(bundle: str) -> str:
+    """Return a bundle's folder without links: runc takes a relative path from there."""
+    try:
+        handle = posix.open(bundle, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
+    except (OSError, ValueError):
+        return bundle
+    try:
+        return posix.readlink(f"/proc/self/fd/{handle}")
+    finally:
+        posix.close(handle)
 
 
 def owner_of(config: dict[str, Any]) -> tuple[int, int]:

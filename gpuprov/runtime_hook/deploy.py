@@ -48,7 +48,7 @@ else
     done
 fi
 if [ -z "$low_level" ]; then
-    echo "gpuprov: neither runc nor crun is installed: apt-get install runc" >&2
+    echo "gpuprov: neither runc nor crun is installed: install the package runc" >&2
     # The same, in the file where the engine looks for it.
     {python} -I -S -E -B -c '{none}' "$@" </dev/null 2>/dev/null
     exit 1

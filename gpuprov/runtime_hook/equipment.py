@@ -10,6 +10,7 @@ import posix
 from . import driver_files
 from .edits import merge_edits
 from .errors import Refused
+from .host_paths import is_trusted
 from .special_devices import special_edits
 from .specification import unusable
 
@@ -124,13 +125,7 @@ def _is_wanted(path: str, capabilities: frozenset[str]) -> bool:
 
 def _is_there(mount: dict[str, Any]) -> bool:
     """Sockets come and go with their services (persistenced, fabric manager): one that is gone must not stop us."""
-    if "noexec" not in (mount.get("options") or ()):
-        return True
-    try:
-        posix.stat(mount["hostPath"])
-    except OSError:
-        return False
-    return True
+    return "noexec" not in (mount.get("options") or ()) or is_trusted(mount["hostPath"])
 
 
 def _links(hook: dict[str, Any], capabilities: frozenset[str], folders: _Folders) -> list[tuple[str, str]]:

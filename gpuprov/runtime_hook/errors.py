@@ -1,16 +1,13 @@
-"""What a container that can't have its GPUs is told."""
+"""The refusal of a container that can't have its GPUs."""
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from .request import Request
 
+class Refused(Exception):  # noqa: N818 (an expected refusal, not a bug)
+    """The container asks for GPUs in a way that must not start; the message is docker's error line, so one line.
 
-class Refused(Exception):  # noqa: N818 (it is an answer, not a fault)
-    """The container asked for what it can't get; the message is docker's error line, so one line.
-
-    `request` is what is known of its request by then, None if nothing is.
+    `request` is the part of the container's Request that was read before the refusal, or None. Its type is not named
+    here: request.py imports this module.
     """
 
-    request: Request | None = None
+    request: object = None

@@ -36,7 +36,7 @@ def explain(config: dict[str, Any], settings: Settings, trouble: str, bundle: st
             edits = _edits(config, request, settings, bundle)
     except Refused as refused:
         error = str(refused)
-        request = refused.request or request
+        request = refused.request if isinstance(refused.request, Request) else request
     return {
         "legacy": request.legacy, "privileged": request.privileged, "gpu_container": request.devices is not None,
         # `none` is an empty name in NVIDIA's own list: files without a device.

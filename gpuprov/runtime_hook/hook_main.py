@@ -7,6 +7,7 @@ poststart, poststop: nothing. Source: OCI runtime specification 1.1, "POSIX-plat
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]  # without signal, which brings enum
 import posix
 import sys
 
@@ -19,12 +20,15 @@ from .links import prepare_root
 from .main import printable
 from .rootfs import Root
 from .settings import read_settings
+from .volumes import volumes_of, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _LARGEST_STATE = 1 << 20
+# A start takes 0.1 s. The CDI specification has the engine end the hook later, at 30.
+_SECONDS = 20
 _STAGES = ("prestart", "createRuntime", "createContainer", "poststart", "poststop")
 _USAGE = f"usage: gpuprov-container-runtime-hook {'|'.join(_STAGES)}"
 
@@ -35,6 +39,8 @@ def main(arguments: list[str]) -> NoReturn:
     posix.environ.clear()
     # What is made is for everybody in the container, whatever the caller's umask is.
     posix.umask(0o022)
+    _signal.signal(_signal.SIGALRM, _give_up)
+    _signal.alarm(_SECONDS)
     try:
         code = serve(arguments)
     except Refused as refused:
@@ -55,6 +61,11 @@ def serve(arguments: list[str]) -> int:
     if stage:
         return 0
     raise Refused(_USAGE)
+
+
+def _give_up(number: int, frame: object) -> NoReturn:
+    """End a hook that something keeps waiting: a file system that does not answer, an engine that sends no state."""
+    posix._exit(_refuse(f"gpuprov: the container's files were not ready after {_SECONDS} s: something does not answer"))
 
 
 def _refuse(message: str) -> int:
@@ -101,7 +112,7 @@ def _equip(state: dict[str, Any]) -> int:
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
     # Before this process is in the container's mount namespace, where /run may be another.
     record.keep(str(state.get("id", "")), bundle, decision, "hook")
-    equip(pid, decision.root_path, decision.equipment, decision.settings)
+    equip(pid, decision)
     return 0
 
 
@@ -127,6 +138,7 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
         raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
+    watch(root, volumes_of(config, bundle))
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     return 0
 

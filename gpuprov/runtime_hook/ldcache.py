@@ -4,7 +4,8 @@ So no ldconfig runs at container start: not the image's, which would be the imag
 which needs namespaces of its own. Source: glibc, sysdeps/generic/dl-cache.h and elf/cache.c. The image's cache is
 hostile: what can't be read counts as no cache at all, as it does for the loader.
 
-An image may have thousands of libraries: entries are looked at by halves, and moved as raw numbers.
+An image may have thousands of libraries: entries are looked at by halves, and moved as raw numbers. What no real cache
+has (names longer than a file's, dozens of entries of one name) counts as torn, so that no image costs more than others.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ _LITTLE_ENDIAN = 2
 _MACHINE = 0xFF00
 _MOST_SECTIONS = 16
 # glibc knows some ten folders of optimised variants; 4 bytes each.
-_LARGEST_SECTION = 4096
-# As the kernel's own limit on paths: entries may share one text, and each that is compared is taken apart.
-_LONGEST_TEXT = 4096
+_LARGEST_SECTION = 256
+# As the kernel's own limits on names and paths: entries may share one text, and each that is compared is taken apart.
+_LONGEST_NAME = 256
+_LONGEST_PATH = 4096
+# libboost_python311-mt-x64.so.1.83.0 has six.
+_MOST_NUMBERS = 32
+# Of one library there are a 32-bit form, and one for each folder of optimised variants.
+_MOST_EQUAL_NAMES = 64
+# Of the strings, what is searched for those of an earlier driver: they were added at the end.
+_SEARCHED = 32 << 10
 # ELF for glibc 2 and later, and the machine: x86-64, AArch64, 32-bit x86.
 FLAGS = {"x86_64": 0x0303, "aarch64": 0x0A03}
 FLAGS_32_BIT = 0x0003
-LARGEST = 4 << 20
+# Ubuntu's desktop has 0.2 MiB for 3000 libraries.
+LARGEST = 1 << 20
 _DIGITS_ALONE = bytes(byte if 48 <= byte <= 57 else 32 for byte in range(256))
 
 
@@ -75,14 +84,15 @@ class _Cache:
     def entry(self, number: int) -> tuple[int, bytes, bytes, int]:
         """Return an entry's flags, name, path, and hardware capabilities."""
         flags, name, path, _, capabilities = unpack_from(_ENTRY, self.content, _HEADER_SIZE + number * _ENTRY_SIZE)
-        return flags, self._text(name), self._text(path), capabilities
+        return flags, self._text(name, _LONGEST_NAME), self._text(path, _LONGEST_PATH), capabilities
 
     def name(self, number: int) -> bytes:
         """Return an entry's name alone."""
-        return self._text(unpack_from("=I", self.content, _HEADER_SIZE + number * _ENTRY_SIZE + 4)[0])
+        place = unpack_from("=I", self.content, _HEADER_SIZE + number * _ENTRY_SIZE + 4)[0]
+        return self._text(place, _LONGEST_NAME)
 
-    def _text(self, place: int) -> bytes:
-        return self.content[place : self.content.index(b"\0", place, place + _LONGEST_TEXT)]
+    def _text(self, place: int, longest: int) -> bytes:
+        return self.content[place : self.content.index(b"\0", place, place + longest)]
 
 
 def _merged(
@@ -97,6 +107,8 @@ def _merged(
         parts.append(cache.entries(begun, first))
         begun, left = first, dict(wanted[name])
         while begun < cache.count and cache.name(begun) == name:
+            if begun - first == _MOST_EQUAL_NAMES:
+                raise ValueError("too many entries of one name")
             flags, _, path, capabilities = cache.entry(begun)
             machine = flags & _MACHINE
             if left.get(machine) == (path, flags) and not capabilities:
@@ -134,7 +146,10 @@ def _key(name: bytes) -> list[bytes | int]:
     """Return what names are ordered by (_dl_cache_libcmp): bytes by value, digits as numbers, and after other bytes."""
     key: list[bytes | int] = []
     start = 0
-    for digits in name.translate(_DIGITS_ALONE).split():
+    numbers = name.translate(_DIGITS_ALONE).split()
+    if len(numbers) > _MOST_NUMBERS:
+        raise ValueError("too many numbers in a name")
+    for digits in numbers:
         place = name.index(digits, start)
         # A number comes after every other byte, the end before.
         key += (name[start:place] + b"\xff", int(digits))
@@ -147,11 +162,13 @@ def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> byt
     """Return the file: the old strings stand behind the new table, the new ones behind them."""
     tail = bytearray(cache.content[cache.tail :])
     # Put in before, for another driver: then its strings serve again, and the file does not grow from driver to driver.
-    again = any(part[1] in tail for part in parts if isinstance(part, tuple))
+    recent = max(0, len(tail) - _SEARCHED)
+    again = any(tail.find(part[1], recent) >= 0 for part in parts if isinstance(part, tuple))
+    recent = recent if again else -1
     table = b"".join(
         part
         if isinstance(part, bytes)
-        else pack(_ENTRY, part[2], *(cache.tail + _string(tail, text, again) for text in part[:2]), 0, 0)
+        else pack(_ENTRY, part[2], *(cache.tail + _string(tail, text, recent) for text in part[:2]), 0, 0)
         for part in parts
     )
     shift = _HEADER_SIZE + len(table) - cache.tail
@@ -160,9 +177,9 @@ def _render(cache: _Cache, parts: list[bytes | tuple[bytes, bytes, int]]) -> byt
     return b"".join((header, _shifted(table, shift), tail))
 
 
-def _string(tail: bytearray, text: bytes, again: bool) -> int:
-    """Return where in the strings a text stands, added if need be."""
-    place = tail.find(b"\0" + text + b"\0") if again else -1
+def _string(tail: bytearray, text: bytes, recent: int) -> int:
+    """Return where in the strings a text stands, from `recent` on (-1: nowhere); added if need be."""
+    place = tail.find(b"\0" + text + b"\0", recent) if recent >= 0 else -1
     if place < 0:
         # The zero in front: to be found again, whatever the byte before the strings is.
         place = len(tail)

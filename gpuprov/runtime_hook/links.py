@@ -1,7 +1,8 @@
 """What a container's root needs beside mounts, so that programs find the driver: links, and the loader's cache.
 
 Made in the root folder itself, before runc starts, or by the hook in engines that read CDI themselves. What is right
-already is not written: nothing piles up in a container that starts many times.
+already is not written: nothing piles up in a container that starts many times. In volumes nothing is made. The cache is
+a file and not a mount, because the image's own ldconfig replaces it by a rename, which fails on a mount (EBUSY).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .equipment import Equipment
 
 _CACHE = "/etc/ld.so.cache"
+_EXDEV = 18
 _FLAGS = ldcache.FLAGS.get(posix.uname().machine, 0x0003)
 # Folders that loaders search; those below them (vdpau, gbm) belong to other programs.
 _64_BIT_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
@@ -39,9 +41,16 @@ def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) 
             _write(root, path, f"{folder}\n".encode())
             equipment.decisions.append(f"the image's {folder} is newer than driver {equipment.host_driver}: it is used")
         else:
-            root.remove(path)
+            _remove(root, path)
         path = _CACHE
-        _write_cache(root, [*_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)])
+        entries = [*_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)]
+        try:
+            _write_cache(root, entries)
+        except OSError as error:
+            # The loader looks into its own folders after the cache, and finds all but compatibility libraries there.
+            if error.errno != _EXDEV or names:
+                raise
+            equipment.decisions.append(f"{path} stays as it is: {error.strerror}")
     except OSError as error:
         raise Refused(f"{path} can't be made in the container's root file system: {error.strerror}") from None
 
@@ -80,6 +89,14 @@ def _write_cache(root: Root, entries: list[tuple[str, str, int]]) -> None:
     new = ldcache.merge(old, entries)
     if new != old:
         root.write_file(_CACHE, new, 0o644)
+
+
+def _remove(root: Root, path: str) -> None:
+    try:
+        root.remove(path)
+    except OSError as error:
+        if error.errno != _EXDEV:  # in a volume
+            raise
 
 
 def _write(root: Root, path: str, content: bytes) -> None:

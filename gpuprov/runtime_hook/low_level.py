@@ -53,7 +53,7 @@ def refuse_none(arguments: list[str]) -> NoReturn:
     """End with the sentence for a host that has no low-level runtime at all, and whose settings name none."""
     from .main import refuse
 
-    refuse(arguments, "gpuprov: neither runc nor crun is installed: apt-get install runc")
+    refuse(arguments, "gpuprov: neither runc nor crun is installed: install the package runc")
 
 
 def _write(cache: str, path: str) -> None:

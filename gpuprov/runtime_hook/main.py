@@ -13,10 +13,11 @@ from .edits import apply_edits, drop_nvidia_hooks
 from .errors import Refused
 from .links import prepare_root
 from .params import masking_hook
+from .volumes import mounts_to_make
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
 _BUNDLE_FLAGS = ("-b", "-bundle", "--bundle")
 # What stands before the command in a call of runc or crun, and has a value; and the commands that name a container.
@@ -81,11 +82,9 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
     if decision is None:
         return
     config, equipment = decision.config, decision.equipment
-    if _covered(config, equipment.links) and equipment.hook:
-        # A volume will lie over the links' folder: they can be made only once it is mounted.
-        equipment.edits.setdefault("hooks", []).append(equipment.hook)
-    else:
-        prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
+    if equipment.edits.get("mounts"):
+        equipment.edits["mounts"] = mounts_to_make(decision.root, decision.volumes, equipment.edits["mounts"])
+    prepare_root(decision.root, equipment, cuda_compat=decision.settings.cuda_compat)
     masking = masking_hook(config, decision.root_path)
     if masking:
         equipment.edits.setdefault("hooks", []).append(masking)
@@ -100,20 +99,6 @@ def prepare(bundle: str, settings_paths: tuple[str, str] = SETTINGS, *, containe
         raise Refused(f"{bundle}/config.json can't be written: {error}") from None
     _log(decision, bundle)
     record.keep(container, bundle, decision, "runtime")
-
-
-def _covered(config: dict[str, Any], links: list[tuple[str, str]]) -> bool:
-    """Say whether one of the container's own mounts will hide a folder in which links or the cache are made."""
-    mounts = config.get("mounts")
-    covers = {
-        str(mount.get("destination")).rstrip("/") for mount in mounts or () if isinstance(mount, dict)
-    } if isinstance(mounts, list) else set()  # fmt: skip
-    for folder in {"/etc", *(path.rpartition("/")[0] for _, path in links)}:
-        while folder:
-            if folder in covers:
-                return True
-            folder = folder.rpartition("/")[0]
-    return False
 
 
 def _log(decision: Decision, bundle: str) -> None:

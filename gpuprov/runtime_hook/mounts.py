@@ -10,10 +10,12 @@ import ctypes
 import posix
 
 from .errors import Refused
+from .rootfs import mount_id
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # The same numbers on x86-64 and AArch64, as for all calls since Linux 5.1.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_OPENAT2 = 437
 _CLONE_NEWNS = 0x00020000
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
@@ -24,7 +26,8 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC = 32, 4096, 16384
 _MS_PRIVATE = 1 << 18
 _FLAGS = {"ro": _MS_RDONLY, "nosuid": _MS_NOSUID, "nodev": _MS_NODEV, "noexec": _MS_NOEXEC}
-_ENOSYS, _EINVAL, _EPERM = 38, 22, 1
+_ENOSYS, _EINVAL, _EPERM, _EXDEV = 38, 22, 1, 18
+_RESOLVE_NO_XDEV = 1
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
@@ -32,6 +35,12 @@ class _MountAttributes(ctypes.Structure):
     """struct mount_attr (mount_setattr(2)); its flags are those of mount(2) for these four."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+class _OpenHow(ctypes.Structure):
+    """struct open_how (openat2(2))."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("flags", "mode", "resolve")]
 
 
 def enter_mount_namespace(pid: int) -> None:
@@ -54,9 +63,10 @@ def act_as(owner: tuple[int, int]) -> None:
 def bind(source: str, directory: int, name: str, options: list[str]) -> None:
     """Bind a file of the host to a name in a directory of the container (a descriptor). Raises OSError.
 
-    What stands there must be of the source's kind already, and no link.
+    What stands there must be of the source's kind already, no link, and no volume: a mount on one may spread to the
+    host.
     """
-    target = posix.open(name, _PATH, dir_fd=directory)
+    target = _open_target(directory, name)
     try:
         try:
             _move(source, target, _flags(options))
@@ -66,6 +76,21 @@ def bind(source: str, directory: int, name: str, options: list[str]) -> None:
             _bind_and_restrict(source, target, directory, name, _flags(options))
     finally:
         posix.close(target)
+
+
+def _open_target(directory: int, name: str) -> int:
+    how = _OpenHow(flags=_PATH, resolve=_RESOLVE_NO_XDEV)
+    try:
+        return _call(_OPENAT2, directory, name.encode(), ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
+    except OSError as error:
+        # Linux before 5.6, or a filter around the engine.
+        if error.errno not in (_ENOSYS, _EPERM):
+            raise
+    target = posix.open(name, _PATH, dir_fd=directory)
+    if mount_id(target) != mount_id(directory):
+        posix.close(target)
+        raise OSError(_EXDEV, "a volume is mounted there", name)
+    return target
 
 
 def _flags(options: list[str]) -> int:

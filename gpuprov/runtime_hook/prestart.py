@@ -16,17 +16,18 @@ from .links import prepare_root
 from .mounts import act_as, bind, enter_mount_namespace
 from .params import PARAMS, is_rootless, masked_copy
 from .rootfs import Root
+from .volumes import is_same_file, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .equipment import Equipment
-    from .settings import Settings
+    from .decision import Decision
 
 _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
 _HOST = (0, 0)
+_EXDEV = 18
 # As in config.json: `u` is a character device too.
 _NODE_TYPES = {"c": _CHARACTER, "u": _CHARACTER, "b": _BLOCK, "p": _PIPE}
 # What stands in config.json alone, which runc has read by now.
@@ -34,11 +35,12 @@ _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
-def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) -> None:
+def equip(pid: int, decision: Decision) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
     """
+    equipment, settings = decision.equipment, decision.settings
     _refuse_what_comes_too_late(equipment.edits)
     in_user_namespace = _is_another_namespace(pid, "user")
     owner = _root_user(pid) if in_user_namespace else _HOST
@@ -53,10 +55,7 @@ def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) ->
     sys.path.clear()
     sys.meta_path.clear()
     enter_mount_namespace(pid)
-    try:
-        root = Root(root_path, owner)
-    except OSError as error:
-        raise Refused(f"the container's root folder {root_path} can't be opened: {error.strerror}") from None
+    root = _open_root(decision, owner)
     posix.umask(0)
     for node in nodes:
         _attempt(node["path"], _add_node, root, node, bound)
@@ -69,6 +68,18 @@ def equip(pid: int, root_path: str, equipment: Equipment, settings: Settings) ->
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     act_as(_HOST)
     root.close()
+
+
+def _open_root(decision: Decision, owner: tuple[int, int]) -> Root:
+    path = decision.root_path
+    try:
+        root = Root(path, owner)
+    except OSError as error:
+        raise Refused(f"the container's root folder {path} can't be opened: {error.strerror}") from None
+    if root.identity != decision.root.identity:
+        raise Refused(f"something else than the container's root file system is mounted at {path}")
+    watch(root, decision.volumes)
+    return root
 
 
 def _refuse_what_comes_too_late(edits: dict[str, Any]) -> None:
@@ -121,18 +132,14 @@ def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
     """Make a device node; or bind the host's: in a user namespace nodes can't be made, or not be opened."""
     folder, _, name = node["path"].rpartition("/")
     if bound:
-        act_as(root.owner)
-        directory = root.open_directory(folder, make=True)
-        _make_file(root, directory, name)
-        act_as(_HOST)
-        bind(node["host"], directory, name, ["nosuid", "noexec"])
+        _add_mount(root, {"hostPath": node["host"], "containerPath": node["path"], "options": ["nosuid", "noexec"]})
         return
-    directory = root.open_directory(folder, make=True)
     kind, device = _NODE_TYPES[node["type"]], posix.makedev(node["major"], node["minor"])
+    found = root.status(node["path"])
+    if found and found.st_mode & _TYPE == kind and found.st_rdev == device:
+        return
+    directory = root.open_writable(folder)
     try:
-        found = posix.stat(name, dir_fd=directory, follow_symlinks=False)
-        if found.st_mode & _TYPE == kind and found.st_rdev == device:
-            return
         posix.unlink(name, dir_fd=directory)
     except FileNotFoundError:
         pass
@@ -141,16 +148,23 @@ def _add_node(root: Root, node: dict[str, Any], bound: bool) -> None:
 
 
 def _add_mount(root: Root, mount: dict[str, Any]) -> None:
-    folder, _, name = mount["containerPath"].rpartition("/")
-    is_directory = posix.stat(mount["hostPath"]).st_mode & _TYPE == _DIRECTORY
-    act_as(root.owner)
-    directory = root.open_directory(folder, make=True)
-    if is_directory:
-        root.open_directory(mount["containerPath"], make=True)
-    else:
-        _make_file(root, directory, name)
-    act_as(_HOST)
-    bind(mount["hostPath"], directory, name, mount.get("options") or [])
+    """Mount a file or folder, unless a volume has brought it to that place already."""
+    path, source = mount["containerPath"], mount["hostPath"]
+    folder, _, name = path.rpartition("/")
+    status = posix.stat(source)
+    try:
+        act_as(root.owner)
+        directory = root.open_writable(folder)
+        if status.st_mode & _TYPE == _DIRECTORY:
+            root.open_writable(path)
+        else:
+            _make_file(root, directory, name)
+        act_as(_HOST)
+        bind(source, directory, name, mount.get("options") or [])
+    except OSError as error:
+        if error.errno != _EXDEV or not is_same_file(root, path, status):
+            raise
+        act_as(_HOST)
 
 
 def _make_file(root: Root, directory: int, name: str) -> None:

@@ -143,8 +143,8 @@ class HostSpec:
     )  # fmt: skip
     kernel_archive: bool = flag(
         False,
-        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux, AlmaLinux and "
-        "CentOS 7), for headers that the repositories have no longer.",
+        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux and AlmaLinux), "
+        "for headers that the repositories no longer have.",
     )
     module_signing_key: str = text(
         "",

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.wire.spec import HostSpec, SiteRepository
@@ -19,7 +21,10 @@ from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
 
-RELEASES = ("bullseye", "bookworm", "trixie")  # apt 2.2, 2.6 and 3.0
+# apt 2.2, 2.6 and 3.0.
+RELEASES = (
+    pytest.param("bullseye", marks=pytest.mark.slow), "bookworm", pytest.param("trixie", marks=pytest.mark.slow)
+)  # fmt: skip
 _PLACES = ("proc", "dev/pts")
 
 
@@ -45,7 +50,7 @@ def chroot_host(release: str, folder: Path, storage: Path | None = None) -> Iter
     root = folder / "root"
     # Overlay on overlay does not work: the layers lie where the base does.
     layers = (storage or CACHE) / f"chroot-{os.getpid()}-{release}"
-    mount_over(base, layers, root)
+    mount_over(str(base), layers, root)
     try:
         run(("mount", "-t", "proc", "proc", str(root / "proc")))
         # Daemons are none of these tests' business.

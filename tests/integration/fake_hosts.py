@@ -158,6 +158,7 @@ RUNS: Mapping[str, Run] = {
 PROBES = {
     "no-shell": "This account is currently not available.\n",
     "old-python": "gpuprov-probe 1\nsystem Linux x86_64\nuid 0\ncache /root/.cache/gpuprov\nagent \n"
+    "os rocky|8.10||rhel centos fedora|Rocky Linux 8.10||\n"
     "python 3.6.8 /usr/bin/python3\nend\n",
     "sudo": "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/ops/.cache/gpuprov\nagent \n"
     "python 3.11.2 /usr/bin/python3\nsudo 1 sudo: a password is required\nend\n",

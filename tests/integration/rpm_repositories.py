@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.changes import Change
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import plan_repositories
 from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
@@ -34,6 +37,8 @@ NEEDS = [
 ]
 # os-release → its package manager.
 HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"}
+# One of each manager for `make test`.
+EACH_HOST = ("rocky-9.5", pytest.param("fedora-38", marks=pytest.mark.slow), "opensuse-tumbleweed")
 
 
 class Repository:
@@ -83,7 +88,7 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         yield Repository(folder, template / "gnupg", url)
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=EACH_HOST)
 def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
     return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
 
@@ -96,8 +101,12 @@ def facts_of(host: RpmHost) -> HostFacts:
     return gather(host)
 
 
-def manager(host: RpmHost) -> str:
-    return host.programs[1]
+def manager(host: RpmHost) -> RpmManager:
+    return DNF if host.programs[1] == "dnf" else ZYPPER
+
+
+def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return facts.package_manager.plan_repositories(facts, spec)
 
 
 def configure(host: RpmHost, spec: HostSpec) -> None:

@@ -53,8 +53,7 @@ def task_states(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def twin(site: Site) -> Host:
     """A host that site.yml has installed, from bare."""
-    host = site.hosts["twin"]
-    host.reset()
+    host = site.fresh("twin")
     done = play("site", site.inventory("twin"))
     assert done.returncode == 0, done.stdout
     assert task_states(done) == {"preflight": "ok", **dict.fromkeys(_PARTS, "changed"), "verify": "ok"}
@@ -62,8 +61,7 @@ def twin(site: Site) -> Host:
 
 
 def test_check_mode_says_what_would_change_and_changes_nothing(site: Site) -> None:
-    host = site.hosts["twin"]
-    host.reset()
+    host = site.fresh("twin")
     before = (etc(host), packages(host), docker_start(host))
     done = play("site", site.inventory("twin"), "--check", "--diff")
     assert done.returncode == 0, done.stdout
@@ -101,10 +99,10 @@ def verified(site: Site, name: str) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.sample
 def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
     """Host A by the command line, host B by the playbook: /etc, programs, packages, units and verification agree."""
-    main = site.hosts["main"]
-    main.reset()
+    main = site.fresh("main")
     done = gpuprov("install", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
     one, other = etc(main), etc(twin)
@@ -236,8 +234,7 @@ def test_a_jump_host_is_gone_through(site: Site, twin: Host) -> None:
 
 
 def test_rollback_undoes_the_whole_play_back_to_the_byte(site: Site) -> None:
-    host = site.hosts["twin"]
-    host.reset()
+    host = site.fresh("twin")
     before = (etc(host), packages(host))
     assert play("site", site.inventory("twin")).returncode == 0
     assert etc(host) != before[0]
@@ -252,8 +249,7 @@ def test_rollback_undoes_the_whole_play_back_to_the_byte(site: Site) -> None:
 
 
 def test_sudo_with_a_password_on_a_host_without_docker(site: Site) -> None:
-    host = site.hosts["ops"]
-    host.reset()
+    site.fresh("ops")
     login = {"ansible_user": "ops", "ansible_become_password": "correct horse"}
     done = play("site", site.inventory("ops", **login))
     assert done.returncode == 0, done.stdout
@@ -264,8 +260,7 @@ def test_sudo_with_a_password_on_a_host_without_docker(site: Site) -> None:
 
 
 def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
-    host = site.hosts["bare"]
-    host.reset()
+    site.fresh("bare")
     done = play("facts", site.inventory("bare"))
     assert done.returncode != 0
     assert "there is no Python on the host" in done.stdout

@@ -14,6 +14,8 @@ from tests.lab.lab import REPOSITORY
 
 _BIN = Path(sys.executable).parent
 
+pytestmark = pytest.mark.slow
+
 
 def run(*words: object, cwd: Path, **environment: str) -> str:
     """Run one of Ansible's programs and return what it prints. Fails with that if it fails."""

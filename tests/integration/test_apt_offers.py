@@ -13,7 +13,8 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather_files
-from gpuprov.packaging import offers
+from gpuprov.package_managers import offers
+from gpuprov.package_managers.apt import APT
 from gpuprov.packaging.apt_packages import RefreshPackageIndex
 from gpuprov.repos import plan_repositories
 from gpuprov.wire.events import Event, Finished
@@ -22,6 +23,7 @@ from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts"),
     pytest.mark.skipif(shutil.which("mmdebstrap") is None, reason="needs mmdebstrap"),
@@ -68,7 +70,7 @@ def configure(host: ChrootHost, server: SiteServer) -> None:
 
 def test_a_repository_that_is_yet_to_be_set_up_is_asked_in_a_copy(host: ChrootHost, server: SiteServer) -> None:
     before = state(host)
-    answer = offers.ask(host, "apt", ("tool", "nobody-has-this"), planned(host, server))
+    answer = offers.ask(host, APT, ("tool", "nobody-has-this"), planned(host, server))
     assert answer.problems == ()
     assert answer.found == {"tool": ("2.0", "1.0")}
     assert answer.lacking(("tool", "nobody-has-this")) == ("nobody-has-this",)
@@ -88,7 +90,7 @@ def test_the_answer_is_fresh_though_the_hosts_index_is_not(host: ChrootHost, ser
     for name in ("InRelease", "Packages"):
         os.utime(server.folder / name, (time.time() + 10,) * 2)
     before = state(host)
-    answer = offers.ask(host, "apt", ("tool", "newcomer"), ())
+    answer = offers.ask(host, APT, ("tool", "newcomer"), ())
     assert answer.problems == ()
     assert answer.lacking(("tool", "newcomer")) == ("tool",)
     assert state(host) == before
@@ -98,7 +100,7 @@ def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHo
     release = server.folder / "InRelease"
     release.write_text(release.read_text().replace("MD5Sum:", "MD5Summe:", 1))
     before = state(host)
-    (problem,) = offers.ask(host, "apt", ("tool",), planned(host, server)).problems
+    (problem,) = offers.ask(host, APT, ("tool",), planned(host, server)).problems
     assert problem.what.startswith("the package index could not be refreshed: "), problem
     assert state(host) == before
 
@@ -106,7 +108,7 @@ def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHo
 def test_a_source_of_the_host_that_is_out_of_reach_is_told(host: ChrootHost, server: SiteServer) -> None:
     configure(host, server)
     host.write("/etc/apt/sources.list", b"deb http://127.0.0.9:9/debian stable main\n")
-    (problem,) = offers.ask(host, "apt", ("tool",), ()).problems
+    (problem,) = offers.ask(host, APT, ("tool",), ()).problems
     assert problem.what == "the package index could not be refreshed: a repository can't be reached"
     assert "127.0.0.9:9" in problem.evidence
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -13,13 +11,12 @@ import pytest
 import yaml
 
 from tests import simgpu
-from tests.lab import Host, HostRequest, Lab
-from tests.lab.fixtures import DRIVER, GPUPROV, Site, gpuprov
+from tests.lab import Host, HostRequest
+from tests.lab.fixtures import GPUPROV, Site, gpuprov, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 6
 _UNITS = ("gpuprov-nodes.service", "gpuprov-refresh.service", "gpuprov-refresh.path")
 _CDI = "/etc/cdi/nvidia.json"
 # Instead of the lab's own: first nouveau has the GPUs of a bare machine, after the next boot NVIDIA's driver has them.
@@ -38,25 +35,9 @@ _UNMARK = "[Service]\nType=oneshot\nExecStart=/bin/rm -f /run/systemd/container\
 
 @pytest.fixture(scope="module")
 def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    lab = Lab(_NUMBER)
-    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        try:
-            # Not "main": a host's name is its network interface's too, and the session's lab is up beside this one.
-            names = ("boots", "metal")
-            hosts = lab.up([HostRequest(name, gpus=2, bind=(str(REPOSITORY),)) for name in names])
-            run_file = simgpu.build_run(lab.www)
-            variables = {
-                "ansible_user": "root",
-                "ansible_ssh_private_key_file": str(lab.key),
-                "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
-                "gpuprov_driver_version": DRIVER,
-                "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
-                "gpuprov_driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
-            }
-            yield Site(lab, {host.name: host for host in hosts}, tmp_path_factory.mktemp("inventories"), variables)
-        finally:
-            lab.down()
+    requests = {name: HostRequest(name, gpus=2, bind=(str(REPOSITORY),)) for name in ("boots", "metal")}
+    with running(requests, tmp_path_factory.mktemp("inventories")) as site:
+        yield site
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +101,7 @@ def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host
 
 def _as_metal(lab_site: Site) -> Host:
     """Return a host with the driver's libraries that takes itself for a bare machine, nouveau on its GPUs."""
-    host = lab_site.hosts["metal"]
-    host.reset()
+    host = lab_site.fresh("metal")
     run_file = lab_site.variables["gpuprov_driver_url"]
     host.ssh(f'cd /root && python3 -c \'import urllib.request as u; u.urlretrieve("{run_file}", "driver.run")\'')
     host.ssh("sh /root/driver.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)

@@ -24,7 +24,7 @@ from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
 from tests.lab.rpm_repository import RpmPackage
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 UNSIGNED = RpmPackage("unsigned-tools")
 
 

@@ -19,7 +19,7 @@ from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.packaging import rpm_repos
+from gpuprov.package_managers.dnf import DNF
 from gpuprov.plan import with_bundle
 from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import chroot_host
@@ -40,6 +40,8 @@ Maintainer: The lab <lab@example.org>
 Description: as NVIDIA names it
 """
 _PROGRAM = "#!/bin/sh\necho 'Fabric Manager version is : {version}'\n"
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = rpm_repos.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
+    repositories = DNF.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
     for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):

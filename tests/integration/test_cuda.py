@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from pathlib import Path
 
 import pytest
 
+from tests.gpg import gpg_home
 from tests.lab.fixtures import Site, gpuprov
 from tests.lab.repository import build_repository
 from tests.simgpu.cuda_run import build_cuda_run
@@ -14,14 +16,13 @@ from tests.simgpu.cuda_run import build_cuda_run
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 
 
-def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site) -> None:
-    host = site.hosts["main"]
+def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site, tmp_path: Path) -> None:
+    host = site.installed("main")
     folder = site.lab.www / "cuda/debian12/x86_64"
-    fingerprint = build_repository(folder, site.lab.www.parent / "cuda-gnupg", "cuda-toolkit-12-4")
+    with gpg_home(tmp_path / "gnupg") as home:
+        fingerprint = build_repository(folder, home, "cuda-toolkit-12-4")
     shutil.copy(folder / "key.asc", folder / "3bf863cc.pub")
     wanted = {"gpuprov_cuda": "12.4", "gpuprov_cuda_repository": f"{site.lab.url}/cuda"}
-    before = gpuprov("install", "--hosts", site.inventory("main"))
-    assert before.returncode == 0, before.stdout
     refused = gpuprov("install", "--hosts", site.inventory("main", **wanted))
     assert refused.returncode == 1
     assert "pinned is EB693B3035CD5710E231E123A4B469963BF863CC" in refused.stdout
@@ -37,8 +38,7 @@ def test_the_toolkit_comes_from_nvidias_layout_and_goes_again(site: Site) -> Non
 
 
 def test_the_toolkit_comes_from_its_run_file_and_goes_again(site: Site) -> None:
-    host = site.hosts["main"]
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    host = site.installed("main")
     file = build_cuda_run(site.lab.www)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     wanted = {"gpuprov_cuda": "12.4", "gpuprov_cuda_url": f"{site.lab.url}/{file.name}"}

@@ -21,15 +21,16 @@ from gpuprov.core.system import System
 from gpuprov.facts.host import gather, gather_files
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, gather_packages
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import plan_repositories as plan_rpm_repositories
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.integration.apt_chroot import RELEASES, SiteServer, chroot_host, site_server
 from tests.integration.rpm_host import RpmHost
+from tests.integration.rpm_repositories import EACH_HOST, Repository, repository, template
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
-from tests.integration.rpm_repositories import Repository, repository, template
+from tests.integration.rpm_repositories import manager as manager_on
+from tests.integration.rpm_repositories import plan_repositories as plan_rpm_repositories
 from tests.lab.rpm_repository import RpmPackage
 from tests.unit.fake_host import FakeHost, Tree
 from tests.unit.test_laws import FOREIGN, finished, ignore, install, spec
@@ -166,13 +167,13 @@ def test_dpkg_on_a_full_disk_leaves_nothing_half_installed(release: str, server:
 
 
 @pytest.mark.skipif(shutil.which("createrepo_c") is None, reason="needs createrepo_c")
-@pytest.mark.parametrize("name", RPM_HOSTS)
+@pytest.mark.parametrize("name", EACH_HOST)
 def test_rpm_on_a_full_disk_leaves_nothing_half_installed(name: str, repository: Repository, tmp_path: Path) -> None:
     repository.add(RpmPackage("large", size=16 << 20))
     with small_disk(tmp_path / "disk", "200m") as disk:
         rpm = RpmHost(disk / "root", name, RPM_HOSTS[name])
         carry_out(rpm, *plan_rpm_repositories(gather(rpm), repository.spec))
-        manager = RPM_HOSTS[name]
+        manager = manager_on(rpm)
         refresh, large = RefreshRpmIndex(manager), InstallRpmPackages(manager, ("large",))
         # Something was installed before, as on any host: dnf's history is there.
         carry_out(rpm, refresh, InstallRpmPackages(manager, ("site-gpu-library",)))

@@ -5,7 +5,6 @@ From the .run on two releases, from NVIDIA's packages (stand-ins with their name
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +17,12 @@ import pytest
 from gpuprov.driver.kernel import dkms_states
 from gpuprov.wire.request import Request, request_to_line
 from tests import simgpu
-from tests.lab import Host, HostRequest, Lab
+from tests.lab import Host, HostRequest
 from tests.lab.fixtures import DRIVER, GPUPROV
+from tests.lab.lab import free_lab
 from tests.lab.nvidia_driver import build_cuda
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 3
 # Releases of Debian, by where their driver comes from.
 _FROM_RUN, _FROM_PACKAGES = ("bullseye", "trixie"), "bookworm"
 _RUN_WANTED = {"driver_version": DRIVER, "driver_url": "/root/driver.run", "kernel_modules": "build"}
@@ -50,7 +49,8 @@ import json
 import sys
 sys.path.insert(0, "/root/agent.pyz")
 from dataclasses import replace
-from gpuprov.core.apply import PlanAfresh, apply_changes
+from gpuprov.core.apply import apply_changes
+from gpuprov.core.changes import Then
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.facts.host import gather
 from gpuprov.core.journal import new_journal
@@ -75,10 +75,8 @@ for problem in planned.problems:
     print("problem:", problem.what, problem.evidence)
 journal = new_journal(system, "install")
 try:
-    apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
-    print("left:", [change.change.summary() for change in plan().changes])
-except PlanAfresh:
-    print("afresh:", [change.change.summary() for change in plan().changes])
+    applied = apply_changes([change.change for change in planned.changes], system, journal, lambda event: None)
+    print("left:" if applied.then is Then.CONTINUE else "afresh:", [item.change.summary() for item in plan().changes])
 except GpuprovError as error:
     print("error:", error)
 journal.end("done")
@@ -98,21 +96,16 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Installed]]:
     """Each release's host, installed: all at once, for each waits for the mirror and gcc."""
-    lab = Lab(_NUMBER)
-    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        try:
-            names = (*_FROM_RUN, _FROM_PACKAGES)
-            hosts = lab.up([HostRequest(f"d-{name}", release=name, gpus=1, docker=False) for name in names])
-            bring_files(hosts, tmp_path_factory.mktemp("run"))
-            fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", (DRIVER, _NEWER))
-            mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}
-            packages = {"driver": "packages", "driver_version": "550", "kernel_modules": "build", **mirror, **_SIGNING}
-            wanted = [*[_RUN_WANTED] * len(_FROM_RUN), packages]
-            with ThreadPoolExecutor() as pool:
-                yield dict(zip(names, pool.map(install, hosts, wanted), strict=True))
-        finally:
-            lab.down()
+    with free_lab() as lab:
+        names = (*_FROM_RUN, _FROM_PACKAGES)
+        hosts = lab.up([HostRequest(name, release=name, gpus=1, docker=False) for name in names])
+        bring_files(hosts, tmp_path_factory.mktemp("run"))
+        fingerprint = build_cuda(lab.www / "cuda", lab.directory / "gnupg", (DRIVER, _NEWER))
+        mirror = {"cuda_repository": f"{lab.url}/cuda", "cuda_key_fingerprint": fingerprint}
+        packages = {"driver": "packages", "driver_version": "550", "kernel_modules": "build", **mirror, **_SIGNING}
+        wanted = [*[_RUN_WANTED] * len(_FROM_RUN), packages]
+        with ThreadPoolExecutor() as pool:
+            yield dict(zip(names, pool.map(install, hosts, wanted), strict=True))
 
 
 def bring_files(hosts: Sequence[Host], work: Path) -> None:

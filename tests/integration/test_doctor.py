@@ -72,10 +72,7 @@ TROUBLES = (
 @pytest.fixture(scope="module")
 def host(site: Site) -> Host:
     """A host that gpuprov has set up, and on which containers see the GPUs."""
-    host = site.hosts["main"]
-    host.reset()
-    done = gpuprov("install", "--hosts", site.inventory("main"))
-    assert done.returncode == 0, done.stdout
+    host = site.installed("main")
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
     (host.root / "root" / _OTHER).write_bytes((simgpu.build_libraries("535.261.03") / _OTHER).read_bytes())

@@ -108,8 +108,7 @@ FAILURES = {
 @pytest.fixture(scope="module")
 def host(site: Site) -> Iterator[Host]:
     """A pristine host with the files: whole, of another version, flipped, cut, and a page."""
-    made = site.hosts["main"]
-    made.reset()
+    made = site.fresh("main")
     root = made.root / "root"
     shutil.copyfile(simgpu.build_run(site.lab.www), root / "driver.run")
     shutil.copyfile(simgpu.build_run(site.lab.www, OLD), root / "old.run")

@@ -13,11 +13,15 @@ import pytest
 
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench, nodes
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
 ENXIO = "No such device or address"
-# In a mount namespace of its own; $1 stands for the machine's /etc/cdi.
-_WITH_CDI = 'mount --bind "$1" /etc/cdi && shift && exec "$@"'
+# In a mount namespace of its own, with an /etc of its own, whose layers lie in $1; $2 stands for /etc/cdi.
+_WITH_CDI = """
+mkdir "$1/upper" "$1/work" && mount -t overlay -o "lowerdir=/etc,upperdir=$1/upper,workdir=$1/work" gpuprov-etc /etc
+mkdir -p /etc/cdi && mount --bind "$2" /etc/cdi && shift 2 && exec "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,9 @@ def docker(bench: Bench) -> Iterator[DockerHost]:
         yield host
 
 
-def run(docker: DockerHost, *words: str) -> tuple[int, list[str], str]:
+def run(docker: DockerHost, *words: str, image: str = "busybox-gpu") -> tuple[int, list[str], str]:
     """Run the report in a container; return its exit code, lines, and what docker complained of."""
-    done = docker.run(("docker", "run", "--rm", "--network=none", *words, "busybox-gpu", "sh", "-c", f"{REPORT}\n:"))
+    done = docker.run(("docker", "run", "--rm", "--network=none", *words, image, "sh", "-c", f"{REPORT}\n:"))
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -86,6 +90,42 @@ def test_a_read_only_container_is_equipped(docker: DockerHost) -> None:
     assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
 
 
+@pytest.fixture
+def hosts_files(tmp_path: Path) -> Path:
+    """What stands for the host's root; the engine's own files of /etc are there too."""
+    folder = tmp_path / "host"
+    for place in ("etc", "usr/bin", LIBRARIES[1:]):
+        (folder / place).mkdir(parents=True)
+    for name in ("hosts", "hostname", "resolv.conf", "mtab", "ld.so.cache"):
+        (folder / "etc" / name).write_text("the host's")
+    return folder
+
+
+def image_root(bench: Bench, folder: Path, place: str, target: str) -> Path:
+    """Return a copy of the bundle's root in which a link stands at a place."""
+    root = folder / "image"
+    shutil.copytree(bench.root, root, symlinks=True)
+    shutil.rmtree(root / place, ignore_errors=True)
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    (root / place).symlink_to(target)
+    return root
+
+
+@pytest.mark.parametrize("place", ["usr/bin", LIBRARIES[1:]])
+@pytest.mark.parametrize("access", ["ro", "rw"])
+def test_an_images_link_into_a_volume_writes_nothing_on_the_host(
+    bench: Bench, docker: DockerHost, hosts_files: Path, tmp_path: Path, place: str, access: str
+) -> None:
+    root = image_root(bench, tmp_path, place, f"/rootfs/{place}")
+    content = subprocess.run(("tar", "-C", str(root), "-c", "."), capture_output=True, check=True).stdout
+    docker.docker("import", "-", "hostile-gpu", stdin=content)
+    before = state(hosts_files)
+    code, _, errors = run(docker, "--gpus", "all", "-v", f"{hosts_files}:/rootfs:{access}", image="hostile-gpu")
+    assert state(hosts_files) == before
+    assert "in the volume at /rootfs, and nothing is written into volumes" in errors
+    assert code == 125
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -124,23 +164,18 @@ def test_a_container_that_starts_many_times_leaves_what_one_start_leaves(docker:
 def test_podman_takes_devices_by_the_specification(bench: Bench, tmp_path: Path) -> None:
     configuration = tmp_path / "containers.conf"
     configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
-    made = not Path("/etc/cdi").exists()
-    Path("/etc/cdi").mkdir(exist_ok=True)
-    private = ("unshare", "-m", "sh", "-c", _WITH_CDI, "sh", str(bench.deployed.specifications))
+    (tmp_path / "etc").mkdir()
+    private = ("unshare", "-m", "sh", "-ec", _WITH_CDI, "sh", f"{tmp_path}/etc", str(bench.deployed.specifications))
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    try:
-        # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
-        with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
-            argv = (
-                *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
-                "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
-                "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
-            )  # fmt: skip
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
-            subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
-    finally:
-        if made:
-            Path("/etc/cdi").rmdir()
+    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+        argv = (
+            *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
+            "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
+            "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
+        )  # fmt: skip
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     report = done.stdout.splitlines()
     assert paths(report) == ["/dev/nvidia1", "/dev/nvidiactl"]

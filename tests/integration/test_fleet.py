@@ -241,13 +241,25 @@ def test_bootstrap_installs_python_with_the_package_manager(tmp_path: Path, targ
 # -- the agent -------------------------------------------------------------------------------------------------------
 
 
-def test_events_arrive_while_the_agent_works(target: HostTarget) -> None:
-    body = "tell(event='Started', version='1', command='install', pid=1)\nprint('no event')\ntime.sleep(1)\n" + DONE
-    arrived: list[float] = []
+def test_events_arrive_while_the_agent_works(target: HostTarget, tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    arrived: list[Event] = []
+
+    def note(event: Event) -> None:
+        arrived.append(event)
+        heard.touch()
+
     with connected(target, ACCEPTING) as connection:
-        run_agent(connection, target, Request("install"), fake_agent(body), lambda _: arrived.append(time.monotonic()))
-    assert len(arrived) == 2
-    assert arrived[1] - arrived[0] > 0.5
+        run_agent(connection, target, Request("install"), fake_agent(f"{started_and_heard(heard)}{DONE}"), note)
+    assert [type(event) for event in arrived] == [Started, Finished]
+
+
+def started_and_heard(heard: Path) -> str:
+    """Return an agent's beginning that tells an event, and goes on as soon as that is heard here."""
+    return (
+        "tell(event='Started', version='1', command='install', pid=1)\nprint('no event')\n"
+        f"while not os.path.exists({str(heard)!r}): time.sleep(0.01)\n"
+    )
 
 
 def test_agent_is_uploaded_once_and_mended_if_it_changed(server: Server, target: HostTarget) -> None:
@@ -280,19 +292,23 @@ def test_a_host_costs_one_connection_and_two_commands_or_three_with_the_upload(
     assert seen == [(1, 3), (1, 2)]
 
 
-def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget) -> None:
+def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget, tmp_path: Path) -> None:
     body = (
-        "tell(event='Started', version='1', command='install', pid=1)\n"
+        f"{started_and_heard(tmp_path / 'heard')}"
         "up = lambda pid: int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])\n"
         "pid = os.getppid()\n"
         "while 'sshd' not in open(f'/proc/{pid}/comm').read(): pid = up(pid)\n"
-        "time.sleep(0.5)  # sshd first has to pass the event on\n"
         "os.kill(pid, signal.SIGKILL)\n"
         "time.sleep(2)\n"
     )
     events: list[Event] = []
+
+    def note(event: Event) -> None:
+        events.append(event)
+        (tmp_path / "heard").touch()
+
     with pytest.raises(GpuprovError) as caught, connected(target, ACCEPTING) as connection:
-        run_agent(connection, target, Request("install"), fake_agent(body), events.append)
+        run_agent(connection, target, Request("install"), fake_agent(body), note)
     assert [type(event) for event in events] == [Started]
     assert "the connection to the host dropped" in str(caught.value)
     assert "the agent on the host goes on; run the same command again" in str(caught.value)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.lab import Host, HostRequest, Lab
+from tests.lab import Host, HostRequest
 from tests.lab.fixtures import GPUPROV
-from tests.lab.lab import REPOSITORY
+from tests.lab.lab import REPOSITORY, free_lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 4
 _BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
 # A host of the lab has no kernel of its own: the step is told that it has.
 _KEEP_OUT = """
@@ -93,18 +90,13 @@ def maker(request: pytest.FixtureRequest) -> Maker:
 @pytest.fixture(scope="module")
 def host(maker: Maker) -> Iterator[Host]:
     """A Debian host with a kernel package whose initramfs holds nouveau."""
-    lab = Lab(_NUMBER)
-    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        try:
-            (made,) = lab.up([HostRequest("image", gpus=0, bind=(str(REPOSITORY),))])
-            install = f"apt-get install -y --no-install-recommends {maker.package} linux-image-amd64"
-            made.ssh(f"export DEBIAN_FRONTEND=noninteractive; apt-get update && {install}", timeout=600)
-            made.ssh(maker.with_nouveau)
-            made.ssh(maker.build, timeout=600)
-            yield made
-        finally:
-            lab.down()
+    with free_lab() as lab:
+        (made,) = lab.up([HostRequest("image", gpus=0, bind=(str(REPOSITORY),))])
+        install = f"apt-get install -y --no-install-recommends {maker.package} linux-image-amd64"
+        made.ssh(f"export DEBIAN_FRONTEND=noninteractive; apt-get update && {install}", timeout=600)
+        made.ssh(maker.with_nouveau)
+        made.ssh(maker.build, timeout=600)
+        yield made
 
 
 def image(host: Host) -> str:

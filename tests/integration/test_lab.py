@@ -5,50 +5,56 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.lab import HostRequest, Lab
 from tests.lab.fixtures import Site
-from tests.lab.lab import REPOSITORY
-from tests.lab.shell import run
+from tests.lab.lab import REPOSITORY, free_lab
+from tests.lab.shell import run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 2
-_UP = f"from tests.lab import HostRequest, Lab; Lab({_NUMBER}).up([HostRequest('one'), HostRequest('two')])"
+_UP = "from tests.lab import HostRequest, Lab; Lab({}).up([HostRequest('one'), HostRequest('two')])"
 
 
-def traces() -> list[str]:
+def traces(number: int) -> list[str]:
     """Return what a lab of this number leaves on the machine while it is up."""
-    name = f"gpuprov-lab{_NUMBER}"
-    found = [line for line in Path("/proc/mounts").read_text().splitlines() if f"/lab{_NUMBER}/" in line]
+    name = f"gpuprov-lab{number}"
+    found = [line for line in Path("/proc/mounts").read_text().splitlines() if f"/lab{number}/" in line]
     found += [line for line in run(("iptables-save",)).splitlines() if f"{name} " in line or f'{name}"' in line]
     found += [str(path) for path in Path("/sys/class/net").glob(f"{name}*")]
     found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/*{name}-*")]
-    found += run(("pgrep", "-af", f"lab{_NUMBER}/"), check=False).splitlines()
-    return [*found, *(str(path) for path in (REPOSITORY / ".cache").glob(f"lab{_NUMBER}/*"))]
+    found += run(("pgrep", "-af", f"lab{number}/"), check=False).splitlines()
+    return [*found, *(str(path) for path in (REPOSITORY / ".cache").glob(f"lab{number}/*"))]
 
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    made = Lab(_NUMBER)
-    yield made
-    made.down()
+    with free_lab() as made:
+        yield made
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 3.0])
-def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab: Lab, seconds: float) -> None:
-    with subprocess.Popen((sys.executable, "-c", _UP), cwd=REPOSITORY) as process:
-        time.sleep(seconds)
+# How far it has come when it is killed.
+MOMENTS: dict[str, Callable[[Lab], bool]] = {
+    "network": lambda lab: lab.network.is_up(),
+    "first host's files": lambda lab: (lab.directory / "hosts/one/root").is_mount(),
+    "first host's boot": lambda lab: "one: running" in lab.status(),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab: Lab, moment: str) -> None:
+    with subprocess.Popen((sys.executable, "-c", _UP.format(lab.number)), cwd=REPOSITORY) as process:
+        wait_for(f"the lab's {moment}", lambda: MOMENTS[moment](lab) or process.poll() is not None, 60)
+        assert process.poll() is None, "it was up before it could be killed"
         process.send_signal(signal.SIGKILL)
     hosts = lab.up([HostRequest("one"), HostRequest("two")])
     assert [host.ssh("hostname").stdout.strip() for host in hosts] == ["one", "two"]
-    assert traces()
+    assert traces(lab.number)
     lab.down()
-    assert traces() == []
+    assert traces(lab.number) == []
 
 
 def test_up_leaves_running_hosts_alone_and_mends_a_dead_one(lab: Lab) -> None:
@@ -72,6 +78,7 @@ def test_a_host_reboots_and_resets(lab: Lab) -> None:
     assert host.ssh("test -e /etc/mark", check=False).returncode == 1
 
 
+@pytest.mark.sample
 def test_hosts_run_containers_and_show_their_gpus(site: Site) -> None:
     host = site.hosts["main"]
     for path in ("/dev/nvidia0", "/proc/driver/nvidia/version", "/sys/bus/pci/devices/0000:1b:00.0/vendor"):

@@ -11,8 +11,7 @@ _DUMP = "containerd config dump | grep -c 'BinaryName = .*/usr/bin/gpuprov-conta
 
 
 def test_a_real_containerd_is_told_and_docker_lives_on(site: Site) -> None:
-    host = site.hosts["main"]
-    assert gpuprov("install", "--hosts", site.inventory("main")).returncode == 0
+    host = site.installed("main")
     before = host.ssh(
         "cat /etc/containerd/config.toml 2>/dev/null | sha256sum; systemctl show -p MainPID docker"
     ).stdout

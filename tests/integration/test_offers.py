@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.packaging import offers
-from gpuprov.packaging.rpm_repos import plan_repositories
+from gpuprov.package_managers import offers
 from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -20,6 +19,7 @@ from tests.integration.rpm_repositories import (
     facts_of,
     host,
     manager,
+    plan_repositories,
     repository,
     stranger,
     template,

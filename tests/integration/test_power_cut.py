@@ -227,6 +227,28 @@ def test_what_the_journal_calls_done_or_undone_is_on_the_disk(disk: Disk, spec: 
             assert differences(one.after(place).tree(), one.promised) == set(), one.name
 
 
+@pytest.mark.parametrize("kind", ["ext4"])
+def test_cut_in_the_drivers_installation_the_next_run_ends_as_an_undisturbed_one(disk: Disk, spec: HostSpec) -> None:
+    """One cut of each kind in the largest change; the next tests have all writes and all changes."""
+    cuts: dict[str, Cut] = {}
+    with running(disk) as host:
+        before = lasting(host)
+
+        def note(moment: str, line: str) -> None:
+            entries = [entry for run in read_runs(host) for entry in run.entries]
+            if moment not in cuts and entries and entries[-1].kind == "InstallDriver":
+                cuts[moment] = cut(host, disk, moment)
+
+        host.at = note
+        assert finished(install(host, spec)).exit_code == 0
+        undisturbed = lasting(host)
+    assert cuts.keys() == {"torn", "unsynced", "whole"}
+    for moment, one in cuts.items():
+        with one.booted(whole=moment != "unsynced") as after:
+            assert_whole(after, spec, undisturbed, before, one.name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["torn", "unsynced", "whole"])
 @pytest.mark.parametrize("kind", ["ext4"])
 def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one(
@@ -252,6 +274,7 @@ def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one
             assert_whole(after, spec, undisturbed, before, one.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["btrfs"])
 def test_cut_in_any_kind_of_change_the_next_run_ends_as_an_undisturbed_one(disk: Disk, spec: HostSpec) -> None:
     """Cut where the most is at stake: all of a change is made, and of that only what was synced by itself is there."""

@@ -20,7 +20,7 @@ from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu
-from gpuprov.packaging import offers
+from gpuprov.package_managers import offers
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.steps import make_plan, preflight, repository_changes
@@ -29,7 +29,7 @@ from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 _KERNEL, _NEXT = "5.14.0-427.13.1", "5.14.0-427.20.1"
 _SLES_KERNEL = "6.4.0-150600.23.7-default"
 _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
@@ -95,7 +95,7 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
     names = availability.questions(bare, spec)
     if not names:
         return bare
-    return replace(bare, offers=offers.ask(host, found.packages.manager, names, repository_changes(bare, spec)))
+    return replace(bare, offers=offers.ask(host, found.package_manager, names, repository_changes(bare, spec)))
 
 
 def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:

@@ -17,16 +17,15 @@ from gpuprov.core.changes import RemoveFile
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
 from gpuprov.machine.distros import distribution_of, kernel_headers
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging import past_kernels
 from gpuprov.packaging.rpm_packages import (
-    MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
     gather_keys,
-    missing,
     rpm_lock_holder,
 )
-from gpuprov.packaging.rpm_repos import DIRECTORIES, InstallRpmKey, RpmRepository, plan_repositories
+from gpuprov.packaging.rpm_repos import InstallRpmKey, RpmRepository
 from gpuprov.wire.errors import GpuprovError
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
@@ -38,6 +37,7 @@ from tests.integration.rpm_repositories import (
     host,
     install,
     manager,
+    plan_repositories,
     refresh,
     repository,
     stranger,
@@ -81,7 +81,7 @@ def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repositor
     packages = facts_of(host).packages
     assert packages.installed[TOOLS.name] == "1.0-1.noarch"
     wanted = (TOOLS.name, f"{TOOLS.name}=1.0", f"{TOOLS.name}=1.0-1", "site-gpu-abi")
-    assert missing(packages, (*wanted, f"{TOOLS.name}=1.1")) == (f"{TOOLS.name}=1.1",)
+    assert manager(host).missing(packages, (*wanted, f"{TOOLS.name}=1.1")) == (f"{TOOLS.name}=1.1",)
     change.undo(host, before, outcome)
     change.undo(host, before, outcome)
     assert rpm_list(host) - before_all == {name for name in rpm_list(host) if name.startswith("gpg-pubkey-")}
@@ -154,7 +154,7 @@ def test_undo_takes_key_and_trust_away_and_leaves_what_was_trusted_before(
 
 
 def test_a_second_definition_of_the_same_repository_is_removed(host: RpmHost, repository: Repository) -> None:
-    place = "/etc/zypp/repos.d" if manager(host) == "zypper" else "/etc/yum.repos.d"
+    place = "/etc/zypp/repos.d" if manager(host) is ZYPPER else "/etc/yum.repos.d"
     host.write(f"{place}/old.repo", f"[old]\nname=old\nbaseurl={repository.url}/\ngpgcheck=0\n".encode())
     assert any(isinstance(change, RemoveFile) for change in plan_repositories(facts_of(host), repository.spec))
     configure(host, repository.spec)
@@ -210,7 +210,7 @@ def test_a_repository_signed_by_another_key_is_refused(host: RpmHost, repository
     said = refusal(lambda: refresh(host))
     # dnf says "Bad GPG signature" of a stranger's signature too.
     says = {"dnf": "a repository's signature is wrong", "zypper": "not signed with a key that this host trusts"}
-    assert says[manager(host)] in said
+    assert says[manager(host).name] in said
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_a_package_that_was_tampered_with_is_refused(host: RpmHost, repository: 
     content = package.read_bytes()
     package.write_bytes(content[:-1] + b"!" if length == "same" else content + b"!")
     # zypper looks at a package's signature before its digest.
-    zypper = manager(host) == "zypper" and length == "same"
+    zypper = manager(host) is ZYPPER and length == "same"
     says = "a repository's signature is wrong" if zypper else "a repository delivered a damaged file"
     assert says in refusal(lambda: install(host, TOOLS.name))
     assert installed_files(host) == set()
@@ -315,7 +315,7 @@ def test_where_packages_alone_are_signed_no_signature_of_metadata_is_asked_for(
     host: RpmHost, repository: Repository
 ) -> None:
     """Docker's own repository comes so."""
-    if manager(host) == "zypper":
+    if manager(host) is ZYPPER:
         pytest.skip("Docker has no repository for SUSE")
     repository.add(RpmPackage("unsigned"), signed=False)
     remove_signature(repository)
@@ -337,11 +337,11 @@ def test_this_machine_is_still_apts() -> None:
 
 def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, repository: Repository) -> None:
     configure(host, repository.spec)
-    place = f"{DIRECTORIES[manager(host)]}/slow.repo"
+    place = f"{manager(host).repository_directory}/slow.repo"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         host.write(place, f"[slow]\nname=slow\nbaseurl={uri}\n".encode())
-        with subprocess.Popen(host.entered(MANAGERS[manager(host)].refresh), stdout=subprocess.PIPE) as other:
+        with subprocess.Popen(host.entered(manager(host).refresh), stdout=subprocess.PIPE) as other:
             while not rpm_lock_holder(host):
                 assert other.poll() is None
                 time.sleep(0.05)

@@ -145,7 +145,7 @@ TEXTS = {"none": None, "empty": "", "stock": STOCK, "kubernetes": KUBERNETES, "3
 
 # Which file each series reads: containerd 2 knows version 3, and version 1 no longer.
 FILES = [
-    (series, name)
+    pytest.param(series, name, marks=[pytest.mark.slow] * (series != "machine"))
     for series, names in (("machine", "none empty stock kubernetes 1"), ("trixie", "none empty stock kubernetes 1"),
                           ("sid", "none empty stock kubernetes 3"))
     for name in names.split()

@@ -14,6 +14,7 @@ import pytest
 
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from tests.integration.container_bench import LIBRARIES, Bench, nodes
+from tests.integration.own_devices import own_devices
 
 pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
@@ -32,21 +33,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def host_nodes(bench: Bench) -> Iterator[None]:
-    """Device nodes on the host, which a user namespace can't make: taken away again."""
-    made = []
-    for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
-        path = Path("/dev") / name
-        if not path.exists():
+    """Device nodes on the host, which a user namespace can't make; in a /dev of the test's own."""
+    with own_devices():
+        for name, minor in (("nvidia0", 0), ("nvidia1", 1), ("nvidiactl", 255)):
+            path = Path("/dev") / name
             os.mknod(path, 0o20666, os.makedev(195, minor))
             path.chmod(0o666)
-            made.append(path)
-    links = Path("/dev/char")
-    before = set(links.iterdir()) if links.exists() else None
-    yield
-    for path in (*made, *(set(links.iterdir()) - (before or set()))):
-        path.unlink()
-    if before is None:
-        links.rmdir()
+        yield
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
@@ -72,16 +65,16 @@ def in_user_namespace(bench: Bench) -> tuple[dict[str, Any], list[dict[str, Any]
     return linux, mounts
 
 
-def test_links_made_inside_a_user_namespace_are_its_root_users(bench: Bench, host_nodes: None, tmp_path: Path) -> None:
-    """A volume hides the folder: so the specification's hook makes them, in the container's namespaces."""
-    volume = tmp_path / "volume"
-    volume.mkdir()
-    os.chown(volume, 100000, 100000)
+def test_links_made_inside_a_user_namespace_are_its_root_users(bench: Bench, host_nodes: None) -> None:
+    """The specification's hook makes them in the container's own namespaces, as engines that read CDI run it."""
     linux, mounts = in_user_namespace(bench)
-    hiding = {"destination": LIBRARIES, "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
-    report = bench.report(ALL, linux=linux, mounts=[*mounts, hiding])
-    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
-    assert ((volume / "libcuda.so.1").lstat().st_uid, (volume / "libcuda.so.1").lstat().st_gid) == (100000, 100000)
+    entry = bench.hook_entry("createContainer")
+    entry["args"] += ["--link", f"libcuda.so.550.163.01::{LIBRARIES}/libcuda.so.1"]
+    bench.configure(ALL, linux=linux, mounts=mounts, hooks={"createContainer": [entry]})
+    done = bench.create(runtime=bench.low_level)
+    assert done.returncode == 0, done.stderr
+    link = (bench.root / LIBRARIES[1:] / "libcuda.so.1").lstat()
+    assert (link.st_uid, link.st_gid) == (100000, 100000)
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
@@ -191,30 +184,6 @@ def test_a_log_that_cannot_be_written_keeps_nobody_from_starting(bench: Bench, t
 
 
 # -- what the container brings itself --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
-def test_a_volume_over_the_libraries_folder_has_the_links_too(bench: Bench, tmp_path: Path, by_hook: str) -> None:
-    volume = tmp_path / "volume"
-    volume.mkdir()
-    mount = {"destination": LIBRARIES, "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
-    report = bench.report(ALL, by_hook=by_hook, mounts=[*bench.pristine["mounts"], mount])
-    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
-
-
-def test_a_volume_over_that_folder_has_the_links_alone_that_this_image_and_request_need(
-    bench: Bench, tmp_path: Path
-) -> None:
-    """An image like RHEL's, which has no folder as the host's; and a request for nvidia-smi, not for CUDA."""
-    shutil.rmtree(bench.root / "usr/lib")
-    volume = tmp_path / "volume"
-    for folder in (bench.root / "usr/lib64", volume):
-        folder.mkdir()
-    mount = {"destination": "/usr/lib64", "type": "bind", "source": str(volume), "options": ["rbind", "rw"]}
-    report = bench.report(ALL, "NVIDIA_DRIVER_CAPABILITIES=utility", mounts=[*bench.pristine["mounts"], mount])
-    assert "file /usr/lib64/libnvidia-ml.so.1 ml" in report
-    assert [path.name for path in volume.iterdir() if path.is_symlink()] == ["libnvidia-ml.so.1"]
-    assert not (bench.root / "usr/lib").exists()
 
 
 _PYTHON = (

@@ -5,42 +5,35 @@ The packages are stand-ins with NVIDIA's names, dependencies and paths, in a sig
 
 from __future__ import annotations
 
-import fcntl
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files
-from tests.lab import Host, HostRequest, Lab
+from tests.lab import Host, HostRequest
 from tests.lab.fixtures import Site, gpuprov, running
 from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_NUMBER = 7
 _OLD, _NEW, _CANDIDATE = "1.17.8-1", "1.18.1-1", "1.19.0~rc.2-1"
 _CHANNELS = {"stable": (_OLD, _NEW), "experimental": (_CANDIDATE,)}
 
 
 @pytest.fixture(scope="module")
 def lab_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    lab = Lab(_NUMBER)
-    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        request = {"kit": HostRequest("kit", gpus=2)}
-        for site in running(lab, tmp_path_factory.mktemp("inventories"), request, "apt"):
-            fingerprint = build_toolkit(lab.www / "toolkit", lab.directory / "gnupg", _CHANNELS)
-            mirror = {
-                "gpuprov_toolkit": "nvidia",
-                "gpuprov_toolkit_repository": f"{lab.url}/toolkit",
-                "gpuprov_toolkit_key_fingerprint": fingerprint,
-                "gpuprov_packages": None,
-                "gpuprov_repositories": None,
-            }
-            yield replace(site, variables={**site.variables, **mirror})
+    with running({"kit": HostRequest("kit", gpus=2)}, tmp_path_factory.mktemp("inventories")) as site:
+        fingerprint = build_toolkit(site.lab.www / "toolkit", site.lab.directory / "gnupg", _CHANNELS)
+        mirror = {
+            "gpuprov_toolkit": "nvidia",
+            "gpuprov_toolkit_repository": f"{site.lab.url}/toolkit",
+            "gpuprov_toolkit_key_fingerprint": fingerprint,
+            "gpuprov_packages": None,
+            "gpuprov_repositories": None,
+        }
+        yield replace(site, variables={**site.variables, **mirror})
 
 
 @pytest.fixture(scope="module")

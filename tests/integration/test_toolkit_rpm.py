@@ -20,7 +20,7 @@ from tests.integration.test_rpm_holds import converge
 from tests.lab.nvidia_toolkit import NAMES, RPM_REQUIRES
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
 
-pytestmark = NEEDS
+pytestmark = [*NEEDS, pytest.mark.slow]
 _OLD, _NEW = "1.17.8", "1.18.1"
 
 

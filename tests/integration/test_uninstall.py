@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.integration.killed import kill_at
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import GPUPROV, Site, gpuprov
@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.lab, pytest.mark.root]
 _ACCOUNTS = re.compile(r"^/var/(lib/(apt|dpkg|docker|containerd|systemd|private)|cache/(apt|ldconfig|debconf))\b")
 _FILES = "find /usr /var/lib /var/cache /opt /srv /root /home -xdev -printf '%p %M %U:%G %l\\n' | sort"
 _IN_MEMORY = "find /dev -name '*nvidia*' -printf '%p %l\\n'; find /dev/char -lname '*nvidia*'; find /run/gpuprov"
-_AGENT = "agent-[0-9a-f]*[.]pyz"
 # ldconfig writes its cache anew; the entries are the same.
 _SAME_MEANING = {"/etc/ld.so.cache"}
 
@@ -49,8 +48,7 @@ def install_and_use(site: Site) -> None:
 
 
 def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
-    host = site.hosts["main"]
-    host.reset()
+    host = site.fresh("main")
     before = (etc(host), packages(host), files(host), in_memory(host))
     install_and_use(site)
     installed = etc(host)
@@ -96,24 +94,17 @@ def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None
 def test_an_uninstall_that_is_killed_is_gone_on_with(site: Site) -> None:
     """Early on one host, later on another, at once: much of a run is waiting."""
     with ThreadPoolExecutor(2) as pool:
-        list(
-            pool.map(lambda name, seconds: uninstall_killed_and_again(site, name, seconds), ("main", "twin"), (0.3, 1))
-        )
+        list(pool.map(lambda name, undone: uninstall_killed_and_again(site, name, undone), ("main", "twin"), (1, 4)))
 
 
-def uninstall_killed_and_again(site: Site, name: str, seconds: float) -> None:
-    """Kill an uninstall so long after its first undone change; the next one leaves the host as before the install."""
-    host, inventory = site.hosts[name], site.inventory(name)
-    host.reset()
+def uninstall_killed_and_again(site: Site, name: str, undone: int) -> None:
+    """Kill an uninstall behind so many undone changes; the next one leaves the host as before the install."""
+    host, inventory = site.fresh(name), site.inventory(name)
     before = (etc(host), packages(host))
     assert gpuprov("install", "--hosts", inventory).returncode == 0
     argv = [str(GPUPROV), "uninstall", "--hosts", str(inventory), "--connect-timeout", "60"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        deadline = time.monotonic() + 60
-        while host.ssh("grep -q undone /var/lib/gpuprov/runs/*.jsonl", check=False).returncode:
-            assert time.monotonic() < deadline
-        time.sleep(seconds)
-        host.ssh(f"pkill -9 -f '{_AGENT}'", check=False)
+        kill_at(host, process, undone, word='"undone"')
         process.communicate(timeout=120)
     done = gpuprov("uninstall", "--hosts", inventory)
     assert done.returncode == 0, done.stdout

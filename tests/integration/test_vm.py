@@ -6,7 +6,6 @@ that it needs; a newer driver in place of the one that runs, without a reboot; a
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shlex
 from collections.abc import Iterator
@@ -60,29 +59,27 @@ class Machine:
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     directory = tmp_path_factory.mktemp("vm")
-    with Path("/run/lock/gpuprov-vm").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        vm = Vm(CACHE / "bases", directory)
-        try:
-            vm.start()
-            for version in (_OLDER, DRIVER):
-                run_file = simgpu.build_run(directory, version)
-                vm.ssh(f"cat > /root/{version}.run", stdin=run_file.read_bytes())
-            variables = {
-                "ansible_host": "127.0.0.1",
-                "ansible_port": vm.port,
-                "ansible_user": "root",
-                "ansible_ssh_private_key_file": str(vm.key),
-                "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
-                "gpuprov_driver_version": _OLDER,
-                "gpuprov_driver_url": f"/root/{_OLDER}.run",
-                "gpuprov_reboot": "if-needed",
-            }
-            inventory = directory / "inventory.yml"
-            inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
-            yield Machine(vm, inventory)
-        finally:
-            vm.kill()
+    vm = Vm(CACHE / "bases", directory)
+    try:
+        vm.start()
+        for version in (_OLDER, DRIVER):
+            run_file = simgpu.build_run(directory, version)
+            vm.ssh(f"cat > /root/{version}.run", stdin=run_file.read_bytes())
+        variables = {
+            "ansible_host": "127.0.0.1",
+            "ansible_port": vm.port,
+            "ansible_user": "root",
+            "ansible_ssh_private_key_file": str(vm.key),
+            "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
+            "gpuprov_driver_version": _OLDER,
+            "gpuprov_driver_url": f"/root/{_OLDER}.run",
+            "gpuprov_reboot": "if-needed",
+        }
+        inventory = directory / "inventory.yml"
+        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
+        yield Machine(vm, inventory)
+    finally:
+        vm.kill()
 
 
 def test_a_machine_whose_gpus_nouveau_has_is_rebooted_and_gets_a_driver_built_for_its_kernel(machine: Machine) -> None:

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 
+from tests.lab.base import RELEASES, build_base
 from tests.lab.host import HostRequest
 from tests.lab.lab import CACHE, Lab
 from tests.lab.shell import LabError
@@ -22,10 +24,10 @@ def main() -> None:
         print(f"[{time.monotonic() - begun:5.1f} s] {message}", flush=True)
 
     try:
-        _run(arguments, Lab(tell=tell))
+        _run(arguments, Lab(tell=tell), tell)
     except LabError as error:
         sys.exit(f"lab: {error}")
-    if arguments.command in ("up", "down"):
+    if arguments.command in ("up", "down", "bases"):
         tell("done")
 
 
@@ -38,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--gpus", type=int, default=2, help="simulated GPUs a host (default 2)")
     down = commands.add_parser("down", help="remove every trace")
     down.add_argument("--purge", action="store_true", help="the cached root file systems too")
+    bases = commands.add_parser("bases", help="build root file systems, if the cache lacks them")
+    bases.add_argument("releases", nargs="*", choices=RELEASES, metavar="RELEASE", help=", ".join(RELEASES))
     commands.add_parser("status", help="say which hosts run")
     shell = commands.add_parser("shell", help="log in to a host, or run a command there")
     shell.add_argument("host")
@@ -45,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace, lab: Lab) -> None:
+def _run(arguments: argparse.Namespace, lab: Lab, tell: Callable[[str], None]) -> None:
     if arguments.command == "up":
         names = [f"lab-{chr(ord('a') + index)}" for index in range(arguments.hosts)]
         hosts = lab.up([HostRequest(name, arguments.release, arguments.gpus) for name in names])
@@ -55,6 +59,9 @@ def _run(arguments: argparse.Namespace, lab: Lab) -> None:
         lab.down()
         if arguments.purge:
             shutil.rmtree(CACHE / "bases", ignore_errors=True)
+    elif arguments.command == "bases":
+        for release in arguments.releases:
+            build_base(CACHE / "bases", release, tell)
     elif arguments.command == "status":
         print(lab.status())
     else:

@@ -70,14 +70,14 @@ def build_base(cache: Path, release: str, tell: Callable[[str], None]) -> Path:
     return place
 
 
-def mount_over(base: Path, storage: Path, root: Path, *, synced: bool = False) -> None:
-    """Mount at `root` what a base is with the changes that lie in `storage`.
+def mount_over(lower: str, storage: Path, root: Path, *, synced: bool = False) -> None:
+    """Mount at `root` what `lower` is (folders, the uppermost first) with the changes that lie in `storage`.
 
     Unless `synced`, programs that wait for the disk do not: a host of a test is thrown away anyway (Linux 5.10).
     """
     for place in (storage / "upper", storage / "work", root):
         place.mkdir(parents=True, exist_ok=True)
-    layers = f"lowerdir={base},upperdir={storage}/upper,workdir={storage}/work"
+    layers = f"lowerdir={lower},upperdir={storage}/upper,workdir={storage}/work"
     mount = ("mount", "-t", "overlay", "gpuprov-lab", "-o")
     if not synced:
         with contextlib.suppress(LabError):

@@ -1,12 +1,12 @@
-"""The lab for pytest: hosts booted once a session, and the command line as a user would type it against them."""
+"""The lab for pytest: hosts that boot when a test asks for them, and the command line as a user would type it."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ import yaml
 
 from tests import simgpu
 from tests.lab.host import Host, HostRequest
-from tests.lab.lab import REPOSITORY, Lab
+from tests.lab.lab import REPOSITORY, Lab, free_lab
 from tests.lab.rpm_repository import build_rpm_repository
 
 GPUPROV = Path(sys.executable).with_name("gpuprov")
 DRIVER = simgpu.DRIVER_VERSION
-# One lab for the whole session, beside the demo's.
-_NUMBER = 1
 _HOSTS = {
     "main": HostRequest("main", gpus=2, bind=(str(REPOSITORY),)),
     "ops": HostRequest("ops", gpus=1, user="ops", password="correct horse", docker=False),
@@ -31,7 +29,6 @@ _HOSTS = {
     "trixie": HostRequest("trixie", release="trixie", gpus=2),
     "twin": HostRequest("twin", gpus=2),
 }
-_RPM_NUMBER = 5
 _RPM_HOSTS = {
     "rocky": HostRequest("rocky", release="rpm", gpus=2, os_release="rocky-9.5"),
     "fedora": HostRequest("fedora", release="rpm", gpus=1, os_release="fedora-38"),
@@ -39,14 +36,61 @@ _RPM_HOSTS = {
 }
 
 
+class Hosts(Mapping[str, Host]):
+    """Hosts by name. The first who asks for one boots it; after `stop`, all are pristine again."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = {host.name: host for host in hosts}
+        self._up: set[str] = set()
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name] if name in self._up else self.fresh(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def is_saved(self, name: str) -> bool:
+        """Say whether a host has a saved state, without booting it."""
+        return self._hosts[name].is_saved
+
+    def fresh(self, name: str, *, saved: bool = False) -> Host:
+        """Return a host that has just booted from its pristine files, or its saved ones."""
+        host = self._hosts[name]
+        host.reset(saved=saved)
+        self._up.add(name)
+        return host
+
+    def stop(self) -> None:
+        """Pull the plugs of all hosts."""
+        for name in self._up:
+            self._hosts[name].kill()
+        self._up.clear()
+
+
 @dataclass(frozen=True)
 class Site:
     """A lab, its hosts by name, and inventories that name them."""
 
     lab: Lab
-    hosts: dict[str, Host]
+    hosts: Hosts
     directory: Path
     variables: dict[str, Any] = field(default_factory=dict)
+
+    def fresh(self, name: str) -> Host:
+        """Return a host as it is before anything is installed."""
+        return self.hosts.fresh(name)
+
+    def installed(self, name: str) -> Host:
+        """Return a host that `gpuprov install` has just set up; it is done once, and kept for all who ask."""
+        if not self.hosts.is_saved(name):
+            host = self.fresh(name)
+            done = gpuprov("install", "--hosts", self.inventory(name))
+            assert done.returncode == 0, done.stdout
+            host.save()
+        return self.hosts.fresh(name, saved=True)
 
     def inventory(self, *names: str, **variables: Any) -> Path:
         """Write an inventory with these hosts; `variables` add to, or with None take away from, the lab's own."""
@@ -73,29 +117,40 @@ def gpuprov(*words: object, timeout: float = 300) -> subprocess.CompletedProcess
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The session's lab: all hosts up, the test driver and a signed repository served."""
-    lab = Lab(_NUMBER)
-    # Two sessions on one machine, from whatever clone, take turns: bridge and addresses are the machine's.
-    with Path(f"/run/lock/gpuprov-lab{_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        yield from running(lab, tmp_path_factory.mktemp("inventories"), _HOSTS, "apt")
+def apt_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A lab of Debian hosts for all files that this worker runs: the test driver and a signed repository served."""
+    with running(_HOSTS, tmp_path_factory.mktemp("inventories")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
-def rpm_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A lab of hosts with dnf and zypper, the test driver and a signed rpm repository served."""
-    lab = Lab(_RPM_NUMBER)
-    with Path(f"/run/lock/gpuprov-lab{_RPM_NUMBER}").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        build_rpm_repository(lab.www / "rpm", lab.directory / "gnupg")
-        yield from running(lab, tmp_path_factory.mktemp("inventories"), _RPM_HOSTS, "rpm")
+def rpm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The same of hosts with dnf and zypper, and a signed rpm repository."""
+    with running(_RPM_HOSTS, tmp_path_factory.mktemp("inventories"), "rpm") as made:
+        yield made
 
 
-def running(lab: Lab, directory: Path, requests: dict[str, HostRequest], repository: str) -> Iterator[Site]:
-    """Give a lab with these hosts and all that inventories need; take it down in the end."""
-    try:
-        hosts = lab.up(list(requests.values()))
+@pytest.fixture(scope="module")
+def site(apt_lab: Site) -> Iterator[Site]:
+    """The Debian hosts, none of which has been touched by another file."""
+    yield apt_lab
+    apt_lab.hosts.stop()
+
+
+@pytest.fixture(scope="module")
+def rpm_site(rpm_lab: Site) -> Iterator[Site]:
+    """The hosts with dnf and zypper, none of which has been touched by another file."""
+    yield rpm_lab
+    rpm_lab.hosts.stop()
+
+
+@contextlib.contextmanager
+def running(requests: Mapping[str, HostRequest], directory: Path, repository: str = "apt") -> Iterator[Site]:
+    """Give a lab of these hosts and all that inventories need; take it down in the end."""
+    with free_lab() as lab:
+        hosts = Hosts(lab.prepare(list(requests.values())))
+        if repository == "rpm":
+            build_rpm_repository(lab.www / "rpm", lab.directory / "gnupg")
         run_file = simgpu.build_run(lab.www)
         variables = {
             "ansible_user": "root",
@@ -114,6 +169,4 @@ def running(lab: Lab, directory: Path, requests: dict[str, HostRequest], reposit
             ],
             "gpuprov_packages": ["site-gpu-tools"],
         }
-        yield Site(lab, {host.name: host for host in hosts}, directory, variables)
-    finally:
-        lab.down()
+        yield Site(lab, hosts, directory, variables)

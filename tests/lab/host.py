@@ -8,12 +8,13 @@ import shlex
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.lab import cgroups, prepare
 from tests.lab.base import mount_over
+from tests.lab.network import Network
 from tests.lab.shell import LabError, run, wait_for
 
 # Overlay on overlay does not work: these must be folders of the machine's own file system.
@@ -52,9 +53,11 @@ class HostRequest:
 
 
 class Host:
-    """A host; made by Lab.up."""
+    """A host; made by Lab.up. `base` returns the root file system of its release, built if the cache lacks it."""
 
-    def __init__(self, request: HostRequest, directory: Path, base: Path, address: str, bridge: str) -> None:
+    def __init__(
+        self, request: HostRequest, directory: Path, base: Callable[[], Path], address: str, network: Network
+    ) -> None:
         self.request = request
         self.name = request.name
         self.address = address
@@ -63,8 +66,12 @@ class Host:
         # Where its files lie; a test may put them on a disk of its own.
         self.storage = directory
         self._base = base
-        self._bridge = bridge
+        self._bridge = network.bridge
+        # A machine's name is its network interface's too: labs beside each other may have hosts of the same name.
+        self._machine = f"{network.number}-{self.name}"
         self._keys = directory.parent.parent
+        self._saved = directory.parent.parent / "saved" / self.name
+        self._from_saved = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -76,30 +83,54 @@ class Host:
     def is_as_requested(self) -> bool:
         """Say whether this very host runs and answers."""
         marker = self.directory / "request.json"
-        wanted = json.dumps([asdict(self.request), str(self._base)])
+        wanted = json.dumps([asdict(self.request), str(self._base())])
         return marker.exists() and marker.read_text() == wanted and cgroups.runs(self.cgroup) and self.answers()
 
-    def start(self) -> None:
-        """Boot from a pristine root file system, without waiting for the end of the boot."""
+    def start(self, *, saved: bool = False) -> None:
+        """Boot from a pristine root file system, or from the saved one, without waiting for the end of the boot."""
         self.kill()
         self.wipe()
+        self._from_saved = saved
         self._mount()
-        prepare.prepare(self)
-        (self.directory / "request.json").write_text(json.dumps([asdict(self.request), str(self._base)]))
+        if not saved:
+            prepare.prepare(self)
+        (self.directory / "request.json").write_text(json.dumps([asdict(self.request), str(self._base())]))
         self._boot()
 
     def _mount(self) -> None:
         for name in _BOUND:
-            (self.directory / name).mkdir(parents=True, exist_ok=True)
-        mount_over(self._base, self.storage, self.root, synced=self.storage != self.directory)
+            place = self.directory / name
+            if self._from_saved and not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                run(("cp", "--archive", str(self._saved / name), str(place)))
+            place.mkdir(parents=True, exist_ok=True)
+        lower = f"{self._saved}/upper:{self._base()}" if self._from_saved else str(self._base())
+        mount_over(lower, self.storage, self.root, synced=self.storage != self.directory)
+
+    @property
+    def is_saved(self) -> bool:
+        """Say whether there is a saved state."""
+        return self._saved.exists()
+
+    def save(self) -> None:
+        """Shut the host down and keep its files: `reset(saved=True)` begins from them."""
+        self.ssh("systemctl poweroff", check=False)
+        wait_for(f"the shutdown of {self.name}", lambda: not cgroups.runs(self.cgroup), _BOOT_SECONDS)
+        self.kill()
+        half = self._saved.with_name(f"half-{self.name}")
+        half.mkdir(parents=True)
+        for name in ("upper", *_BOUND):
+            (self.directory / name).rename(half / name)
+        half.rename(self._saved)
 
     def _boot(self) -> None:
         binds = [f"--bind={self.directory / name}:/var/lib/{name}" for name in _BOUND]
         binds += [f"--bind-ro={path}:{path}" for path in self.request.bind]
         command = (
-            "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "-D", str(self.root), "-M", self.name, "-b",
-            f"--network-bridge={self._bridge}", "--resolv-conf=off", "--timezone=off", "--link-journal=no",
-            "--console=pipe", "--capability=all", "--system-call-filter=add_key keyctl bpf", *binds,
+            "systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "-D", str(self.root), "-b",
+            "-M", self._machine, f"--hostname={self.name}", f"--network-bridge={self._bridge}",
+            "--resolv-conf=off", "--timezone=off", "--link-journal=no", "--console=pipe", "--capability=all",
+            "--system-call-filter=add_key keyctl bpf", *binds,
         )  # fmt: skip
         directories = " ".join(str(path) for path in cgroups.cgroup_directories(self.cgroup))
         with (self.directory / "console.log").open("w") as console:
@@ -132,7 +163,7 @@ class Host:
         """Pull the plug, and unmount."""
         cgroups.end_processes(self.cgroup)
         # The kernel takes its time to remove a dead host's network; the next boot would find its name in use.
-        run(("ip", "link", "delete", f"vb-{self.name}"), check=False)
+        run(("ip", "link", "delete", f"vb-{self._machine}"), check=False)
         while os.path.ismount(self.root):
             run(("umount", "-R", str(self.root)))
 
@@ -142,9 +173,9 @@ class Host:
         if self.directory.exists():
             raise LabError(f"{self.directory} can't be removed; is something below it mounted? next: findmnt")
 
-    def reset(self) -> None:
-        """Bring the host back to its pristine state: about two seconds."""
-        self.start()
+    def reset(self, *, saved: bool = False) -> None:
+        """Bring the host back to its pristine state, or to the saved one: about two seconds."""
+        self.start(saved=saved)
         self.wait_until_up()
         self.wait_until_settled()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.lab import cgroups
@@ -22,6 +23,9 @@ from tests.lab.shell import LabError, run, wait_for
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache"
 _PORT = 8000
+_LOCKS = Path("/run/lock")
+# Lower numbers are given by hand; the third byte of an address ends at 255.
+_FREE_NUMBERS = range(10, 250)
 _FIRST_ADDRESS = 11
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 _INOTIFY_INSTANCES = 1024
@@ -50,33 +54,34 @@ class Lab:
 
     def up(self, requests: Sequence[HostRequest]) -> tuple[Host, ...]:
         """Bring up hosts; one that runs as requested is left alone, anything half-dead is cleaned up and made anew."""
+        hosts = self.prepare(requests)
+        fresh = [host for host in hosts if not host.is_as_requested()]
+        if fresh:
+            self._tell(f"booting {', '.join(host.name for host in fresh)}")
+        with self._locked():
+            for host in fresh:
+                host.start()
+        with ThreadPoolExecutor(max(len(fresh), 1)) as pool:
+            list(pool.map(Host.wait_until_up, fresh))
+            list(pool.map(Host.wait_until_settled, fresh))
+        return hosts
+
+    def prepare(self, requests: Sequence[HostRequest]) -> tuple[Host, ...]:
+        """Make keys, network and file server, and return the hosts, which do not run yet."""
         if os.geteuid() != 0:
             raise LabError("the lab needs root; next: sudo make demo")
         with self._locked():
             _allow_many_watches()
-            bases = {release: self._base(release) for release in {request.release for request in requests}}
             self._keys([request.name for request in requests])
             self.network.up()
             self._serve()
-            hosts = tuple(
-                self._host(index, request, bases[request.release]) for index, request in enumerate(requests)
-            )  # fmt: skip
-            fresh = [host for host in hosts if not host.is_as_requested()]
-            if fresh:
-                self._tell(f"booting {', '.join(host.name for host in fresh)}")
-            for host in fresh:
-                host.start()
-            with ThreadPoolExecutor(max(len(fresh), 1)) as pool:
-                list(pool.map(Host.wait_until_up, fresh))
-                list(pool.map(Host.wait_until_settled, fresh))
-        return hosts
+            return tuple(self._host(index, request) for index, request in enumerate(requests))
 
     def down(self) -> None:
         """Remove hosts, mounts, network, server and files; the cache of root file systems stays."""
         with self._locked():
             for name in self.host_names():
-                base = Path("/nonexistent")
-                Host(HostRequest(name), self._host_directory(name), base, "", self.network.bridge).kill()
+                Host(HostRequest(name), self._host_directory(name), Path, "", self.network).kill()
             self._stop_serving()
             self.network.down()
             run(("rm", "-rf", str(self.directory)))
@@ -109,9 +114,10 @@ class Lab:
     def _host_directory(self, name: str) -> Path:
         return self.directory / "hosts" / name
 
-    def _host(self, index: int, request: HostRequest, base: Path) -> Host:
+    def _host(self, index: int, request: HostRequest) -> Host:
         address = f"{self.network.prefix}.{_FIRST_ADDRESS + index}"
-        return Host(request, self._host_directory(request.name), base, address, self.network.bridge)
+        directory = self._host_directory(request.name)
+        return Host(request, directory, partial(self._base, request.release), address, self.network)
 
     def _keys(self, names: Sequence[str]) -> None:
         """Make the login key and each host's own; write known_hosts."""
@@ -161,3 +167,24 @@ class Lab:
         gnupg = self.directory / "gnupg"
         if gnupg.exists():
             run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=False)
+
+
+@contextlib.contextmanager
+def free_lab() -> Iterator[Lab]:
+    """Give a lab under a number that nobody else on this machine uses, from any clone; remove it in the end."""
+    for number in _FREE_NUMBERS:
+        with (_LOCKS / f"gpuprov-lab{number}").open("w") as taken:
+            try:
+                fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            lab = Lab(number)
+            if lab.network.is_up() and not lab.directory.exists():
+                continue  # left by a session of another clone, which alone knows its mounts
+            lab.down()
+            try:
+                yield lab
+            finally:
+                lab.down()
+            return
+    raise LabError(f"all lab numbers up to {_FREE_NUMBERS.stop - 1} are taken; next: ls {_LOCKS}")

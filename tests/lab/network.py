@@ -16,13 +16,18 @@ class Network:
     """
 
     def __init__(self, number: int) -> None:
+        self.number = number
         self.bridge = "gpuprov-lab" if number == 0 else f"gpuprov-lab{number}"
         self.prefix = f"10.213.{number}"
         self.gateway = f"{self.prefix}.1"
 
+    def is_up(self) -> bool:
+        """Say whether the bridge exists."""
+        return Path(f"/sys/class/net/{self.bridge}").exists()
+
     def up(self) -> None:
         """Make the bridge and its rules, if they are not there."""
-        if not Path(f"/sys/class/net/{self.bridge}").exists():
+        if not self.is_up():
             run(("ip", "link", "add", self.bridge, "type", "bridge"))
             run(("ip", "address", "add", f"{self.gateway}/24", "dev", self.bridge))
         run(("ip", "link", "set", self.bridge, "up"))

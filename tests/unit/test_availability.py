@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.packaging import apt_offers, offers, rpm_offers
-from gpuprov.packaging.offers import Offers
-from gpuprov.wire.events import ChangeDone, Event, Finished, Note
+from gpuprov.package_managers import dnf, offers, zypper
+from gpuprov.package_managers.apt import APT
+from gpuprov.package_managers.offers import Offers
+from gpuprov.packaging import apt_offers
+from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.unit.fake_host import RELEASE, FakeHost, write_runfile
+from tests.unit.test_fabric_manager import SwitchHost
 from tests.unit.test_packages import held_by_another
 
 pytestmark = pytest.mark.root
@@ -90,19 +93,13 @@ def test_an_answer_of_apts() -> None:
 
 def test_an_answer_of_dnfs() -> None:
     text = "kernel-devel 0:5.14.0-427.13.1.el9_4.x86_64\n\nkernel-devel 0:5.14.0-427.el9.x86_64\nLast metadata check\n"
-    found = rpm_offers.parse_repoquery(text)
+    found = dnf.parse_repoquery(text)
     assert found == {"kernel-devel": ("0:5.14.0-427.13.1.el9_4.x86_64", "0:5.14.0-427.el9.x86_64")}
     answer = Offers("dnf", found)
     assert answer.lacking(("kernel-devel=5.14.0-427.13.1.el9_4", "kernel-devel=5.14.0-1.el9", "gcc")) == (
         "kernel-devel=5.14.0-1.el9",
         "gcc",
     )
-
-
-def test_an_answer_of_yums() -> None:
-    """After yum 3.4.3's own form (output.py): nobody had a CentOS 7 to record it from."""
-    text = "Available Packages\nkernel-devel.x86_64           3.10.0-1160.el7          base\n"
-    assert rpm_offers.parse_yum(text) == {"kernel-devel": ("3.10.0-1160.el7.x86_64",)}
 
 
 def test_an_answer_of_zyppers() -> None:
@@ -112,7 +109,7 @@ def test_an_answer_of_zyppers() -> None:
         "   | kernel-default-devel | package | 6.4.0-150600.23.7.3   | x86_64 | SLES15-SP6-Updates\n"
         "i+ | kernel-default       | package | 6.4.0-150600.21.3     | x86_64 | (System Packages)\n"
     )
-    found = rpm_offers.parse_zypper(text)
+    found = zypper.parse_search(text)
     assert found == {"kernel-default-devel": ("6.4.0-150600.23.7.3.x86_64",)}
     assert Offers("zypper", found).lacking(("kernel-default-devel=6.4.0-150600.23.7",)) == ()
 
@@ -120,7 +117,7 @@ def test_an_answer_of_zyppers() -> None:
 def test_nothing_is_lacking_where_nobody_could_be_asked(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root", metal=True)
     host._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
-    answer = offers.ask(host, "apt", ("gcc",), ())
+    answer = offers.ask(host, APT, ("gcc",), ())
     assert answer.problems
     assert answer.lacking(("gcc",)) == ()
 
@@ -141,3 +138,15 @@ def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(tmp_
         assert made <= {"gpuprov", "lock", "gpuprov.lock"}, made
     _, events = install(host)
     assert any(isinstance(one, ChangeDone) for one in events)
+
+
+def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path) -> None:
+    """They are installed in the step `driver`, for they must match it."""
+    host = SwitchHost(tmp_path / "root")
+    with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
+        finished, events = install(host, steps=("download", "driver"), lock_timeout=0)
+    (problem,) = finished.problems
+    assert problem.what == "another program holds the package manager's lock"
+    planned = next(one for one in events if isinstance(one, Planned))
+    assert any("nvidia-fabricmanager" in change.summary for change in planned.changes)
+    assert not any(isinstance(one, ChangeStarted) for one in events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import zipfile
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.boot import prepare, program_main
-from gpuprov.boot.program import boot_program
+from gpuprov.boot.prepare import boot_program
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact
@@ -94,6 +95,19 @@ def test_a_unit_that_somebody_disabled_is_enabled_again(host: FakeHost) -> None:
     host.remove(f"{boot_files.WANTS}/{WATCH}")
     change = prepared(gather(host), spec())
     assert (change.files, change.links) == ((), (WATCH,))
+
+
+@pytest.mark.parametrize("path", [boot_files.PROGRAM, f"{UNITS}/{REFRESH}", UDEV_RULES])
+@pytest.mark.parametrize("spoil", ["owner", "mode", "content"])
+def test_what_root_runs_at_boot_shall_be_roots_with_our_mode_and_content(host: FakeHost, path: str, spoil: str) -> None:
+    prepared(gather(host), spec()).apply(host, lambda *words: None)
+    if spoil == "owner":
+        os.chown(host.path(path), 1000, 0)
+    elif spoil == "mode":
+        host.change_mode(path, 0o666)
+    else:
+        host.append(path, b"#")
+    assert written(gather(host), spec()) == {path}
 
 
 def test_a_unit_that_does_not_start_is_an_error_that_says_why(host: FakeHost) -> None:

@@ -20,6 +20,8 @@ from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 
+pytestmark = pytest.mark.root
+
 VERSION = "550.163.01"
 DEBIAN = "/usr/lib/x86_64-linux-gnu"
 

@@ -305,6 +305,7 @@ def test_short_answers_end_quietly_with_their_reader(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.root
 def test_an_old_locale_shows_question_marks() -> None:
     done = gpuprov("facts", env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,6 +18,7 @@ from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, Enab
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu
+from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import GpuprovError
@@ -88,13 +89,6 @@ def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> No
     leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
     assert cuda_repository.with_repository(leap, spec()) == spec()
     assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda_repository.problems(leap, spec())[0].what
-
-
-def test_the_oldest_repository_has_no_open_modules(metal: HostFacts) -> None:
-    amazon = on(metal, "amzn", "2", "yum")
-    assert cuda_repository.packages(amazon, spec()) == ("cuda-drivers",)
-    (problem,) = cuda_repository.problems(amazon, spec(kernel_module_type="open"))
-    assert "no open kernel modules" in problem.what
 
 
 def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
@@ -209,7 +203,7 @@ def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFac
     facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "3:580.65.06-1"}))
     assert cuda_repository.plan_other_version(facts, spec(driver_version="580.82.07")) == ()
     _, change = cuda_repository.plan_other_version(facts, spec(driver_version="570"))
-    assert change == ChangeDriverRpms("dnf", ("nvidia-open",), wanted="570")
+    assert change == ChangeDriverRpms(DNF, ("nvidia-open",), wanted="570")
 
 
 def test_a_driver_that_is_yet_to_come_is_not_changed(metal: HostFacts) -> None:

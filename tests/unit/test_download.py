@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
+import os
 import re
 import socket
 import ssl
@@ -16,10 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import requests
 
 from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError, Problem
 
 CONTENT = bytes(range(256)) * 12_000  # 3 MB, so that it comes in several pieces
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -35,7 +38,11 @@ class Site:
     # The connection is cut after that many bytes of the body, once for each number.
     cuts: list[int] = field(default_factory=list)
     ranges: bool = True
+    # Whether it says how long a file is.
+    lengths: bool = True
     status: int = 0
+    # Path → where it redirects to.
+    moved: dict[str, str] = field(default_factory=dict)
     # Answers before the real one: HTTP errors, or 0 for a connection that is reset.
     troubles: list[int] = field(default_factory=list)
     retry_after: str = ""
@@ -63,13 +70,20 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(416)
             return
         self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        if site.lengths:
+            self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         end = start + site.cuts.pop(0) if site.cuts else len(content)
-        self.wfile.write(content[start:end])
+        with contextlib.suppress(ConnectionError):  # one who has no room for it hangs up
+            self.wfile.write(content[start:end])
 
     def do_HEAD(self) -> None:
         self.site.asked.append((self.path, "HEAD"))
+        if self.path in self.site.moved:
+            self.send_response(302)
+            self.send_header("Location", self.site.moved[self.path])
+            self.end_headers()
+            return
         self.send_response(self.site.status or (200 if self.path in self.site.files else 404))
         self.end_headers()
 
@@ -175,6 +189,7 @@ def test_a_connection_that_always_breaks_is_given_up_and_what_came_is_kept(syste
         (b"of another file", ["bytes=15-", ""]),
         (b"", [""]),
     ],
+    ids=["its start", "all of it", "more than it", "another file", "nothing"],
 )
 def test_what_an_earlier_run_left_is_gone_on_with_or_thrown_away(
     system: System, site: Site, part: bytes, ranges: list[str]
@@ -332,13 +347,17 @@ def test_a_small_file_that_breaks_off_is_an_error(system: System, site: Site) ->
         (f"{DIGEST}0", ""),
         ("<html>not here</html>", ""),
         ("", ""),
+        ("\xfc" + DIGEST, ""),
+        (f"{DIGEST}  \xfc.run", DIGEST),
         (None, ""),
     ],
 )
 def test_the_digest_beside_the_file(system: System, site: Site, text: str | None, found: str) -> None:
     if text is not None:
-        site.files["/a.run.sha256sum"] = text.encode()
+        site.files["/a.run.sha256sum"] = text.encode("latin-1")
+        system.write("/a.run.sha256sum", text.encode("latin-1"))
     assert published_sha256(system, f"{site.url}/a.run") == found
+    assert published_sha256(system, "file:///a.run") == found
 
 
 def test_a_refused_digest_is_no_missing_one(system: System, site: Site) -> None:
@@ -483,3 +502,299 @@ def test_a_redirect_from_https_to_http_is_refused(
     handler.target = "/elsewhere"
     with pytest.raises(GpuprovError, match="can't be reached"):
         fetch_small(system, f"{url}/a.run")
+
+
+# -- what is asked of requests ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked_of_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Return the list to which each call of requests adds its options; every call is refused."""
+    made: list[dict[str, object]] = []
+
+    def refuse(url: str, **options: object) -> None:
+        made.append({"url": url, **options})
+        raise requests.exceptions.InvalidURL("not in this test")
+
+    monkeypatch.setattr("requests.get", refuse)
+    monkeypatch.setattr("requests.head", refuse)
+    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def ask_in_every_way(system: System) -> None:
+    with pytest.raises(GpuprovError):
+        download(system, "https://example.org/x")
+    with pytest.raises(GpuprovError):
+        fetch_small(system, "https://example.org/y")
+    assert unreachable(system, ["https://example.org/z"])
+
+
+def test_no_question_waits_for_ever_and_files_come_in_pieces(
+    system: System, asked_of_requests: list[dict[str, object]]
+) -> None:
+    ask_in_every_way(system)
+    first, second, third = asked_of_requests
+    for options in asked_of_requests:
+        timeout = options["timeout"]
+        assert isinstance(timeout, tuple) and all(0 < seconds <= 60 for seconds in timeout)
+    assert (first["stream"], second["stream"], third["allow_redirects"]) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "expected"),
+    [
+        ({}, (), True),
+        ({}, ("/etc/ssl/ca-bundle.pem",), "/etc/ssl/ca-bundle.pem"),
+        ({}, ("/etc/ssl/ca-bundle.pem", "/etc/ssl/certs/ca-certificates.crt"), "/etc/ssl/certs/ca-certificates.crt"),
+        ({"SSL_CERT_FILE": "/b"}, ("/etc/ssl/ca-bundle.pem",), "/b"),
+        ({"SSL_CERT_FILE": "/b", "REQUESTS_CA_BUNDLE": "/a"}, ("/etc/ssl/ca-bundle.pem",), "/a"),
+    ],
+)
+def test_certificates_are_always_checked_against_those_of_the_host(
+    system: System, asked_of_requests: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str], files: tuple[str, ...], expected: object,
+) -> None:  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for path in files:
+        system.make_directory(path.rpartition("/")[0])
+        system.write(path, b"")
+    ask_in_every_way(system)
+    assert [options["verify"] for options in asked_of_requests] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "begun", "attempts"),
+    [
+        (requests.exceptions.ReadTimeout("Read timed out."), False, 4),
+        (requests.exceptions.ConnectTimeout("timed out"), False, 1),
+        (requests.exceptions.ConnectTimeout("timed out"), True, 4),
+        (requests.exceptions.ChunkedEncodingError("Connection broken: IncompleteRead"), False, 4),
+        (requests.exceptions.ConnectionError("Connection aborted."), False, 4),
+        (requests.exceptions.ConnectionError("reset by peer"), False, 4),
+        (requests.exceptions.ConnectionError("Connection refused"), False, 1),
+        (requests.exceptions.ConnectionError("Connection refused"), True, 4),
+        (requests.exceptions.ConnectionError("NameResolutionError"), True, 1),
+        (requests.exceptions.ConnectionError("Name or service not known"), True, 1),
+        (requests.exceptions.SSLError("CERTIFICATE_VERIFY_FAILED"), True, 1),
+        (requests.exceptions.TooManyRedirects("Exceeded 30 redirects."), True, 1),
+    ],
+    ids=str,
+)
+def test_what_may_pass_is_tried_four_times_and_what_can_not_once(
+    system: Impatient, monkeypatch: pytest.MonkeyPatch, error: Exception, begun: bool, attempts: int
+) -> None:
+    made = []
+
+    def fail(url: str, **options: object) -> None:
+        made.append(url)
+        raise error
+
+    monkeypatch.setattr("requests.get", fail)
+    if begun:
+        system.write("/file.part", b"some of it")
+    told: list[tuple[str, int, int]] = []
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch(system, "http://example.org/x", "/file", sha256=DIGEST, tell=lambda *words: told.append(words))
+    assert len(made) == attempts
+    assert system.pauses == [1.0, 2.0, 4.0][: attempts - 1]
+    assert told == [(f"connection lost, trying again ({number} of 4)", 0, 0) for number in range(2, attempts + 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "next_step"),
+    [
+        ("CERTIFICATE_VERIFY_FAILED", ": its certificate is not trusted", "update-ca-certificates"),
+        ("NameResolutionError", ": its name is not known", "DNS"),
+        ("Read timed out", ": it does not answer", "firewall"),
+        ("ProxyError", ": the proxy does not let it through", "https_proxy"),
+        ("something else", "", "network and proxy"),
+    ],
+)
+def test_each_cause_has_its_advice(
+    system: System, monkeypatch: pytest.MonkeyPatch, said: str, what: str, next_step: str
+) -> None:
+    def fail(url: str, **options: object) -> None:
+        raise requests.exceptions.InvalidURL(f"{'x' * 300} http://user:secret@example.org/ {said}")
+
+    monkeypatch.setattr("requests.get", fail)
+    with pytest.raises(GpuprovError) as caught:
+        download(system, "http://user:secret@example.org/x")
+    (problem,) = caught.value.problems
+    assert problem.what == f"http://user:***@example.org/x can't be reached{what}"
+    assert problem.evidence.endswith(said) and len(problem.evidence) == 200 and "secret" not in problem.evidence
+    assert next_step in problem.next_step
+
+
+# -- progress and room -----------------------------------------------------------------------------------------------
+
+
+class Clocked(Impatient):
+    """A machine whose clock goes on by some seconds whenever it is looked at, and that has some room."""
+
+    seconds = 1.0
+    time = 0.0
+    room = 10 << 30
+
+    def now(self) -> float:
+        self.time += self.seconds
+        return self.time
+
+    def free_bytes(self, path: str) -> int:
+        return self.room
+
+
+def progress(system: System, url: str) -> list[tuple[str, int, int]]:
+    told: list[tuple[str, int, int]] = []
+    fetch(system, url, "/file", sha256=DIGEST, tell=lambda *words: told.append(words))
+    return told
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("have", [0, 2 * PIECE])
+def test_progress_counts_what_is_there_already(tmp_path: Path, site: Site, have: int, lengths: bool) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], site.lengths = CONTENT, lengths
+    if have:
+        system.write("/file.part", CONTENT[:have])
+    told = progress(system, f"{site.url}/f")
+    total = len(CONTENT) if lengths else 0
+    assert told[0] == ("downloading", have + PIECE, total)
+    assert told[-1] == ("downloading", len(CONTENT), total)
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert system.sha256("/file") == DIGEST
+
+
+def test_progress_is_told_now_and_then_alone(tmp_path: Path, site: Site) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], system.seconds = CONTENT, 0.25
+    pieces = len(CONTENT) // PIECE + 1
+    told = progress(system, f"{site.url}/f")
+    # Each piece looks at the clock once, and once more if it is told of: every third piece.
+    assert pieces // 4 <= len(told) <= pieces // 2
+    system.remove("/file")
+    system.seconds = 0.0
+    assert progress(system, f"{site.url}/f") == []
+
+
+@pytest.mark.parametrize("have", [0, 2 * PIECE])
+def test_a_file_that_has_no_room_is_not_begun(tmp_path: Path, site: Site, have: int) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"] = CONTENT
+    if have:
+        system.write("/file.part", CONTENT[:have])
+    system.room = len(CONTENT) - have - 1
+    with pytest.raises(GpuprovError) as caught:
+        progress(system, f"{site.url}/f")
+    (problem,) = caught.value.problems
+    assert problem.what == f"not enough room for {site.url}/f"
+    assert problem.evidence == "2 MiB to come, 2 MiB free for /file.part"
+    assert (system.status("/file.part") is None) == (have == 0)
+    system.room += 1
+    progress(system, f"{site.url}/f")
+    assert system.sha256("/file") == DIGEST
+
+
+def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site) -> None:
+    system = Clocked(str(tmp_path))
+    system.make_directory("/var/cache")
+    site.files["/f"], system.room = CONTENT, 0
+    with pytest.raises(GpuprovError) as caught:
+        fetch(system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.evidence == "2 MiB to come, 0 MiB free for /var/cache/f.part"
+    assert problem.next_step == "make room: df -h /var/cache"
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_another_file_is_told_once_and_begun_anew(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    system.write("/file.part", b"of another file")
+    told = progress(Clocked(str(system.root)), f"{site.url}/run")
+    anew = told.index(("what an earlier download left does not belong to this file, beginning anew", 0, 0))
+    assert {message for message, _, _ in (*told[:anew], *told[anew + 1 :])} == {"downloading"}
+    assert told[anew + 1] == ("downloading", PIECE, len(CONTENT))
+
+
+def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) -> None:
+    system.write("/media.run", CONTENT)
+    system.write("/file.part", CONTENT + b"more")
+    assert progress(system, "file:///media.run") == []
+    assert system.sha256("/file") == DIGEST
+    with pytest.raises(GpuprovError) as caught:
+        fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
+    (problem,) = caught.value.problems
+    assert (problem.evidence, problem.next_step) == ("", "check the path")
+
+
+def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
+    url = site.url.replace("//", "//user:secret@")
+    site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
+    found: list[Problem] = []
+    for name in ("run", "page"):
+        with pytest.raises(GpuprovError) as caught:
+            progress(system, f"{url}/{name}")
+        found += caught.value.problems
+    masked_url = site.url.replace("//", "//user:***@")
+    assert [problem.what for problem in found] == [
+        f"what {masked_url}/run gave is not the file that was asked for",
+        f"{masked_url}/page gave a web page instead of a file",
+    ]
+    assert found[0].evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
+    assert found[1].evidence == "<!DOCTYPE html>" + "y" * 104
+    assert "digest" in found[0].next_step
+    assert "check the URL" in found[1].next_step and "proxy" in found[1].next_step
+
+
+def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Site) -> None:
+    url = site.url.replace("//", "//user:secret@")
+    site.files["/huge"] = b"x" * ((1 << 20) + 1)
+    found: list[Problem] = []
+    for address in (f"{url}/huge", "file:///nothing"):
+        with pytest.raises(GpuprovError) as caught:
+            fetch_small(system, address)
+        found += caught.value.problems
+    assert (found[0].what, found[0].evidence, found[0].next_step) == (
+        f"{site.url.replace('//', '//user:***@')}/huge is larger than expected", "more than 1048576 bytes",
+        "check the URL",
+    )  # fmt: skip
+    assert (found[1].what, found[1].evidence) == ("there is no file file:///nothing", "")
+    assert found[1].next_step == "check the path"
+    system.write("/there", b"content")
+    assert fetch_small(system, "file:///there") == b"content"
+
+
+def test_of_a_huge_local_file_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    class Counting(System):
+        def read_start(self, path: str, size: int) -> bytes | None:
+            assert size == (1 << 20) + 1
+            return super().read_start(path, size)
+
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 34)
+    with pytest.raises(GpuprovError, match="larger than expected"):
+        fetch_small(Counting(str(tmp_path)), "file:///huge")
+
+
+def test_what_can_not_be_had_is_told_in_order_and_redirections_are_followed(system: System, site: Site) -> None:
+    site.files["/there"] = CONTENT
+    site.moved = {"/a": "/there", "/b": "/gone"}
+    url = site.url.replace("//", "//user:secret@")
+    found = unreachable(system, [f"{url}/{name}" for name in ("z", "b", "there", "a", "z")])
+    masked_url = site.url.replace("//", "//user:***@")
+    assert [(one.what, one.evidence) for one in found] == [
+        (f"{masked_url}/b can't be had", "HTTP 404"), (f"{masked_url}/z can't be had", "HTTP 404"),
+    ]  # fmt: skip
+    assert {one.next_step for one in found} == {"there is no such file: check version and URL"}
+
+
+def test_a_wait_that_a_server_asks_for_is_not_shorter_than_ours(system: Impatient, site: Site) -> None:
+    site.files["/f"] = CONTENT
+    site.troubles, site.retry_after = [503, 503, 503], "2"
+    told = progress(system, f"{site.url}/f")
+    assert system.pauses == [2.0, 2.0, 4.0]
+    assert told[0] == ("HTTP 503 Service Unavailable, trying again (2 of 4)", 0, 0)

@@ -64,6 +64,38 @@ def test_a_file_that_is_not_the_driver_costs_nothing(host: FailingHost) -> None:
     assert host.tree() == before
 
 
+@pytest.mark.parametrize("label", [f"Linux-aarch64 {NEW}", f"Linux-x86_64 {OLD}"], ids=["architecture", "version"])
+def test_a_driver_for_another_machine_or_of_another_version_is_not_run(host: FailingHost, label: str) -> None:
+    text = f'#!/bin/sh\nlabel="NVIDIA Accelerated Graphics Driver for {label}"\n'
+    (host.root / "driver.run").write_text(text)
+    before = host.tree()
+    architecture, version = label.removeprefix("Linux-").split()
+    said = failed(host, "/driver.run")
+    assert f"the driver file is {version} for {architecture}, asked for is {NEW} for x86_64" in said
+    assert (host.tree(), any(command[0] == "sh" for command in host.commands)) == (before, False)
+
+
+class SyncedHost(FakeHost):
+    """Notes whether the mark of an installation that is not whole was there when all was synced."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.marked: list[bool] = []
+
+    def sync(self) -> None:
+        self.marked.append(self.exists(INCOMPLETE_MARK))
+
+
+def test_the_driver_is_on_the_disk_before_it_is_called_whole(tmp_path: Path) -> None:
+    """After a power cut its files may be empty: then the mark must be there."""
+    host = SyncedHost(tmp_path)
+    write_runfile(tmp_path / "driver.run")
+    change = InstallDriver(NEW, "/driver.run", "", "x86_64", kernel_modules=False)
+    change.apply(host, lambda message, done, total: None)
+    assert host.marked == [True]
+    assert host.status(INCOMPLETE_MARK) is None
+
+
 def test_an_installer_that_gives_up_first_leaves_the_old_driver(host: FailingHost) -> None:
     write_runfile(host.root / "driver.run")
     before = host.tree()

@@ -9,19 +9,26 @@ from typing import Any
 
 import pytest
 
+from gpuprov.agent.run import run_request
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_gpus
+from gpuprov.package_managers.apt import APT
+from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging.apt_packages import PackageFacts, missing
+from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.verify import checks
 from gpuprov.verify.outcome import Failed
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, parse_spec
+from gpuprov.wire.events import ChangeDone, Event, Finished
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
-from tests.unit.fake_host import FakeHost
+from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.test_packages import held_by_another
 
 pytestmark = pytest.mark.root
 VERSION, OTHER = simgpu.DRIVER_VERSION, "535.261.03"
@@ -84,7 +91,7 @@ def test_switches_behind_adapters_are_known_by_their_product_data(host: SwitchHo
         (host.root / f"sys/class/infiniband/{name}/device/vpd").write_bytes(data)
     found = gather_fabric(host)
     assert (found.switches, found.managed) == (("0000:c1:00.0", "mlx5_1"), True)
-    assert packages("580.95.05", "apt", found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
+    assert packages("580.95.05", APT, found) == ("nvidia-fabricmanager=580.95.05-*", "nvlsm")
 
 
 def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
@@ -103,7 +110,7 @@ def test_a_machine_without_switches_is_not_asked(tmp_path: Path) -> None:
     ],
 )
 def test_the_package_is_named_as_the_repository_names_it(version: str, manager: str, name: str) -> None:
-    assert packages(version, manager, FabricFacts()) == (name,)
+    assert packages(version, manager_of(None, manager), FabricFacts()) == (name,)
 
 
 def test_a_pattern_is_met_by_a_version_of_its_kind() -> None:
@@ -186,3 +193,23 @@ def test_a_verification_names_what_keeps_cuda_from_coming_up(host: SwitchHost, n
         checks._fabric_manager(host, facts)
     good = FabricFacts(("0000:c1:00.0",), False, VERSION, True, True)
     assert checks._fabric_manager(host, good) == (VERSION, "")
+
+
+def test_a_run_that_installs_it_waits_for_the_package_manager_before_its_first_change(host: SwitchHost) -> None:
+    """The step is "driver", not "packages": what counts is what the changes do."""
+    wanted = spec_to_json(spec(driver_url="/driver.run", lock_timeout=0))
+    write_runfile(host.root / "driver.run")
+    events: list[Event] = []
+    with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
+        run_request(Request("install", wanted, steps=("driver",)), events.append, host)
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert [one.what for one in finished.problems] == ["another program holds the package manager's lock"]
+    assert not any(isinstance(one, ChangeDone) for one in events)
+
+
+def test_each_change_that_uses_the_package_manager_says_so() -> None:
+    assert {name for name, kind in CHANGE_KINDS.items() if kind.uses_package_manager} == {
+        "RefreshPackageIndex", "InstallPackages", "HoldPackages", "InstallRpmKey", "RefreshRpmIndex",
+        "InstallRpmPackages", "EnableStream", "SwitchPin", "ChangeDriverPackages", "ChangeDriverRpms",
+    }  # fmt: skip

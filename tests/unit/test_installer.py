@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gpuprov.driver.installer import explain_failure, install_arguments, knows, parse_header
+from gpuprov.package_managers.apt import APT
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.interface import PackageManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_key
 
@@ -128,7 +132,7 @@ def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
     ],
 )
 def test_every_failure_has_its_sentence(returncode: int, log: str, output: str, what: str) -> None:
-    found = explain_failure(returncode, log, output)
+    found = explain_failure(returncode, log, output, commands=DNF.commands, initramfs="dracut --force")
     assert found is not None
     sentence, line, next_step = found
     assert what in sentence
@@ -137,7 +141,26 @@ def test_every_failure_has_its_sentence(returncode: int, log: str, output: str, 
 
 
 def test_a_clean_log_and_exit_code_0_are_no_failure() -> None:
-    assert explain_failure(0, "-> done.\nWARNING: nvidia-installer was forced\n-> is now complete.", "") is None
+    log = "-> done.\nWARNING: nvidia-installer was forced\n-> is now complete."
+    assert explain_failure(0, log, "", commands=APT.commands, initramfs="") is None
+
+
+@pytest.mark.parametrize(
+    ("manager", "install", "remove"),
+    [(APT, "apt-get install", "apt-get purge"), (DNF, "dnf install", "dnf remove"),
+     (ZYPPER, "zypper install", "zypper remove")],
+)  # fmt: skip
+def test_what_to_type_is_in_the_words_of_the_hosts_own_package_manager(
+    manager: PackageManager, install: str, remove: str
+) -> None:
+    def next_step(line: str) -> str:
+        found = explain_failure(1, line, "", commands=manager.commands, initramfs="rebuild --all")
+        assert found is not None and "{" not in found[2]
+        return found[2]
+
+    assert next_step("ERROR: Unable to find the development tool `cc`").startswith(f"{install} -y gcc make")
+    assert f"{remove} '*nvidia*'" in next_step("ERROR: an alternate method of installation was detected")
+    assert "(rebuild --all)" in next_step("ERROR: The Nouveau kernel driver is currently in use")
 
 
 def test_versions_compare_by_number() -> None:

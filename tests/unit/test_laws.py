@@ -23,13 +23,14 @@ from gpuprov.wire.events import ChangeDone, Event, Finished, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
 from tests.unit.fake_host import FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
 # The first two have nothing to do in a system container; test_nouveau.py holds the laws for them. Only a bundle gives
 # "images" something to do: bundle/test_use.py holds the laws over that one. Engines that nobody names are left alone:
-# engines/test_more.py.
+# engines/test_other_engines.py.
 _ELSEWHERE = ("nouveau", "reboot", "images", "engines")
 STEP_NAMES = tuple(step.name for step in STEPS if step.name not in _ELSEWHERE)
 # What others keep where the steps work; none of it is gpuprov's.
@@ -47,7 +48,8 @@ FOREIGN = {
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
     """A spec that gives every step something to do, with its files on a real web server."""
     folder = tmp_path_factory.mktemp("www")
-    fingerprint = build_repository(folder / "apt", tmp_path_factory.mktemp("gpg") / "home")
+    with gpg_home(tmp_path_factory.mktemp("gpg") / "home") as home:
+        fingerprint = build_repository(folder / "apt", home)
     run_file = folder / "driver.run"
     write_runfile(run_file)
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from gpuprov.core.commands import Completed
+from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.packaging.apt_failures import listed_under
 from gpuprov.packaging.apt_packages import (
+    HELD_LIST,
     HoldPackages,
     InstallPackages,
     PackageFacts,
@@ -28,6 +30,7 @@ from gpuprov.packaging.apt_packages import (
 )
 from gpuprov.packaging.apt_undo import parse_conffiles
 from gpuprov.wire.errors import GpuprovError
+from tests.unit.fake_host import FakeHost
 
 DPKG = """installed adduser 3.134
 config-files old-kernel 6.1.0-9
@@ -434,3 +437,22 @@ def test_what_apt_lists_is_read(said: str, heading: str, listed: tuple[str, ...]
 def test_conffiles_are_read_below_their_package() -> None:
     text = "a\n /etc/a.conf 0123\n /etc/a.d/b 4567\nnone\n\nb\n /etc/b 89ab obsolete\n /etc/c cdef\n"
     assert parse_conffiles(text) == {"a": (("/etc/a.conf", "0123"), ("/etc/a.d/b", "4567")), "b": (("/etc/c", "cdef"),)}
+
+
+@pytest.mark.parametrize("listed", ["docker-ce\nlibc6\n", None], ids=["a list", "no list"])
+def test_undone_holds_leave_marks_and_list_as_they_were(tmp_path: Path, listed: str | None) -> None:
+    host = FakeHost(tmp_path)
+    host.installed.update({"docker-ce": "1", "libc6": "2", "nvidia-driver": "3"})
+    host.held = {"docker-ce"}
+    if listed is not None:
+        host.make_directory(STATE_DIRECTORY, 0o700)
+        host.write(HELD_LIST, listed.encode())
+    before = host.everything()
+    change = HoldPackages(("nvidia-driver", "libc6"), ("docker-ce",))
+    captured = change.capture(host)
+    outcome = change.apply(host, lambda message, done, total: None)
+    assert host.held == {"nvidia-driver", "libc6"}
+    assert (host.read_text(HELD_LIST) or "").split() == ["libc6", "nvidia-driver"]
+    HoldPackages.undo(host, captured, outcome)
+    assert host.held == {"docker-ce"}
+    assert host.everything() == before

@@ -1,4 +1,4 @@
-"""What rpm, dnf, yum and zypper say, what of it we say, and who holds their lock."""
+"""What rpm, dnf and zypper say, what of it we say, and who holds their lock."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.interface import Installation
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints
 from gpuprov.packaging.rpm_packages import (
-    MANAGERS,
     InstallRpmPackages,
     RefreshRpmIndex,
     added,
     gather_packages,
-    missing,
     parse_keys,
     parse_rpm,
-    plan,
     rpm_lock_holder,
 )
 from gpuprov.wire.errors import GpuprovError
@@ -69,7 +70,7 @@ def test_versions_of_one_package_stand_beside_each_other_and_keys_are_no_package
     ],
 )
 def test_what_counts_as_installed(name: str, there: bool) -> None:
-    assert missing(facts(), (name,)) == (() if there else (name,))
+    assert DNF.missing(facts(), (name,)) == (() if there else (name,))
 
 
 @pytest.mark.parametrize(
@@ -78,20 +79,20 @@ def test_what_counts_as_installed(name: str, there: bool) -> None:
 )
 def test_suses_number_of_the_rebuild_does_not_count(version: str, there: bool) -> None:
     name = f"kernel-default-devel={version}"
-    assert (missing(facts("zypper"), (name,)) == ()) is there
+    assert (ZYPPER.missing(facts("zypper"), (name,)) == ()) is there
 
 
 def test_the_rebuild_rule_is_zyppers_alone() -> None:
     name = "kernel-default-devel=6.4.0-150600.23.30"
-    assert missing(facts("dnf"), (name,)) == (name,)
+    assert DNF.missing(facts("dnf"), (name,)) == (name,)
 
 
 def test_what_is_missing_is_planned_once_and_in_order() -> None:
-    refresh, install = plan(facts(), ("gcc", "bash", "make", "gcc"))
-    assert refresh == RefreshRpmIndex("dnf")
-    assert install == InstallRpmPackages("dnf", ("gcc", "make"))
+    refresh, install = DNF.plan_installation(facts(), Installation(("gcc", "bash", "make", "gcc")))
+    assert refresh == RefreshRpmIndex(DNF)
+    assert install == InstallRpmPackages(DNF, ("gcc", "make"))
     assert install.summary() == "install gcc, make"
-    assert plan(facts(), ("bash", "vim")) == ()
+    assert DNF.plan_installation(facts(), Installation(("bash", "vim"))) == ()
 
 
 def test_a_replaced_version_is_not_an_addition_and_a_second_one_is() -> None:
@@ -139,26 +140,24 @@ class RecordedRpm(System):
 
 COMMANDS = {
     "dnf": ("dnf", "-y", "--setopt=install_weak_deps=False", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
-    "yum": ("yum", "-y", "--setopt=skip_missing_names_on_install=0", "install", "gcc",
-            "kernel-devel-5.14.0-427.el9.x86_64"),
     "zypper": ("zypper", "--non-interactive", "install", "--no-recommends", "--", "gcc",
                "kernel-devel=5.14.0-427.el9.x86_64"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("manager", MANAGERS)
-def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: str) -> None:
+@pytest.mark.parametrize("manager", [DNF, ZYPPER], ids=lambda one: one.name)
+def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: RpmManager) -> None:
     host = RecordedRpm(tmp_path)
     InstallRpmPackages(manager, ("gcc", "kernel-devel=5.14.0-427.el9.x86_64")).apply(host, lambda *_: None)
     RefreshRpmIndex(manager).apply(host, lambda *_: None)
-    assert host.asked[0] == COMMANDS[manager]
-    assert host.asked[1] == MANAGERS[manager].refresh
+    assert host.asked[0] == COMMANDS[manager.name]
+    assert host.asked[1] == manager.refresh
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
 
 
 def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
-    change = InstallRpmPackages("dnf", ("docker",), ("docker.service",))
+    change = InstallRpmPackages(DNF, ("docker",), ("docker.service",))
     assert change.summary() == "install docker; enable docker.service"
     change.apply(host, lambda *_: None)
     assert host.asked[-1] == ("systemctl", "enable", "docker.service") and host.asked[-2][0] == "dnf"
@@ -167,7 +166,7 @@ def test_a_unit_that_a_package_brings_is_enabled_after_it_is_there(tmp_path: Pat
 def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.installs = ("gcc-11-1.x86_64", "cpp-11-1.x86_64")
-    change = InstallRpmPackages("dnf", ("gcc",))
+    change = InstallRpmPackages(DNF, ("gcc",))
     before = change.capture(host)
     outcome = change.apply(host, lambda *_: None)
     assert outcome == {"added": ["cpp-11-1.x86_64", "gcc-11-1.x86_64"]}
@@ -183,17 +182,16 @@ def test_only_what_was_added_is_erased_and_only_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [102, 103])
 def test_zypper_has_exit_codes_that_are_no_failures(tmp_path: Path, code: int) -> None:
     host = RecordedRpm(tmp_path, (code, "", ""))
-    InstallRpmPackages("zypper", ("gcc",)).apply(host, lambda *_: None)
+    InstallRpmPackages(ZYPPER, ("gcc",)).apply(host, lambda *_: None)
     with pytest.raises(GpuprovError):
-        InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda *_: None)
+        InstallRpmPackages(DNF, ("gcc",)).apply(host, lambda *_: None)
 
 
-# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14; the line marked yum is after its source.
+# Recorded from dnf 4.14, dnf 5.4 and zypper 1.14.
 FAILURES = [
     ("System management is locked by the application with pid 4711 (zypper).", "holds the package manager's lock"),
     ("Error: There are no enabled repositories in \"/etc/yum.repos.d\".", "this host has no package repositories"),
     ("No match for argument: no-such\nError: Unable to find a match: no-such", "no repository has such a package"),
-    ("No package nope available.\nError: Nothing to do", "no repository has such a package"),  # yum
     ("'x=9' not found in package names. Trying capabilities.\nNo provider of 'x=9' found.",
      "no repository has such a package"),
     ("Warning: File 'repomd.xml' from repository 'site' is signed with an unknown key '374C81318826EB35'.\n"
@@ -241,7 +239,7 @@ FAILURES = [
 def test_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str) -> None:
     host = RecordedRpm(tmp_path, (1, "Reading installed packages...", said))
     with pytest.raises(GpuprovError) as caught:
-        InstallRpmPackages("dnf", ("gcc", "make")).apply(host, lambda *_: None)
+        InstallRpmPackages(DNF, ("gcc", "make")).apply(host, lambda *_: None)
     (problem,) = caught.value.problems
     assert problem.what.startswith("gcc, make could not be installed: ") and meaning in problem.what
     assert problem.evidence.startswith("dnf exited 1: ") and "\n" not in problem.evidence
@@ -251,7 +249,7 @@ def test_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str
 def test_a_failure_that_nobody_knows_shows_all_of_it(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path, (1, "", "Error: something new\nand more"))
     with pytest.raises(GpuprovError) as caught:
-        RefreshRpmIndex("dnf").apply(host, lambda *_: None)
+        RefreshRpmIndex(DNF).apply(host, lambda *_: None)
     (problem,) = caught.value.problems
     assert problem.what == "the package index could not be refreshed"
     assert "Error: something new\nand more" in problem.evidence and "makecache" in problem.evidence
@@ -264,7 +262,7 @@ def test_progress_is_told_and_chatter_is_not(tmp_path: Path) -> None:
     )
     told: list[str] = []
     host = RecordedRpm(tmp_path, (0, printed, ""))
-    InstallRpmPackages("dnf", ("gcc",)).apply(host, lambda message, *_: told.append(message))
+    InstallRpmPackages(DNF, ("gcc",)).apply(host, lambda message, *_: told.append(message))
     assert told == [
         "Installing : gcc-11-1.x86_64 1/1", "(1/1) Installing: gcc-11-1.x86_64 [...done]",
         "[3/4] Installing gcc-0:11-1 100% | 20 KiB/s",
@@ -275,11 +273,11 @@ def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.rpm_answers = 1
     with pytest.raises(GpuprovError, match="rpm's database can't be read"):
-        gather_packages(host, "dnf")
+        gather_packages(host, DNF)
 
 
 def test_a_machine_without_its_package_manager_has_none(tmp_path: Path) -> None:
-    assert gather_packages(System(str(tmp_path)), "dnf") == PackageFacts("", {})
+    assert gather_packages(System(str(tmp_path)), DNF) == PackageFacts("", {})
 
 
 KEY = dearmored(
@@ -323,18 +321,18 @@ def test_the_wait_for_the_lock_is_told_and_has_an_end(tmp_path: Path) -> None:
         (tmp_path / path).write_text(text)
     told: list[str] = []
     with pytest.raises(GpuprovError, match="another program holds the package manager's lock") as caught:
-        RefreshRpmIndex("zypper").apply(host, lambda message, *_: told.append(message))
+        RefreshRpmIndex(ZYPPER).apply(host, lambda message, *_: told.append(message))
     assert "YaST2 (pid 77); waited 300 s for its end" in str(caught.value)
     assert told == ["waiting up to 300 s for YaST2 (pid 77), which holds the package manager's lock"]
     assert host.asked == [] and 300 <= host.slept < 305
     with pytest.raises(GpuprovError, match="waited 7 s"):
-        InstallRpmPackages("zypper", ("gcc",), lock_timeout=7).apply(host, lambda *_: None)
+        InstallRpmPackages(ZYPPER, ("gcc",), lock_timeout=7).apply(host, lambda *_: None)
     assert host.asked == [] and 307 <= host.slept < 313
 
 
 def test_the_limit_is_the_users() -> None:
-    refresh, install = plan(facts(), ("gcc",), lock_timeout=7)
-    assert (refresh, install) == (RefreshRpmIndex("dnf", 7), InstallRpmPackages("dnf", ("gcc",), lock_timeout=7))
+    refresh, install = DNF.plan_installation(facts(), Installation(("gcc",), lock_timeout=7))
+    assert (refresh, install) == (RefreshRpmIndex(DNF, 7), InstallRpmPackages(DNF, ("gcc",), lock_timeout=7))
 
 
 class WithLocks(System):

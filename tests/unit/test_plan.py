@@ -21,7 +21,7 @@ from gpuprov.machine.machine import PciGpu, gather_displays
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan, preflight
-from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.toolkit import HandOverHook, InstallRuntime
 from gpuprov.wire import driver_releases
@@ -175,6 +175,22 @@ def test_nvidias_toolkit_brings_its_repository_and_four_packages_of_one_version(
 
 def test_planning_is_pure(facts: HostFacts) -> None:
     assert make_plan(facts, spec()) == make_plan(facts, spec())
+
+
+def deployed(facts: HostFacts, **spoiled: Any) -> HostFacts:
+    """Return a host that has the runtime's files as they shall be; the launcher's fact with these fields instead."""
+    files = {path: FileFact(content, mode, 0, 0) for path, mode, content in deployed_files()}
+    launcher = {LAUNCHER_PATH: replace(files[LAUNCHER_PATH], **spoiled)}
+    return replace(facts, files={**facts.files, **files, **launcher}, bytecode_current=True)
+
+
+@pytest.mark.parametrize("spoiled", [{"uid": 1000}, {"mode": 0o777}, {"content": b"#!/bin/sh\n"}], ids=str)
+def test_what_starts_as_root_shall_be_roots_with_our_mode_and_content(
+    facts: HostFacts, spoiled: dict[str, Any]
+) -> None:
+    assert planned(deployed(facts), spec(), InstallRuntime) is None
+    assert planned(deployed(facts, gid=1000), spec(), InstallRuntime) is None
+    assert planned(deployed(facts, **spoiled), spec(), InstallRuntime) is not None
 
 
 def hook_file(content: bytes) -> FileFact:

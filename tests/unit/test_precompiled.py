@@ -15,8 +15,8 @@ from gpuprov.driver import cuda_repository, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu, has_key_of
+from gpuprov.package_managers.offers import Offers
 from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.packaging.offers import Offers
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
 from gpuprov.plan.steps import make_plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import ExitCode
-from gpuprov.wire.events import Event, Finished, Planned
+from gpuprov.wire.events import Event, Finished, Planned, from_line
 from gpuprov.wire.request import Request, request_from_line
 from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
@@ -135,6 +137,14 @@ def test_what_a_reboot_has_not_changed_asks_for_no_second_one(host: RebootingHos
     assert host.reboots == 1
 
 
+def test_a_reboot_that_was_asked_for_in_this_very_boot_is_asked_for_again(host: RebootingHost) -> None:
+    """The same command typed twice without a reboot between them: no reboot was in vain yet."""
+    for _ in range(2):
+        finished, _ = install(host)
+        assert finished.exit_code == ExitCode.REBOOT_NEEDED
+        assert [problem.evidence for problem in finished.problems] == [BOUND]
+
+
 def test_a_module_that_nothing_uses_is_unloaded_instead(host: RebootingHost) -> None:
     host.module_in_use = False
     finished, _ = install(host, reboot="if-needed")
@@ -210,6 +220,19 @@ def test_a_proxy_with_odd_signs_stands_rightly_in_the_unit(
     status = host.status(f"/etc/systemd/system/{UNIT}")
     assert status is not None
     assert status.mode == 0o600
+
+
+def test_the_units_command_starts_the_agent_from_its_own_folder(host: RebootingHost) -> None:
+    """With `-S` no other copy of gpuprov can be found, as on a host that has only the pushed agent."""
+    leave_resume(host, Request("install"))
+    unit = host.read_text(f"/etc/systemd/system/{UNIT}") or ""
+    (line,) = (line for line in unit.splitlines() if line.startswith("ExecStart="))
+    program, *words = shlex.split(line.partition("=")[2])
+    done = subprocess.run(
+        (program, "-S", *words), input="no request\n", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert isinstance(from_line(done.stdout), Finished)
 
 
 def test_rollback_after_half_a_run_forgets_the_rest(host: RebootingHost) -> None:

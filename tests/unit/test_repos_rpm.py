@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import docker_repository, find_distribution
 from gpuprov.machine.machine import OperatingSystem
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.pgp import armored, dearmored, fingerprints
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
 from gpuprov.packaging.rpm_repos import (
-    DIRECTORIES,
     InstallRpmKey,
     RpmRepository,
-    plan_repositories,
-    problems,
     repositories,
 )
 from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec, SiteRepository, parse_spec
 from tests.unit.fake_host import FakeHost
 from tests.unit.test_packages_rpm import KEY
@@ -35,7 +36,6 @@ URI = "https://rpm.example.org/gpu"
 SITE = HostSpec(repositories=(SiteRepository("site", URI, f"{URI}/key.asc", FINGERPRINT),))
 SYSTEMS = {
     "dnf": OperatingSystem("rocky", "9.5", "", ("rhel", "centos", "fedora"), "Rocky Linux 9.5"),
-    "yum": OperatingSystem("amzn", "2", "", ("centos", "rhel", "fedora"), "Amazon Linux 2"),
     "zypper": OperatingSystem("opensuse-leap", "15.6", "", ("suse", "opensuse"), "openSUSE Leap 15.6"),
 }
 
@@ -56,15 +56,28 @@ def fact(content: str | bytes, mode: int = 0o644) -> FileFact:
     return FileFact(content.encode() if isinstance(content, str) else content, mode, 0, 0)
 
 
+def rpm(facts: HostFacts) -> RpmManager:
+    assert isinstance(facts.package_manager, RpmManager)
+    return facts.package_manager
+
+
+def plan_repositories(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return facts.package_manager.plan_repositories(facts, spec)
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    return facts.package_manager.repository_problems(facts, spec)
+
+
 def settled(facts: HostFacts, spec: HostSpec = SITE) -> HostFacts:
     """The same host as `spec` wants it."""
-    (one,) = repositories(spec, facts.packages.manager, facts.architecture)
+    (one,) = repositories(rpm(facts), spec, facts.architecture)
     files = {one.key_path: fact(armored(KEY)), one.file_path: fact(str(one))}
     return replace(facts, files=files, packages=replace(facts.packages, trusted_keys=frozenset({FINGERPRINT})))
 
 
 def test_a_repository_is_checked_twice_and_never_passed_over() -> None:
-    one = RpmRepository("site", URI, f"{URI}/key.asc", FINGERPRINT, "dnf")
+    one = RpmRepository("site", URI, f"{URI}/key.asc", FINGERPRINT, DNF)
     assert str(one) == (
         "[gpuprov-site]\n"
         "name=site (gpuprov)\n"
@@ -76,7 +89,7 @@ def test_a_repository_is_checked_twice_and_never_passed_over() -> None:
         "skip_if_unavailable=0\n"
     )
     assert one.file_path == "/etc/yum.repos.d/gpuprov-site.repo"
-    zypper = str(replace(one, manager="zypper"))
+    zypper = str(replace(one, program=ZYPPER))
     assert {"gpgcheck=1", "repo_gpgcheck=1", "pkg_gpgcheck=1", "autorefresh=1"} <= set(zypper.splitlines())
 
 
@@ -84,7 +97,7 @@ def test_a_bare_host_gets_key_and_file_and_a_settled_one_nothing(facts: HostFact
     key, file = plan_repositories(facts, SITE)
     assert key == InstallRpmKey(KEY_PATH, f"{URI}/key.asc", FINGERPRINT)
     assert FINGERPRINT in key.summary()
-    assert isinstance(file, WriteFile) and file.path == f"{DIRECTORIES[facts.packages.manager]}/gpuprov-site.repo"
+    assert isinstance(file, WriteFile) and file.path == f"{rpm(facts).repository_directory}/gpuprov-site.repo"
     assert plan_repositories(settled(facts), SITE) == ()
 
 
@@ -105,7 +118,7 @@ def test_a_key_that_is_not_wholly_right_is_installed_again(facts: HostFacts, wro
 
 def test_what_is_no_longer_asked_for_goes_and_what_others_have_stays(facts: HostFacts) -> None:
     good = settled(facts)
-    place = DIRECTORIES[facts.packages.manager]
+    place = rpm(facts).repository_directory
     others = {
         f"{place}/epel.repo": fact("[epel]\nbaseurl=https://epel.example.org/$basearch\n"),
         "/etc/pki/rpm-gpg/RPM-GPG-KEY-Rocky-9": fact("theirs"),
@@ -130,7 +143,7 @@ DOUBLES = {
 @pytest.mark.parametrize("name", DOUBLES)
 def test_second_definitions(facts: HostFacts, name: str) -> None:
     text, removed = DOUBLES[name]
-    path = f"{DIRECTORIES[facts.packages.manager]}/old.repo"
+    path = f"{rpm(facts).repository_directory}/old.repo"
     good = settled(facts)
     changes = plan_repositories(replace(good, files={**good.files, path: fact(text)}), SITE)
     assert [change.summary() for change in changes] == (
@@ -140,7 +153,7 @@ def test_second_definitions(facts: HostFacts, name: str) -> None:
 
 def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None:
     spec = parse_spec({"toolkit": "nvidia"})
-    path = f"{DIRECTORIES[facts.packages.manager]}/nvidia-container-toolkit.repo"
+    path = f"{rpm(facts).repository_directory}/nvidia-container-toolkit.repo"
     stable, experimental = (
         f"[nvidia-container-toolkit{name}]\nbaseurl=https://nvidia.github.io/libnvidia-container/{folder}/rpm/$basearch\n"
         f"gpgcheck=0\nenabled={enabled}\n"
@@ -154,14 +167,14 @@ def test_a_variable_for_the_architecture_hides_nothing(facts: HostFacts) -> None
 
 
 def test_nvidias_toolkit_comes_with_signed_metadata() -> None:
-    (one,) = repositories(parse_spec({"toolkit": "nvidia"}), "dnf", "aarch64")
+    (one,) = repositories(DNF, parse_spec({"toolkit": "nvidia"}), "aarch64")
     assert one.uri == "https://nvidia.github.io/libnvidia-container/stable/rpm/aarch64"
     assert (one.signed_metadata, one.signed_packages) == (True, False)
 
 
-@pytest.mark.parametrize("manager", ["dnf", "yum", "zypper"])
-def test_release_candidates_lie_beside_the_stable_releases(manager: str) -> None:
-    found = repositories(parse_spec({"toolkit": "nvidia", "toolkit_channel": "experimental"}), manager, "x86_64")
+@pytest.mark.parametrize("manager", [DNF, ZYPPER])
+def test_release_candidates_lie_beside_the_stable_releases(manager: RpmManager) -> None:
+    found = repositories(manager, parse_spec({"toolkit": "nvidia", "toolkit_channel": "experimental"}), "x86_64")
     base = "https://nvidia.github.io/libnvidia-container"
     assert [one.uri for one in found] == [f"{base}/stable/rpm/x86_64", f"{base}/experimental/rpm/x86_64"]
     assert len({one.file_path for one in found}) == 2
@@ -172,7 +185,7 @@ def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
     rocky = find_distribution("rocky", "9")
     assert rocky is not None
     wanted = repositories(
-        replace(parse_spec({"toolkit": "nvidia"}), repositories=SITE.repositories), facts.packages.manager, "x86_64",
+        rpm(facts), replace(parse_spec({"toolkit": "nvidia"}), repositories=SITE.repositories), "x86_64",
         docker_repository(rocky, "x86_64"),
     )  # fmt: skip
     assert len(wanted) == 3
@@ -194,12 +207,12 @@ def test_a_plan_for_rpm_has_nothing_of_apts(facts: HostFacts) -> None:
     changes = [item.change for item in plan.changes]
     assert any(isinstance(change, RefreshRpmIndex) for change in changes)
     (install,) = (change for change in changes if isinstance(change, InstallRpmPackages))
-    assert install == InstallRpmPackages(facts.packages.manager, ("gcc",))
+    assert install == InstallRpmPackages(rpm(facts), ("gcc",))
     assert "apt" not in "\n".join(change.summary() for change in changes)
 
 
 def test_a_bare_machine_gets_the_headers_of_its_very_kernel(facts: HostFacts) -> None:
-    releases = {"dnf": "5.14.0-427.el9.x86_64", "yum": "5.10.220-209.amzn2.x86_64", "zypper": "6.4.0-150600.23-default"}
+    releases = {"dnf": "5.14.0-427.el9.x86_64", "zypper": "6.4.0-150600.23-default"}
     expected = {
         "dnf": "kernel-devel=5.14.0-427.el9.x86_64", "yum": "kernel-devel=5.10.220-209.amzn2.x86_64",
         "zypper": "kernel-default-devel=6.4.0-150600.23",
@@ -269,7 +282,7 @@ def test_a_derivative_is_warned_about_in_the_plan(facts: HostFacts) -> None:
 
 def test_the_place_of_each_file_is_looked_at(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root")
-    for path in (KEY_PATH, *(f"{folder}/x.repo" for folder in DIRECTORIES.values())):
+    for path in (KEY_PATH, *(f"{folder}/x.repo" for folder in ("/etc/yum.repos.d", "/etc/zypp/repos.d"))):
         host.make_directory(path.rpartition("/")[0])
         host.write(path, b"here")
         assert gather(host).files[path].content == b"here"

@@ -1,4 +1,4 @@
-"""Packages held under dnf 4, dnf 5, yum and zypper: their lists as text, and when a hold is taken off and set."""
+"""Packages held under dnf 4, dnf 5 and zypper: their lists as text, and when a hold is taken off and set."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.rpm_locks import (
     HELD_LIST,
     LOCK_TOOLS,
@@ -150,25 +153,24 @@ def test_a_list_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("manager", "program", "files", "found"),
     [
-        ("dnf", "dnf-3", {}, ("dnf", "")),
-        ("dnf", "dnf-3", {"etc/dnf/plugins/versionlock.conf": "[main]\nenabled = 1\n"}, ("dnf", LIST)),
+        (DNF, "dnf-3", {}, ("dnf", "")),
+        (DNF, "dnf-3", {"etc/dnf/plugins/versionlock.conf": "[main]\nenabled = 1\n"}, ("dnf", LIST)),
         (
-            "dnf",
+            DNF,
             "dnf-3",
             {"etc/dnf/plugins/versionlock.conf": "[main]\nlocklist = /srv/locks\n"},
             ("dnf", "/srv/locks"),
         ),
-        ("dnf", "dnf5", {}, ("dnf5", "/etc/dnf/versionlock.toml")),
-        ("yum", "yum", {}, ("yum", "")),
-        ("zypper", "zypper", {}, ("zypper", "/etc/zypp/locks")),
+        (DNF, "dnf5", {}, ("dnf5", "/etc/dnf/versionlock.toml")),
+        (ZYPPER, "zypper", {}, ("zypper", "/etc/zypp/locks")),
     ],
 )
 def test_which_tool_holds_packages_here(
-    tmp_path: Path, manager: str, program: str, files: dict[str, str], found: tuple[str, str]
+    tmp_path: Path, manager: RpmManager, program: str, files: dict[str, str], found: tuple[str, str]
 ) -> None:
     host = make_host(tmp_path, **files, **{f"usr/bin/{program}": "#!/bin/sh\n"})
     host.path(f"/usr/bin/{program}").chmod(0o755)
-    if program != manager:
-        host.path(f"/usr/bin/{manager}").symlink_to(program)
-    facts = gather_locks(host, manager)
+    if program != manager.name:
+        host.path(f"/usr/bin/{manager.name}").symlink_to(program)
+    facts = gather_locks(host, manager.hold_tool(host))
     assert (facts.tool, facts.path) == found

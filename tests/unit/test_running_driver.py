@@ -13,10 +13,11 @@ from gpuprov.core.apply import last_undoable_run, roll_back
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.running_driver import parse_containers
+from gpuprov.driver.unload import Unloading, unload
 from gpuprov.facts.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import ChangeDone, Planned
 from tests.unit.loaded_host import CONTAINER, DCGM, NEW, OLD, PERSISTENCED, LoadedHost, install, loaded
 
@@ -173,6 +174,48 @@ def test_a_display_manager_is_stopped_with_consent_alone(host: LoadedHost) -> No
     finished, _ = install(host, stop_display_manager=True)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert host.stopped[0] == "display-manager.service"
+
+
+def test_consent_to_stop_the_display_is_none_to_end_somebodys_container(host: LoadedHost) -> None:
+    """A container of another engine than docker has no unit, as a desktop's processes have none."""
+    host.units.add("display-manager.service")
+    host.process(960, "/usr/lib/xorg/Xorg :0", "/system.slice/display-manager.service")
+    host.process(961, "/usr/bin/gnome-shell", "/user.slice/user-7.slice/session-2.scope")
+    host.process(962, "python3 train.py", f"/machine.slice/libpod-{CONTAINER}.scope/container")
+    finished, _ = install(host, stop_display_manager=True)
+    (problem,) = finished.problems
+    assert problem.evidence == "process 962 (python3 train.py) has /dev/nvidiactl open, in container 4f4f4f4f4f4f"
+    assert "kill 962" in problem.next_step
+    assert (host.stopped, host.unloaded) == ([], [])
+
+
+class Patient(LoadedHost):
+    """A host whose clock goes by what is waited for, alone."""
+
+    time = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    def now(self) -> float:
+        return self.time
+
+
+def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) -> None:
+    """One that came between the plan and the release, and stays; another one lets go in time."""
+    host = Patient(tmp_path / "root")
+    wanted = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,))
+    with pytest.raises(GpuprovError) as caught:
+        unload(host, wanted, lambda message, done, total: None)
+    (problem,) = caught.value.problems
+    assert problem.what == f"driver {OLD} is still in use, so it can't be replaced"
+    assert problem.evidence.startswith("process 700 (/usr/bin/nvidia-persistenced --verbose) has /dev/nvidia0 open")
+    assert "kill 700;" in problem.next_step
+    assert not any(command[0] == "rmmod" for command in host.commands)
+    assert 15 <= host.time < 20
+    host.remove_tree("/proc/700")
+    unload(host, wanted, lambda message, done, total: None)
+    assert host.unloaded == ["nvidia_uvm", "nvidia"]
 
 
 def test_where_the_kernel_itself_holds_on_the_run_says_so_and_services_run_again(host: LoadedHost) -> None:

@@ -21,6 +21,7 @@ def system(tmp_path: Path) -> System:
     return System(str(tmp_path))
 
 
+@pytest.mark.root
 def test_write_keeps_owner_and_leaves_no_temporary_file(system: System, tmp_path: Path) -> None:
     target = tmp_path / "daemon.json"
     target.write_bytes(b"old")
@@ -66,6 +67,7 @@ def test_missing_things_are_none_or_empty(system: System) -> None:
     assert system.which("no-such-program") is None
 
 
+@pytest.mark.root
 def test_status_tells_kinds(system: System, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("file")

@@ -82,6 +82,17 @@ def test_after_two_runs_the_host_is_as_before_the_first(host: FakeHost) -> None:
     assert ended.changed > 0 and "as before gpuprov's first run" in ended.summary
 
 
+def test_a_runtime_that_was_upgraded_leaves_nothing(host: FakeHost) -> None:
+    """The upgrade captures byte code that the first run compiled, and that was not there before it."""
+    before = whole_tree(host)
+    done(carry_out(host, "install"))
+    older = host.root / "usr/lib/gpuprov/runtime_hook/log.py"
+    older.write_text("# of an older version\n")
+    assert done(carry_out(host, "install")).changed == 1
+    done(carry_out(host, "uninstall"))
+    assert whole_tree(host) == before
+
+
 def test_a_second_uninstall_does_nothing_and_an_installation_starts_afresh(host: FakeHost) -> None:
     install_in_two_runs(host)
     done(carry_out(host, "uninstall"))

@@ -26,6 +26,8 @@ from gpuprov.wire.events import CheckDone, Event
 from gpuprov.wire.spec import HostSpec
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 
+pytestmark = pytest.mark.root
+
 # `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
 REPORT = (Path(__file__).parents[1] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 

@@ -19,6 +19,7 @@ from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
 from gpuprov.bundle.manifest import Manifest, digest_of, is_safe_path, manifest_from_bytes, manifest_to_bytes
 from gpuprov.wire.errors import GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed
+from tests.examples import examples
 
 BUNDLE = bundle_bytes()
 SIGNED = bundle_bytes(signature=b"a signature")
@@ -91,7 +92,7 @@ def test_any_files_come_back(files: dict[str, bytes]) -> None:
 
 
 @given(place=st.integers(0, len(BUNDLE) - 1), bit=st.integers(0, 7))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_no_bit_can_be_changed(place: int, bit: int) -> None:
     changed = bytearray(BUNDLE)
     changed[place] ^= 1 << bit

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.agent import run as running
+from gpuprov.agent import install
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
@@ -88,7 +88,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(urls)
         return ()
 
-    monkeypatch.setattr(running, "unreachable", ask)
+    monkeypatch.setattr(install, "unreachable", ask)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Bundles for dnf, yum and zypper: where packages come from, what is asked for, and what a host is told."""
+"""Bundles for dnf and zypper: where packages come from, what is asked for, and what a host is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import OperatingSystem
-from gpuprov.packaging import rpm_packages
+from gpuprov.package_managers.dnf import DNF
+from gpuprov.package_managers.interface import Installation
+from gpuprov.package_managers.registry import bundle_manager
+from gpuprov.package_managers.rpm import RpmManager
+from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan import with_bundle
@@ -151,11 +155,9 @@ def test_the_makers_keys_are_trusted_where_they_are_not_yet() -> None:
     assert use_rpm.plan_keys(None, frozenset()) == ()
 
 
-@pytest.mark.parametrize(
-    ("manager", "packages_key"), [("dnf", "gpgcheck"), ("yum", "gpgcheck"), ("zypper", "pkg_gpgcheck")]
-)
-def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: str, packages_key: str) -> None:
-    text = use_rpm.source_text(manager)
+@pytest.mark.parametrize(("manager", "packages_key"), [(DNF, "gpgcheck"), (ZYPPER, "pkg_gpgcheck")])
+def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmManager, packages_key: str) -> None:
+    text = use_rpm.source_text(manager.bundle_lines)
     assert f"\n{packages_key}=1\n" in text and "\nrepo_gpgcheck=1\n" in text
     assert f"\nbaseurl=file://{FOLDER}/repository\n" in text
 
@@ -164,18 +166,17 @@ def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: str, p
     ("distribution", "version", "words"),
     [
         ("rocky", "9", ["dnf", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
-        ("centos", "7", ["yum", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
-        ("amzn", "2", ["yum", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
         ("sles", "15.6", ["zypper", "--reposd-dir", f"{FOLDER}/repos.d", "--cache-dir", f"{FOLDER}/cache"]),
     ],
 )
 def test_the_bundle_is_the_only_source(tmp_path: Path, distribution: str, version: str, words: list[str]) -> None:
     manifest = dataclasses.replace(MANIFEST, distribution=distribution, version=version)
     host = Recording(str(tmp_path))
-    manager = use_rpm.manager_of(manifest)
-    for change in rpm_packages.plan(PackageFacts(manager, {}), ["gcc"], options=use_rpm.options(BundleFacts(manifest))):
+    manager = bundle_manager(manifest)
+    wanted = Installation(("gcc",), bundle=BundleFacts(dataclasses.replace(manifest, files=())))
+    for change in manager.plan_installation(PackageFacts(manager.name, {}), wanted):
         change.apply(host, lambda message, done, total: None)
-    asked = [command for command in host.commands if command[0] == manager]
+    asked = [command for command in host.commands if command[0] == manager.name]
     assert [list(command[: len(words)]) for command in asked] == [words, words]
 
 

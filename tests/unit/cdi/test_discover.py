@@ -28,6 +28,8 @@ from gpuprov.core.system import System
 from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
 from tests.unit.test_cdi import reached
 
+pytestmark = pytest.mark.root
+
 DATA = Path(__file__).parent / "data"
 VERSION = "550.163.01"
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"

@@ -6,12 +6,16 @@ import os
 import stat
 from pathlib import Path
 
+import pytest
+
 from gpuprov.cdi.discover import discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.nodes import Node
 from gpuprov.cdi.validation import problems
 from gpuprov.core.system import System
 from tests import simgpu
+
+pytestmark = pytest.mark.root
 
 VIDEO = 44
 

@@ -16,6 +16,8 @@ from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 
+pytestmark = pytest.mark.root
+
 
 @pytest.fixture
 def host(tmp_path: Path) -> System:

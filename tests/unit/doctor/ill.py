@@ -9,6 +9,7 @@ from typing import Any, Callable
 from gpuprov.doctor.examined import Examined, Smi
 from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
+from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.machine import PciGpu
@@ -91,6 +92,13 @@ def bound_to(driver: str) -> Change:
 
 def host(**more: Any) -> Change:
     return lambda x: replace(x, host=replace(x.host, **more))
+
+
+def registered(engine: str) -> dict[str, EngineFacts]:
+    """Return the facts of an engine whose files name the runtime."""
+    bare = {engine: EngineFacts(f"/usr/bin/{engine}")}
+    edits = registrations(bare, LAUNCHER_PATH)[engine].edits
+    return {engine: replace(bare[engine], files={edit.path: edit.after or b"" for edit in edits})}
 
 
 def installed(**packages: str) -> Change:

@@ -11,12 +11,10 @@ from dataclasses import replace
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
-from gpuprov.engines.more import EngineFacts
-from gpuprov.engines.wish import FileEdit
+from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
-from gpuprov.wire.errors import Problem
 from tests.unit.doctor.ill import (
     AVC,
     CONFIG_TOML,
@@ -28,6 +26,7 @@ from tests.unit.doctor.ill import (
     host,
     installed,
     nvidias,
+    registered,
     text,
     unit,
     without,
@@ -400,20 +399,26 @@ CONTAINER_ROWS = (
     Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y crio"),
     Row(
         "engine-unreadable",
-        host(engines={"containerd": EngineFacts(True, (), Problem("config.toml is no TOML", "line 1", "mend it"))}),
+        host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),
         "line 1",
-        "mend it",
+        "correct it",
     ),
     Row(
         "engine-unconfigured",
-        host(engines={"containerd": EngineFacts(True, (FileEdit("/etc/containerd/config.toml", b"", b"x"),))}),
+        host(
+            engines={
+                "containerd": EngineFacts(
+                    "/bin/containerd", "", {"/etc/containerd/config.toml": b"[plugins.cri]\na = 1\n"}
+                )
+            }
+        ),
         "/etc/containerd/config.toml",
         "gpuprov install",
     ),
     Row(
         "engine-down",
         both(
-            host(engines={"containerd": EngineFacts(True)}),
+            host(engines=registered("containerd")),
             unit("containerd.service", active="failed", result="timeout"),
         ),
         "failed, timeout",
@@ -421,7 +426,7 @@ CONTAINER_ROWS = (
     ),
     Row(
         "podman-without-cdi",
-        both(installed(podman="3.0.1+dfsg1-3"), host(engines={"podman": EngineFacts(True)})),
+        both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))),
         "3.0.1",
         "apt-get install -y podman",
         LIKELY,

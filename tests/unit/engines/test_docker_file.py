@@ -17,6 +17,7 @@ from gpuprov.engines.docker_file import configuration, configured
 from gpuprov.engines.json_text import with_member, without_member
 from gpuprov.engines.wish import Request, RuntimeWish
 from gpuprov.wire.errors import GpuprovError
+from tests.examples import examples
 
 WISH = RuntimeWish("nvidia", "/usr/bin/x")
 ENTRY = '{"path": "/usr/bin/x", "args": []}'
@@ -106,7 +107,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(OBJECTS, st.sampled_from(LAYOUTS), st.sampled_from(["", "\n", "  \n\n"]), st.booleans())
 def test_any_member_put_in_comes_out_to_the_byte(
     found: dict[str, Any], layout: dict[str, Any], end: str, deep: bool

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_wants, without_ours
 from gpuprov.engines.wants import Wants, says
 from gpuprov.wire.errors import GpuprovError
+from tests.examples import examples
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
 WANTS: Wants = (
@@ -180,7 +181,7 @@ def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
     return {place: leaf for name, value in found.items() for place, leaf in leaves(value, (*path, name)).items()}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(files(), wants)
 def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refused(text: str, wanted: Wants) -> None:
     try:

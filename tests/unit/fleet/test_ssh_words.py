@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpuprov.agent.probe import PROBE, PYTHONS, Probe, Python, parse_probe, probe_problem, python_problem
+from gpuprov.agent.probe import (
+    PROBE,
+    PYTHONS,
+    Probe,
+    Python,
+    bootstrap_script,
+    parse_probe,
+    probe_problem,
+    python_problem,
+)
+from gpuprov.core.system import System
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, matching_keys, preferred_key_types
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.ssh_config import config_for, expanded
 from gpuprov.fleet.target import HostTarget
+from gpuprov.machine.machine import gather_os
+from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
 ARGUMENTS = [
@@ -131,9 +144,13 @@ def test_probe_of_this_machine_is_read() -> None:
     assert probe.system.startswith("Linux ")
     assert probe.python is not None
     assert probe.agent_digest == ""
+    assert probe.os_release[0] == gather_os(System()).id
 
 
-ANSWER = "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/a b/.cache/gpuprov\nagent \n{}\nend\n"
+ANSWER = (
+    "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/a b/.cache/gpuprov\nagent \n"
+    "os debian|12|bookworm||Debian GNU/Linux 12 (bookworm)||\n{}\nend\n"
+)
 ANSWERS = [
     ("too old, then new enough", "python 3.6.8 /usr/bin/python3\npython 3.11.2 /opt/python3.11", "/opt/python3.11"),
     ("Python 2 alone", "python 2.7.5 /usr/bin/python", None),
@@ -175,3 +192,70 @@ def test_probe_problems(probe: Probe, become: bool, has_password: bool, what: st
     problem = probe_problem(probe, become=become, has_password=has_password)
     assert (problem is None) == (what == "")
     assert problem is None or what in problem.what
+
+
+def without_python(*os_release: str) -> Probe:
+    return Probe("Linux x86_64", 0, "/c", os_release=(*os_release, *[""] * (7 - len(os_release))))
+
+
+# os-release → the packages that are tried, and by whom.
+BOOTSTRAPS = [
+    (("ubuntu", "20.04", "focal"), "apt-get -q -y install", ["python3.9"]),
+    (("ubuntu", "24.04", "noble"), "apt-get -q -y install", ["python3"]),
+    (("debian", "11", "bullseye"), "apt-get -q -y install", ["python3"]),
+    (("rhel", "8.10"), "dnf -q -y install", ["python3.12", "python3.11", "python39"]),
+    (("rocky", "9.5"), "dnf -q -y install", ["python3"]),
+    (("amzn", "2023"), "dnf -q -y install", ["python3"]),
+    (("sles", "15.6"), "zypper -q -n install", ["python311"]),
+    (("opensuse-leap", "15.6"), "zypper -q -n install", ["python311"]),
+    (("opensuse-leap", "16.0"), "zypper -q -n install", ["python3"]),
+    # A derivative is treated as its parent.
+    (("linuxmint", "20.3", "una", "ubuntu debian", "Linux Mint 20.3", "focal"), "apt-get -q -y install", ["python3.9"]),
+]
+
+
+@pytest.mark.parametrize(("os_release", "command", "names"), BOOTSTRAPS)
+def test_a_python_that_is_new_enough_is_installed(os_release: tuple[str, ...], command: str, names: list[str]) -> None:
+    probe = without_python(*os_release)
+    script = bootstrap_script(probe)
+    assert re.findall(rf"{re.escape(command)} (\S+);", script) == names
+    assert subprocess.run(("sh", "-n", "-c", script), check=False).returncode == 0
+    problem = python_problem(probe, "")
+    assert problem is not None
+    assert problem.next_step.endswith(f"{command.partition(' ')[0]} install -y {names[0]}")
+
+
+def test_of_several_packages_the_first_that_a_repository_has_is_enough(tmp_path: Path) -> None:
+    program = tmp_path / "dnf"
+    program.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *python3.11) exit 0;; esac\nexit 1\n')
+    program.chmod(0o755)
+    script = bootstrap_script(without_python("almalinux", "8.8"))
+    done = subprocess.run(
+        ("/bin/sh", "-c", script), env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == ["-q -y install python3.12", "-q -y install python3.11"]
+
+
+@pytest.mark.parametrize(
+    ("os_release", "what", "next_step"),
+    [
+        (
+            ("centos", "7", "", "rhel fedora", "CentOS Linux 7 (Core)"),
+            "its updates ended on 30 June 2024",
+            "Rocky Linux",
+        ),
+        (("amzn", "2", "", "centos rhel fedora", "Amazon Linux 2"), "its updates ended on 30 June 2026", "2023"),
+        (("arch", "", "", "", "Arch Linux"), "Arch Linux is not supported", "supported are: Debian 11"),
+        ((), "this system is not supported", "supported are: Debian 11"),
+    ],
+)
+def test_a_host_that_gpuprov_would_refuse_gets_no_python(
+    os_release: tuple[str, ...], what: str, next_step: str
+) -> None:
+    probe = without_python(*os_release)
+    with pytest.raises(GpuprovError) as caught:
+        bootstrap_script(probe)
+    problem = python_problem(probe, "")
+    assert problem == caught.value.problems[0]
+    assert what in problem.what and next_step in problem.next_step

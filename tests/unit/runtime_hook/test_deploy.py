@@ -84,6 +84,7 @@ def test_every_deployed_module_imports_in_isolation(modules: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("environment", ["NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_VISIBLE_DEVICES=void"])
 def test_a_create_imports_nothing_expensive(modules: Path, tmp_path: Path, environment: str) -> None:
     """Up to the very exec, which the interpreter's audit hook sees."""
@@ -226,4 +227,4 @@ def test_the_launcher_says_so_where_there_is_no_low_level_runtime(tmp_path: Path
     launcher.write_text(render_launcher(low_level=(f"{tmp_path}/none",)))
     done = subprocess.run(("sh", str(launcher), "state", "x"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "gpuprov: neither runc nor crun is installed: apt-get install runc\n"
+    assert done.stderr == "gpuprov: neither runc nor crun is installed: install the package runc\n"

@@ -54,6 +54,7 @@ def test_nothing_on_standard_input_raises_anything_but_a_refusal(content: bytes,
         assert str(refused)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("key", ["bundle", "bundlePath"])
 def test_links_are_made_in_the_root_that_the_bundle_names(tmp_path: Path, key: str) -> None:
     root = tmp_path / "rootfs"

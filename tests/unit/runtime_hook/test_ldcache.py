@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.ldcache import FLAGS, FLAGS_32_BIT, merge
+from tests.examples import examples
 
 X86_64 = FLAGS["x86_64"]
 FOLDER = "/usr/lib/x86_64-linux-gnu"
@@ -113,6 +115,7 @@ def test_optimised_variants_of_the_image_survive(tmp_path: Path) -> None:
     assert any('hwcap: "x86-64-v2"' in row for row in rows)
 
 
+@pytest.mark.root
 def test_the_loader_itself_finds_a_library_by_the_cache_alone(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "opt/driver").mkdir(parents=True)
@@ -150,11 +153,11 @@ def with_entries(count: int, text: bytes, extensions: bytes = b"") -> bytes:
 
 
 def test_texts_that_no_path_can_be_make_no_start_take_the_hosts_memory() -> None:
-    """Of 3 MB, in 8000 entries: comparing them would take minutes and gigabytes."""
-    hostile = with_entries(8000, b"a1" * 1_500_000 + b"\0")
+    """Of 0.8 MB, in 8000 entries: comparing them would take minutes and gigabytes."""
+    hostile = with_entries(8000, b"a1" * 400_000 + b"\0")
     assert len(hostile) < ldcache.LARGEST
     assert merge(hostile, DRIVER) == merge(b"", DRIVER)
-    longest = with_entries(1, b"a" * 4095 + b"\0")
+    longest = with_entries(1, b"a" * 255 + b"\0")
     assert merge(longest, DRIVER) != merge(b"", DRIVER)
 
 
@@ -163,14 +166,14 @@ def test_extensions_larger_than_the_loaders_own_are_left_out() -> None:
     text = b"libz.so.1\0"
     place = 48 + 24 + len(text)
     sizes = {}
-    for size in (8, 3_000_000):
+    for size in (8, 800_000):
         section = struct.pack("=IIIIII", 0xEAA42174, 1, 1, 0, place + 24, size)
-        merged = merge(with_entries(1, text, section + struct.pack("=I", place) * 750_000), DRIVER)
+        merged = merge(with_entries(1, text, section + struct.pack("=I", place) * 200_000), DRIVER)
         sizes[size] = struct.unpack_from("=I", merged, 32)[0]
-    assert sizes[8] and not sizes[3_000_000]
+    assert sizes[8] and not sizes[800_000]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_bytes_make_it_fail(data: st.DataObject) -> None:
     good = bytearray(merge(b"", [(f"lib{n}.so.{n}", f"/opt/{n}", X86_64) for n in range(8)]))
@@ -186,3 +189,73 @@ def test_a_big_images_cache_is_merged_at_once(tmp_path: Path) -> None:
     names = [(f"lib{random.Random(n).random()}.so.{n}", f"/opt/{n}", X86_64) for n in range(3000)]
     old = merge(b"", names)
     assert len(printed(merge(old, DRIVER), tmp_path)) == 3000 + len(DRIVER)
+
+
+# -- bounds: counted, because a time says nothing on a busy machine ---------------------------------------------------
+
+
+def hostile(names: list[bytes], strings: bytes = b"") -> bytes:
+    """Return a cache whose entries have these names, each the start of a path too."""
+    texts = b"\0".join([*dict.fromkeys(names), b""]) + strings
+    begin = 48 + 24 * len(names)
+    table = b"".join(struct.pack("=iIIIQ", X86_64, *(begin + texts.index(name + b"\0"),) * 2, 0, 0) for name in names)
+    return struct.pack("=20sIIB3xI12x", ldcache.MAGIC, len(names), len(texts), 2, 0) + table + texts
+
+
+def calls(old: bytes, added: list[tuple[str, str, int]]) -> int:
+    """Return how many functions, Python's and C's, a merge calls."""
+    counted = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        merge(old, added)
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+WANTED = [(f"libnvidia-{number}.so.1", f"{FOLDER}/libnvidia-{number}.so.1", X86_64) for number in range(60)]
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        pytest.param(hostile([b"libnvidia-7.so.1"] * 40_000), id="one wanted name 40000 times"),
+        pytest.param(hostile([b"libnvidia-9.so." + b"1a" * 2000] * 30_000), id="names of many numbers"),
+        pytest.param(hostile([b"libnvidia-9." + b"x" * 4000] * 10_000), id="names as long as paths"),
+        pytest.param(hostile([b"a"] * 40_000), id="many entries"),
+        pytest.param(hostile([b"liba.so"], b"\0".join([b"x" * 100] * 9000)), id="many strings"),
+    ],
+)
+def test_no_cache_of_an_image_costs_many_times_the_work_of_an_ordinary_one(tmp_path: Path, old: bytes) -> None:
+    names = [f"{FOLDER}/lib{one}{two}.so.{one}" for one in "abcdefghij" for two in "abcdefghij"]
+    ordinary = calls(ldconfig(tmp_path, *names), WANTED)
+    assert calls(old, WANTED) < 5 * ordinary
+
+
+def test_a_cache_of_more_than_the_largest_size_is_none() -> None:
+    large = hostile([b"liba.so"], b"x" * ldcache.LARGEST)
+    assert merge(large, WANTED) == merge(b"", WANTED)
+
+
+def test_of_many_strings_the_last_alone_are_searched_for_earlier_ones() -> None:
+    """Each of them is looked for: all of a large cache would be read a hundred times."""
+    own = b"\0".join(path.encode() for _, path, _ in WANTED)
+    padding = b"\0" + b"x" * ldcache._SEARCHED + b"\0"
+    found = merge(hostile([b"liba.so"], own + padding), WANTED)
+    assert all(found.count(path.encode() + b"\0") == 2 for _, path, _ in WANTED)
+
+
+def test_sections_of_many_variants_are_none() -> None:
+    """glibc's own have a handful; each offset in them is moved by itself."""
+    cache = bytearray(hostile([b"liba.so"], b"\0" * 5000))
+    place = len(cache) - 4400 & ~3
+    struct.pack_into("=I", cache, 32, place)
+    struct.pack_into("=II", cache, place, ldcache._EXTENSION_MAGIC, 16)
+    for section in range(16):
+        struct.pack_into("=IIII", cache, place + 8 + 16 * section, 1, 0, place + 300, 4096)
+    assert struct.unpack_from("=I", merge(bytes(cache), WANTED), 32) == (0,)

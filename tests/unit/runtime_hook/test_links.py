@@ -13,6 +13,8 @@ from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import prepare_root, statement_on_loader
 from gpuprov.runtime_hook.rootfs import Root
 
+pytestmark = pytest.mark.root
+
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 COMPAT = "usr/local/cuda-13.0/compat"
 
@@ -125,6 +127,20 @@ def test_compatibility_can_be_turned_off_and_goes_again_after_a_driver_update(tm
     prepare(tmp_path, equipment("580.95.05"))
     assert cached(tmp_path)["libcuda.so.1"] == f"{MULTIARCH}/libcuda.so.1"
     assert not (tmp_path / CONFIGURATION.lstrip("/")).exists()
+
+
+def test_of_the_images_compatibility_folder_nvidias_names_alone_are_found_by_the_loader(tmp_path: Path) -> None:
+    compatibility(tmp_path, "580.65.06")
+    theirs = ("libnvidia-ptxjitcompiler.so.1", "libcudadebugger.so.580.65.06", "libnvidia-nvvm.so.4", "libcuda.so")
+    others = (
+        "libc.so.6", "libm.so.6", "libcudart.so.12", "libcuda.so.evil", "libcuda.so.", "libcudaX.so",
+        "libnvidia-ml.so.1", "ld-linux-x86-64.so.2", "libcuda.sox",
+    )  # fmt: skip
+    for name in (*theirs, *others):
+        (tmp_path / COMPAT / name).touch()
+    prepare(tmp_path, equipment())
+    in_folder = {name for name, path in cached(tmp_path).items() if path.startswith(f"/{COMPAT}/")}
+    assert in_folder == {"libcuda.so.1", "libcuda.so.580.65.06", *theirs}
 
 
 def test_names_of_the_image_that_no_library_has_are_left_out(tmp_path: Path) -> None:

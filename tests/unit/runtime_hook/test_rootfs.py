@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.runtime_hook.volumes import Volume, cover
 
 
 @pytest.fixture
@@ -53,6 +60,7 @@ def test_links_are_resolved_inside_the_root(tree: Path, link: str, target: str, 
     root.close()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     "target", ["/outside", "../outside", "{outside}", "/proc/self/root{outside}", "/proc/self/cwd"]
 )
@@ -68,6 +76,7 @@ def test_a_link_that_leads_out_ends_inside(tree: Path, outside: Path, target: st
     assert not Path("file").exists()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("target", ["{outside}/secret", "../../outside/secret", "/proc/self/root{outside}/secret"])
 def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
     tree: Path, outside: Path, target: str
@@ -81,6 +90,7 @@ def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
     assert (outside / "secret").read_text() == "secret"
 
 
+@pytest.mark.root
 def test_the_temporary_name_taken_by_a_link_or_a_file_is_taken_back(tree: Path, outside: Path) -> None:
     for content in (None, "file"):
         if content is None:
@@ -116,6 +126,7 @@ def test_a_path_that_doubles_with_each_link_ends_too(tree: Path) -> None:
     root.close()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket"])
 def test_what_is_no_regular_file_is_not_even_opened(tree: Path, kind: str) -> None:
     """A pipe would hang the start, a device may act on being opened."""
@@ -165,6 +176,7 @@ def test_a_folder_in_a_links_place_is_not_taken_away(tree: Path) -> None:
     assert (tree / "usr/lib/a/inner").is_dir()
 
 
+@pytest.mark.root
 def test_what_is_made_belongs_to_the_containers_root_user(tree: Path) -> None:
     root = Root(str(tree), owner=(100000, 100001))
     root.make_link("/opt/new/link", "file")
@@ -175,6 +187,7 @@ def test_what_is_made_belongs_to_the_containers_root_user(tree: Path) -> None:
         assert (found.st_uid, found.st_gid) == (100000, 100001)
 
 
+@pytest.mark.root
 def test_no_descriptor_is_left_open(tree: Path) -> None:
     before = listing(Path("/proc/self/fd"))
     (tree / "lib").symlink_to("/usr/lib")
@@ -193,3 +206,136 @@ def test_no_descriptor_is_left_open(tree: Path) -> None:
 def test_a_root_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Root(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("link", ["root", "parent/root"])
+def test_a_root_reached_by_a_link_is_refused(tmp_path: Path, tree: Path, link: str) -> None:
+    """runc refuses it too, but after this would have written."""
+    place = tmp_path / "link"
+    if link == "root":
+        place.symlink_to(tree)
+    else:
+        place.symlink_to(tree.parent)
+        place = place / tree.name
+    before = listing(tree)
+    files = listing(Path("/proc/self/fd"))
+    with pytest.raises(OSError, match="a symbolic link leads there"):
+        Root(str(place))
+    assert listing(tree) == before
+    assert listing(Path("/proc/self/fd")) == files
+
+
+def test_an_empty_file_and_one_that_another_process_has_leased_are_not_waited_for(tree: Path) -> None:
+    """A write lease keeps a reader waiting for 45 s (/proc/sys/fs/lease-break-time)."""
+    (tree / "etc/file").write_bytes(b"")
+    root = Root(str(tree))
+    assert root.read_file("/etc/file", 10) is None
+    (tree / "etc/file").write_bytes(b"content")
+    with (tree / "etc/file").open("r+b") as file:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored, unlike SIGIO
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        reader = subprocess.run(
+            (sys.executable, "-c", _READ, str(tree)), capture_output=True, text=True, check=True, timeout=30
+        )
+    root.close()
+    assert reader.stdout == "None\n"
+
+
+_READ = """
+import sys
+from gpuprov.runtime_hook.rootfs import Root
+print(Root(sys.argv[1]).read_file("/etc/file", 100))
+"""
+
+
+@pytest.mark.parametrize(
+    ("destinations", "path", "says"),
+    [
+        (["/rootfs"], "/etc", "/rootfs"), (["/a", "/a/b"], "/etc", None), (["/lib64"], "/usr/lib", "/lib64"),
+        (["/none/../usr"], "/usr/lib", "/none/../usr"), (["/usr/lib/x"], "/usr/lib", None),
+        (["/etc/ld.so.cache"], "/lib64", None), (["/up/lib"], "/usr/lib", "/up/lib"),
+        (["/rootfs/etc"], "/etc", "/rootfs/etc"),
+    ],
+)  # fmt: skip
+def test_a_volume_that_is_not_mounted_yet_covers_what_its_destination_leads_to(
+    tree: Path, destinations: list[str], path: str, says: str | None
+) -> None:
+    if says and says.startswith("/rootfs"):
+        (tree / "rootfs").mkdir()
+        (tree / "etc").rmdir()
+        (tree / "etc").symlink_to("rootfs/etc")
+    (tree / "lib64").symlink_to("usr/lib")
+    (tree / "up").symlink_to("usr/share/..")
+    volumes = [Volume(destination, "bind", str(tree.parent)) for destination in destinations]
+    root = Root(str(tree))
+    cover(root, volumes)
+    before = listing(tree.parent)
+    if says is None:
+        root.write_file(f"{path}/file", b"", 0o644)
+    else:
+        with pytest.raises(OSError, match=f"in the volume at {says}, and nothing is written") as caught:
+            root.write_file(f"{path}/file", b"", 0o644)
+        assert caught.value.errno == errno.EXDEV
+        assert listing(tree.parent) == before
+    root.close()
+
+
+@pytest.mark.parametrize("destination", ["/", "/root", "/root/..", "/none/..", "//."])
+def test_a_volume_over_the_root_itself_is_refused(tree: Path, destination: str) -> None:
+    (tree / "root").symlink_to("/")
+    root = Root(str(tree))
+    with pytest.raises(Refused, match=f"the volume at {destination} covers it"):
+        cover(root, [Volume(destination, "bind", "/")])
+    root.close()
+
+
+def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, outside: Path) -> None:
+    (outside / "lib").mkdir()
+    (outside / "back").symlink_to("/etc")
+    (outside / "lib/link").symlink_to("there")
+    (tree / "usr/lib/hidden").touch()
+    root = Root(str(tree))
+    cover(root, [Volume("/usr", "bind", str(outside)), Volume("/tmpfs", "tmpfs", "tmpfs")])
+    assert not root.exists("/usr/lib/hidden")
+    assert root.exists("/usr/lib/link")
+    root.make_link("/usr/lib/link", "there")  # right already
+    # A link of the volume leads back into the container's root, not into the host's.
+    root.write_file("/usr/back/file", b"", 0o644)
+    assert (tree / "etc/file").exists()
+    assert not root.exists("/tmpfs/x")
+    root.close()
+    assert listing(outside) == ["back", "lib", "lib/link", "secret"]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root: mounts")
+@pytest.mark.parametrize("source", ["{tree}", "{outside}"])
+@pytest.mark.parametrize("place", ["etc", "etc/deep/er", "usr/lib"])
+def test_another_mount_in_the_root_takes_nothing_though_its_device_is_the_same(
+    tree: Path, outside: Path, place: str, source: str
+) -> None:
+    """Also the root's own folder, mounted inside of itself."""
+    (tree / place).mkdir(parents=True, exist_ok=True)
+    (tree / "link").symlink_to(place)
+    done = subprocess.run(
+        ("unshare", "-m", sys.executable, "-c", _WRITE, source.format(tree=tree, outside=outside), str(tree), place),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["True"] + ["another mount than the container's root"] * 8
+    assert "file" not in {path.name for path in (*tree.rglob("*"), *outside.rglob("*"))}
+
+
+_WRITE = """
+import os, subprocess, sys
+from gpuprov.runtime_hook.rootfs import Root
+source, tree, place = sys.argv[1:]
+subprocess.run(("mount", "--bind", source, f"{tree}/{place}"), check=True)
+print(os.stat(tree).st_dev == os.stat(f"{tree}/{place}").st_dev)
+for path in (f"/{place}", "/link", f"/{place}/new", f"/usr/../link/."):
+    for act, what in ((Root.write_file, (b"", 0o644)), (Root.make_link, ("target",))):
+        try:
+            act(Root(tree), f"{path}/file", *what)
+            print("written")
+        except OSError as error:
+            print("another mount" + error.strerror.partition("another mount")[2].removesuffix(" file system"))
+"""

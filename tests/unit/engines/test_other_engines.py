@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,19 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.engines import more
-from gpuprov.engines.more import ConfigureEngine, gather, plan, problems
-from gpuprov.plan.steps import engine_wishes
+from gpuprov.engines.configure import configuration
+from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, plan, problems
+from gpuprov.engines.wish import Request as ConfigureRequest
+from gpuprov.engines.wish import RuntimeWish
+from gpuprov.facts.host import gather as gather_facts
+from gpuprov.plan.steps import STEPS
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec
+from tests.unit.fake_host import FakeHost
 
 CONTAINERD = 'version = 2\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'
-WISHES = {"containerd": LAUNCHER_PATH, "podman": LAUNCHER_PATH}
+BOTH = ("containerd", "podman")
 
 
 class Host(System):
@@ -65,7 +70,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def applied(host: Host) -> list[ConfigureEngine]:
-    changes = [change for change in plan(gather(host, WISHES)) if isinstance(change, ConfigureEngine)]
+    changes = [change for change in plan(gather(host, BOTH), LAUNCHER_PATH) if isinstance(change, ConfigureEngine)]
     for change in changes:
         change.apply(host, lambda *_: None)
     return changes
@@ -77,7 +82,7 @@ def test_engines_are_told_once_and_the_running_one_is_restarted_once(host: Host)
     text = host.config.read_text()
     assert text.startswith(CONTAINERD) and f'BinaryName = "{LAUNCHER_PATH}"' in text
     assert host.config.stat().st_mode & 0o777 == 0o640
-    assert plan(gather(host, WISHES)) == ()
+    assert plan(gather(host, BOTH), LAUNCHER_PATH) == ()
 
 
 def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) -> None:
@@ -88,7 +93,7 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 
 def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host) -> None:
     host.starts = False
-    (change,) = plan(gather(host, {"containerd": LAUNCHER_PATH}))
+    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
     with pytest.raises(GpuprovError, match="did not come up with its new configuration; the old one is back") as caught:
         change.apply(host, lambda *_: None)
     assert "error: no such plugin" in str(caught.value)
@@ -98,7 +103,7 @@ def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host) -> None
 
 def test_undoing_gives_back_every_byte(host: Host) -> None:
     before = {path: path.read_bytes() for path in host.root.rglob("*") if path.is_file()}
-    changes = plan(gather(host, WISHES))
+    changes = plan(gather(host, BOTH), LAUNCHER_PATH)
     images = [change.capture(host) for change in changes]
     applied(host)
     for change, image in reversed(list(zip(changes, images))):
@@ -107,7 +112,7 @@ def test_undoing_gives_back_every_byte(host: Host) -> None:
 
 
 def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host: Host) -> None:
-    first, second = plan(gather(host, WISHES))
+    first, second = plan(gather(host, BOTH), LAUNCHER_PATH)
     assert first.summary().endswith("config.toml and restart containerd (its containers go on)")
     assert "restart" not in second.summary()
     assert "+BinaryName" in first.diff(host).replace(" ", "")
@@ -115,26 +120,52 @@ def test_the_summary_says_what_is_restarted_and_what_becomes_of_containers(host:
 
 def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Host) -> None:
     host.config.write_text("version = \n")
-    found = problems(gather(host, {"containerd": LAUNCHER_PATH, "crio": LAUNCHER_PATH}))
+    found = problems(gather(host, ("containerd", "crio")), LAUNCHER_PATH)
     assert found[0].what == "crio is not installed"
     assert "line 1" in str(found[1])
-    assert plan(gather(host, {"containerd": LAUNCHER_PATH})) == ()
+    assert plan(gather(host, ("containerd",)), LAUNCHER_PATH) == ()
 
 
 def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
-    assert gather(host, engine_wishes(parse_spec({}))) == {}
+    assert gather(host, ()) == {}
     assert host.asked == []
-    wishes = engine_wishes(parse_spec({"engines": ["containerd"], "toolkit": "nvidia"}))
-    assert wishes == {"containerd": "/usr/bin/nvidia-container-runtime"}
-    assert set(more.ENGINES) == {"containerd", "crio", "podman"}
+    assert set(ENGINES) == {"containerd", "crio", "podman"}
 
 
-@pytest.mark.parametrize("engine", ["docker", "k3s", "x"])
-def test_other_names_are_refused(engine: str) -> None:
-    with pytest.raises(GpuprovError, match="is not one of containerd, crio, podman"):
-        parse_spec({"engines": [engine]})
+@pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
+def test_the_step_engines_registers_the_runtime_of_the_spec(host: Host, tmp_path: Path, toolkit: str) -> None:
+    (tmp_path / "fake").mkdir()
+    facts = replace(gather_facts(FakeHost(tmp_path / "fake")), engines=gather(host, ("podman",)))
+    step = next(one for one in STEPS if one.name == "engines")
+    (change,) = step.plan(facts, parse_spec({"toolkit": toolkit}))
+    runtime = {"bundled": LAUNCHER_PATH, "nvidia": "/usr/bin/nvidia-container-runtime"}[toolkit]
+    assert f'+nvidia = ["{runtime}"]' in change.diff(host)
 
 
-def test_the_programs_are_looked_for_where_root_finds_them(host: Host) -> None:
-    (host.root / "usr/bin/podman").unlink()
-    assert not gather(host, WISHES)["podman"].installed
+IMPORTED = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause:3.9"\n'
+
+
+@pytest.mark.parametrize(
+    ("engine", "files"),
+    [
+        ("containerd", {"etc/containerd/config.toml": CONTAINERD}),
+        ("containerd", {"etc/containerd/config.toml": 'version = 2\nimports = ["/opt/*.toml"]\n',
+                        "opt/a.toml": IMPORTED}),
+        ("containerd", {"etc/containerd/config.toml": 'version = 3\nimports = ["conf.d/*.toml"]\n',
+                        "etc/containerd/conf.d/10-cri.toml": "version = 3\n"}),
+        ("containerd", {"etc/containerd/config.toml": ""}),
+        ("crio", {"etc/crio/crio.conf.d/10-crun.conf": '[crio.runtime]\ndefault_runtime = "crun"\n'
+                  '[crio.runtime.runtimes.crun]\nruntime_path = "/usr/bin/crun"\nmonitor_path = "/usr/bin/conmon"\n'}),
+        ("podman", {"etc/containers/containers.conf.d/99-nvidia.conf": "[engine]\n# mine\n"}),
+    ],
+)  # fmt: skip
+def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, files: dict[str, str]) -> None:
+    """The plan reads gathered files, `gpuprov runtime configure` reads the host: neither may see more."""
+    (host.root / "usr/bin/crio").touch(0o755)
+    for path, text in files.items():
+        (host.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (host.root / path).write_text(text)
+    found = configuration(host, ConfigureRequest(engine, RuntimeWish(path=LAUNCHER_PATH)))
+    (change,) = plan(gather(host, (engine,)), LAUNCHER_PATH)
+    assert isinstance(change, ConfigureEngine)
+    assert change.edits == tuple(edit for edit in found.edits if edit.changes) != ()

@@ -1,0 +1,179 @@
+"""The installation: resume what was interrupted, resolve the spec, plan, apply, look again; and its dry run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpuprov.agent.context import RunContext
+from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
+from gpuprov.boot.reboot import Reboot
+from gpuprov.core.apply import Stopped, apply_changes, take_up
+from gpuprov.core.changes import Then
+from gpuprov.core.download import unreachable
+from gpuprov.core.journal import Journal, journal_for
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.reboot_state import forget_asked
+from gpuprov.packaging.package_lock import wait_until_free
+from gpuprov.plan import with_bundle
+from gpuprov.plan.facts_for import gather_for
+from gpuprov.plan.resolve import resolve
+from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
+from gpuprov.wire.advisories import TOOLKIT_PACKAGE
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import Finished, Planned, PlannedChange
+
+# The first plan, the plan after a reboot that was not needed, and one for what that brings.
+_MOST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """Where an installation stands: the changes made so far, the latest facts, and the plan that is left."""
+
+    made: int
+    facts: HostFacts
+    plan: Plan
+    must_reboot: bool = False
+
+
+def check(run: RunContext) -> Finished:
+    """Report what an installation would change."""
+    run = _resolved(run)
+    facts = _gather(run)
+    plan = _announced_plan(run, facts)
+    busy = facts.package_manager.lock_holder(run.system) if _needs_package_manager(plan) else ""
+    if busy:
+        run.note(f"{busy} holds the package manager's lock; a run waits up to {run.spec.lock_timeout} s for it")
+    count = len(plan.changes)
+    summary = f"{count} changes would be made" if count else "nothing to change"
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
+
+
+def install(run: RunContext) -> Finished:
+    """Bring the host to the spec. Raises GpuprovError or Stopped; the journal then says what was done."""
+    forget_resume(run.system)
+    interrupted = take_up(run.system, CHANGE_KINDS, run.sink)
+    run = _resolved(run)
+    facts = _gather(run)
+    plan = _announced_plan(run, facts)
+    if _needs_package_manager(plan):
+        # Before the first change: a run that must give up here has changed nothing.
+        holder = facts.package_manager.lock_holder
+        wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
+    end = _Progress(0, facts, plan)
+    if plan.changes:
+        journal = interrupted or journal_for(run.system, run.request.command, run.request.run_id)
+        with _end_when_failed(journal):
+            end = _apply(run, journal, end)
+        if end.must_reboot:
+            return _reboot(run, end)
+        _require_settled(end.plan)
+        journal.end("done")
+    elif interrupted is not None:
+        interrupted.end("done")
+    forget_asked(run.system)
+    summary = f"{end.made} changes made" if end.made else "0 changes: the host is as it should be"
+    return Finished(int(ExitCode.DONE), changed=end.made, summary=summary, versions=_versions(end.facts))
+
+
+@contextlib.contextmanager
+def _end_when_failed(journal: Journal) -> Iterator[None]:
+    """Note in the journal that the run failed, except for a reboot: what follows that belongs to the same run."""
+    try:
+        yield
+    except (GpuprovError, Stopped) as error:
+        if not isinstance(error, GpuprovError) or error.exit_code != ExitCode.REBOOT_NEEDED:
+            # On a full disk the run stays open: the next one resumes it all the same.
+            with contextlib.suppress(GpuprovError):
+                journal.end("failed")
+        raise
+
+
+def _resolved(run: RunContext) -> RunContext:
+    return replace(run, spec=resolve(run.system, run.spec, run.bundle.manifest if run.bundle else None))
+
+
+def _gather(run: RunContext) -> HostFacts:
+    return gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+
+
+def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
+    """Make the changes of the plan, and of the plans that follow from a change that makes the rest stale."""
+    for _ in range(_MOST_ROUNDS):
+        changes = [item.change for item in now.plan.changes]
+        # Each round unpacks what its own changes need.
+        with with_bundle.unpacked(run.system, run.bundle, changes):
+            applied = apply_changes(changes, run.system, journal, run.sink, run.stop_requested)
+        made = now.made + applied.made
+        if applied.then is Then.REBOOT:
+            return replace(now, made=made, must_reboot=True)
+        facts = _gather(run)
+        now = _Progress(made, facts, make_plan(facts, run.spec, run.request.steps))
+        # A new driver may itself require a reboot.
+        if applied.then is Then.CONTINUE and not any(isinstance(item.change, Reboot) for item in now.plan.changes):
+            break
+    return now
+
+
+def _needs_package_manager(plan: Plan) -> bool:
+    """Return whether any change of the plan runs the package manager."""
+    return any(item.change.uses_package_manager for item in plan.changes)
+
+
+def _reboot(run: RunContext, end: _Progress) -> Finished:
+    """Reboot the host; the caller repeats the request afterwards, or the host itself continues the run."""
+    if not run.request.caller_returns:
+        leave_resume(run.system, run.request)
+    if end.facts.docker.running_containers:
+        run.note(f"the reboot stops these containers: {', '.join(end.facts.docker.running_containers)}", "warning")
+    begin_reboot(run.system)
+    summary = "rebooting; the rest is done after it"
+    if not run.request.caller_returns:
+        summary += f", by the host itself: journalctl -u {UNIT}"
+    return Finished(
+        int(ExitCode.REBOOT_NEEDED), end.made, summary=summary, left_boot=end.facts.reboot.boot_id,
+        versions=_versions(end.facts),
+    )  # fmt: skip
+
+
+def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
+    """Make the plan and report it. Raises GpuprovError with all problems at once."""
+    plan = make_plan(facts, run.spec, run.request.steps)
+    for note in plan.notes:
+        run.note(note)
+    for warning in plan.warnings:
+        run.note(warning, "warning")
+    problems = plan.problems or unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
+    if problems:
+        raise GpuprovError.several(problems)
+    planned = []
+    for step, change in ((item.step, item.change) for item in plan.changes):
+        diff = change.diff(run.system) if run.request.diff else ""
+        planned.append(PlannedChange(change.key, step, change.summary(), diff))
+    run.sink(Planned(tuple(planned)))
+    return plan
+
+
+def _require_settled(plan: Plan) -> None:
+    """Raise GpuprovError if the host, looked at again after all changes, still differs from the spec."""
+    if plan.problems:
+        raise GpuprovError.several(plan.problems)
+    if plan.changes:
+        raise GpuprovError(
+            "the host did not settle: after all changes were made, some are still wanted",
+            "\n".join(item.change.summary() for item in plan.changes),
+            "something on the host undoes them (another tool that manages it?); find it, then run this again",
+        )
+
+
+def _versions(facts: HostFacts) -> dict[str, str]:
+    return {
+        "os": facts.os.name,
+        "kernel": facts.kernel.release,
+        "driver": facts.driver_installed_version,
+        "docker": facts.docker.version,
+        "toolkit": facts.packages.installed.get(TOOLKIT_PACKAGE, ""),
+        "gpus": str(len(facts.gpus)),
+    }

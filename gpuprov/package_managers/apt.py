@@ -1,0 +1,115 @@
+"""apt: Debian, Ubuntu and their derivatives."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gpuprov import repos
+from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundleFacts, BundlePackage, Manifest
+from gpuprov.core.changes import Change
+from gpuprov.core.places import FOLDER, SOURCES_LIST
+from gpuprov.core.system import System
+from gpuprov.machine.distros import Distribution, DockerRepository
+from gpuprov.package_managers.interface import Commands, Installation
+from gpuprov.packaging import apt, apt_packages
+from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
+from gpuprov.packaging.past_kernels import PastRelease
+from gpuprov.packaging.rpm_repos import Host
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+_BUNDLE_SOURCE = f"deb [signed-by={FOLDER}/{REPOSITORY_KEY}] file:{FOLDER}/{REPOSITORY} ./\n"
+_BUNDLE_SETTINGS = {
+    "Dir::Etc::sourcelist": SOURCES_LIST,
+    "Dir::Etc::sourceparts": f"{FOLDER}/none",
+    "Dir::State::lists": f"{FOLDER}/lists",
+    "Dir::Cache::archives": f"{FOLDER}/archives",
+    # The host's own cache would be rebuilt from the bundle's lists.
+    "Dir::Cache::pkgcache": "",
+    "Dir::Cache::srcpkgcache": "",
+    "Acquire::Languages": "none",
+    # Nothing is downloaded, and the folder is closed to apt's own user.
+    "APT::Sandbox::User": "root",
+}
+
+
+def apt_options(bundle: BundleFacts | None) -> tuple[str, ...]:
+    """Return the options that make an unpacked bundle apt's only source, with lists of its own; none without one."""
+    settings = _BUNDLE_SETTINGS if bundle is not None else {}
+    return tuple(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))
+
+
+class Apt:
+    """apt and dpkg."""
+
+    name = "apt"
+    commands = Commands(
+        "apt-get install -y",
+        "apt-get install -y --reinstall",
+        "apt-get purge",
+        "apt-cache policy",
+        "apt-mark hold",
+        "export DEBIAN_FRONTEND=noninteractive; apt-get -q update && apt-get -q -y install",
+    )
+    # Debian's and Ubuntu's docker only recommend it, and recommendations are not installed (docs.docker.com, AppArmor).
+    confinement_packages: tuple[str, ...] = ("apparmor",)
+    has_pin_packages = True
+    old_fabric_manager = "nvidia-fabricmanager-{branch}"
+    # -1, or -1ubuntu1 on newer releases.
+    any_release = "-*"
+
+    gather = staticmethod(apt_packages.gather_packages)
+    lock_holder = staticmethod(apt.lock_holder)
+    missing = staticmethod(apt_packages.missing)
+
+    def version_names(self, version: str) -> set[str]:
+        return {version}
+
+    def bundled_versions(self, package: BundlePackage) -> set[str]:
+        return {package.version}
+
+    def typed(self, name: str) -> str:
+        return shlex.quote(name)
+
+    def offered(
+        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
+    ) -> Mapping[str, tuple[str, ...]]:
+        from gpuprov.packaging import apt_offers
+
+        # It takes no lock: all that it writes is in a folder of its own.
+        return apt_offers.ask(system, names, planned)
+
+    def repository_problems(
+        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    ) -> tuple[Problem, ...]:
+        return repos.problems(host.files, repos.with_docker(spec, docker), host.architecture)
+
+    def plan_repositories(
+        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    ) -> tuple[Change, ...]:
+        return repos.plan_repositories(host.files, repos.with_docker(spec, docker), host.architecture)
+
+    def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
+        lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)
+        keeps_holds = wanted.hold is None
+        names = {name: own_name(packages, name) for name in pinned(lacking)}
+        lifted = () if keeps_holds else tuple(name for name, own in names.items() if own in packages.held)
+        installation: tuple[Change, ...] = (
+            RefreshPackageIndex(wanted.lock_timeout, options),
+            InstallPackages(lacking, lifted, wanted.lock_timeout, options, wanted.advice),
+        )
+        # A hold that the installation takes off is set again after it.
+        held = replace(packages, held=packages.held - {names[name] for name in lifted})
+        holds = () if wanted.hold is None else apt_packages.plan_holds(held, wanted.hold, wanted.lock_timeout)
+        return (*(installation if lacking else ()), *holds)
+
+    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
+        return ()
+
+    def open_bundle(self, system: System, manifest: Manifest) -> None:
+        system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())
+
+
+APT = Apt()

@@ -1,0 +1,83 @@
+"""dnf 4 and 5: Red Hat's family, Fedora, Amazon Linux 2023."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from gpuprov.bundle import use_rpm
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import System
+from gpuprov.machine.distros import Distribution
+from gpuprov.package_managers.interface import Commands
+from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
+from gpuprov.packaging.package_lock import tell_nobody
+from gpuprov.packaging.rpm_failures import finish
+from gpuprov.packaging.rpm_locks import LOCK_TOOLS
+from gpuprov.packaging.rpm_packages import run_rpm
+
+# fedoraproject.org/wiki/Changes/SwitchToDnf5
+_DNF5_FEDORA = 41
+# Module streams that are not enabled hide their packages from every other question (dnf(8), repoquery).
+_QUERY = (
+    "repoquery", "--available", "--disable-modular-filtering", "--queryformat",
+    "%{name} %{epoch}:%{version}-%{release}.%{arch}\n",
+)  # fmt: skip
+
+
+class Dnf(RpmManager):
+    """dnf; its fifth version holds packages in another list."""
+
+    name = "dnf"
+    commands = Commands(
+        "dnf install -y",
+        "dnf reinstall -y",
+        "dnf remove",
+        "dnf list --showduplicates",
+        "dnf versionlock add",
+        "dnf -q -y install",
+    )
+    refresh: tuple[str, ...] = ("dnf", "-y", "makecache")
+    install: tuple[str, ...] = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")
+    version_joint = "-"
+    repository_directory = "/etc/yum.repos.d"
+    copied_directory = "repos.d"
+    package_check = "gpgcheck"
+    # Some distributions skip a repository that is out of reach, without a word.
+    repository_lines: tuple[str, ...] = ("skip_if_unavailable=0",)
+    # The bundle has packages of module streams without the lists of the streams.
+    bundle_lines: tuple[str, ...] = ("skip_if_unavailable=0", "module_hotfixes=1")
+    bundle_options: tuple[str, ...] = (f"--setopt=reposdir={use_rpm.SOURCES}", f"--setopt=cachedir={FOLDER}/cache")
+    rebuilds = False
+
+    def hold_tool(self, system: System) -> str:
+        program = system.which("dnf")
+        return "dnf5" if program is not None and system.real_path(program).endswith("/dnf5") else "dnf"
+
+    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
+        tool = "dnf5" if row.id == "fedora" and int(row.version) >= _DNF5_FEDORA else "dnf"
+        return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
+
+    def unfiltered(self, repository: str) -> tuple[str, ...]:
+        # dnf.conf(5), module_hotfixes.
+        return (f"--setopt={repository}.module_hotfixes=1",)
+
+    def only_from(self, folder: str) -> tuple[str, ...]:
+        return (f"--setopt=reposdir={folder}",)
+
+    def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
+        return (*self.only_from(f"{work}/{self.copied_directory}"), f"--setopt=cachedir={work}/cache")
+
+    def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
+        done = run_rpm(system, ("dnf", "-q", "-y", *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
+        finish(done, NO_INDEX)
+        return parse_repoquery(done.stdout)
+
+
+def parse_repoquery(text: str) -> Versions:
+    """Return name → versions from lines of `NAME EPOCH:VERSION-RELEASE.ARCH`."""
+    rows = re.finditer(r"^(\S+) (\d+:\S+)$", text, re.MULTILINE)
+    return collected((match[1], match[2]) for match in rows)
+
+
+DNF = Dnf()

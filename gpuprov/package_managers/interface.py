@@ -1,0 +1,112 @@
+"""What gpuprov asks of a package manager. No code outside this folder compares the name of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
+from gpuprov.core.changes import Change
+from gpuprov.core.system import System
+from gpuprov.machine.distros import Distribution, DockerRepository
+from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.package_lock import LOCK_SECONDS
+from gpuprov.packaging.past_kernels import Advice, PastRelease
+from gpuprov.packaging.rpm_repos import Host
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What a person types; the names of packages follow. `versions` shows what repositories have of a package.
+
+    `script` installs a package from a shell script, with nobody to answer a question.
+    """
+
+    install: str
+    reinstall: str
+    remove: str
+    versions: str
+    hold: str
+    script: str
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Packages that a host needs (`NAME` or `NAME=VERSION`), installed or not, and how to install the missing ones.
+
+    `bundle`: the bundle that is their only source. `hold`: the packages to keep at their version; None leaves all holds
+    as they are. `units`: to be enabled where packages do not enable what they bring. `advice`: the answer if no
+    repository has a package. `unfiltered_repository`: a repository of gpuprov's whose packages no module stream hides.
+    """
+
+    names: tuple[str, ...]
+    lock_timeout: int = LOCK_SECONDS
+    bundle: BundleFacts | None = None
+    hold: tuple[str, ...] | None = None
+    units: tuple[str, ...] = ()
+    advice: Advice | None = None
+    unfiltered_repository: str = ""
+
+
+class PackageManager(Protocol):
+    """A package manager.
+
+    `confinement_packages`: what docker needs where AppArmor is on. `has_pin_packages`: NVIDIA has packages that pin the
+    driver's version. `old_fabric_manager`: the package of the fabric manager before driver branch 580, {branch} stands
+    for the branch; `any_release`: what follows a version to accept each release of it.
+    """
+
+    name: str
+    commands: Commands
+    confinement_packages: tuple[str, ...]
+    has_pin_packages: bool
+    old_fabric_manager: str
+    any_release: str
+
+    def gather(self, system: System) -> PackageFacts:
+        """Return what is installed and what is held."""
+
+    def lock_holder(self, system: System) -> str:
+        """Return `NAME (pid N: COMMAND LINE)` of the process that works with packages now, or nothing."""
+
+    def missing(self, packages: PackageFacts, names: Sequence[str]) -> tuple[str, ...]:
+        """Return those of `names` that are not installed, or not in the version that is asked for."""
+
+    def version_names(self, version: str) -> set[str]:
+        """Return all that a user may write for the version of a package in a repository."""
+
+    def bundled_versions(self, package: BundlePackage) -> set[str]:
+        """Return the same for a package in a bundle."""
+
+    def typed(self, name: str) -> str:
+        """Return `NAME=VERSION` as a person types it."""
+
+    def offered(
+        self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
+    ) -> Mapping[str, tuple[str, ...]]:
+        """Return name → versions in the repositories, after the `planned` changes to these.
+
+        Raises GpuprovError, as a refresh of the index does, if a repository can't be asked.
+        """
+
+    def repository_problems(
+        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    ) -> tuple[Problem, ...]:
+        """Return what gpuprov can't correct in the repositories of the host or the user."""
+
+    def plan_repositories(
+        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+    ) -> tuple[Change, ...]:
+        """Return the keys and sources to write, and what is in conflict with them to remove."""
+
+    def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
+        """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
+
+    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
+        """Return the packages that holding needs on this distribution."""
+
+    def open_bundle(self, system: System, manifest: Manifest) -> None:
+        """Make the unpacked bundle a source of packages."""

@@ -1,0 +1,85 @@
+"""zypper: SUSE Linux Enterprise and openSUSE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpuprov.bundle import use_rpm
+from gpuprov.core.places import FOLDER
+from gpuprov.core.system import System
+from gpuprov.machine.distros import Distribution
+from gpuprov.package_managers.interface import Commands
+from gpuprov.package_managers.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, Versions, collected
+from gpuprov.packaging.package_lock import tell_nobody
+from gpuprov.packaging.rpm_failures import finish
+from gpuprov.packaging.rpm_packages import run_rpm
+
+_ZYPPER = ("zypper", "--non-interactive")
+_QUERY = ("search", "--details", "--match-exact", "--type", "package")
+# zypper(8): there are no repositories; no package has that name.
+_NO_REPOSITORIES, _NOTHING_FOUND = 6, 104
+
+
+class Zypper(RpmManager):
+    """zypper; never with --gpg-auto-import-keys, which trusts every key that a repository shows."""
+
+    name = "zypper"
+    commands = Commands(
+        "zypper install -y",
+        "zypper install -y --force",
+        "zypper remove",
+        "zypper search -s",
+        "zypper addlock",
+        "zypper -q -n install",
+    )
+    refresh: tuple[str, ...] = (*_ZYPPER, "refresh")
+    install: tuple[str, ...] = (*_ZYPPER, "install", "--no-recommends", "--")
+    version_joint = "="
+    # 102: reboot advised, 103: the package manager itself was updated.
+    good_codes: tuple[int, ...] = (0, 102, 103)
+    repository_directory = "/etc/zypp/repos.d"
+    copied_directory = "etc/zypp/repos.d"
+    # gpgcheck is both checks together.
+    package_check = "pkg_gpgcheck"
+    repository_lines: tuple[str, ...] = ("gpgcheck=1", "autorefresh=1")
+    bundle_lines: tuple[str, ...] = ("pkg_gpgcheck=1",)
+    bundle_options: tuple[str, ...] = ("--reposd-dir", use_rpm.SOURCES, "--cache-dir", f"{FOLDER}/cache")
+    rebuilds = True
+
+    def hold_tool(self, system: System) -> str:
+        return "zypper"
+
+    def hold_packages(self, row: Distribution) -> tuple[str, ...]:
+        return ()
+
+    def unfiltered(self, repository: str) -> tuple[str, ...]:
+        # SUSE has no module streams.
+        return ()
+
+    def only_from(self, folder: str) -> tuple[str, ...]:
+        return ("--reposd-dir", folder)
+
+    def only_from_copy(self, system: System, work: str, keys: Iterable[str]) -> tuple[str, ...]:
+        # zypper trusts the keys of rpm's database only: this copy gets a database of its own.
+        for place in keys:
+            system.require(("rpm", "--root", work, "--import", place), "rpm does not take the key of a repository")
+        return ("--root", work)
+
+    def query(self, system: System, options: tuple[str, ...], names: Sequence[str], lock_timeout: int) -> Versions:
+        # A search skips repositories that it can't read, and answers from the others: so refresh first.
+        done = run_rpm(system, (*_ZYPPER, *options, "refresh"), tell_nobody, QUERY_SECONDS, lock_timeout)
+        if done.returncode == _NO_REPOSITORIES:
+            return {}
+        finish(done, NO_INDEX)
+        done = run_rpm(system, (*_ZYPPER, *options, *_QUERY, *names), tell_nobody, QUERY_SECONDS, lock_timeout)
+        finish(done, NO_INDEX, (0, _NOTHING_FOUND))
+        return parse_search(done.stdout)
+
+
+def parse_search(text: str) -> Versions:
+    """Return name → versions from zypper's table, without packages that are installed and in no repository."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.count("|") == 5]
+    return collected((row[1], f"{row[3]}.{row[4]}") for row in rows if row[2] == "package" and row[5][:1] != "(")
+
+
+ZYPPER = Zypper()

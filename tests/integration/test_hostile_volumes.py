@@ -1,0 +1,249 @@
+"""An image whose links lead into a volume: with a real runc and crun, nothing on the host is written or replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook import deploy
+from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
+from tests.integration.test_hostile_roots import state
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: device nodes, runc")]
+ALL = "NVIDIA_VISIBLE_DEVICES=all"
+# "" is the runtime, the rest are stages of the hook.
+WAYS = ["", "prestart", "createRuntime", "createContainer"]
+COMPAT = "usr/local/cuda/compat"
+
+
+@pytest.fixture(params=["runc", "crun"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
+    yield made
+    made.delete()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A folder that stands for the host's root."""
+    folder = tmp_path / "outside"
+    for place in ("etc/ld.so.conf.d", "usr/bin", LIBRARIES[1:], "run", "dev"):
+        (folder / place).mkdir(parents=True)
+    (folder / "etc/ld.so.cache").write_text("the host's")
+    (folder / "etc/ld.so.conf.d/00-gpuprov-compat.conf").write_text("the host's")
+    (folder / LIBRARIES[1:] / "libcuda.so.1").symlink_to("libcuda.so.another")
+    (folder / "usr/bin/nvidia-smi").symlink_to("/etc/alternatives/nvidia-smi")
+    for name in ("nvidia0", "nvidiactl"):
+        (folder / "dev" / name).write_text("the host's")
+    return folder
+
+
+def bind(source: Path, destination: str, *options: str) -> dict[str, Any]:
+    return {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", *options]}
+
+
+def start(bench: Bench, way: str, *volumes: dict[str, Any], **changes: Any) -> str:
+    """Create a container with these volumes, and return what is said, nothing if it starts."""
+    if way == "createContainer":
+        links = ("libcuda.so.550.163.01::libcuda.so.1", "libcuda.so.1::libcuda.so")
+        entry = bench.hook_entry(way)
+        pairs = [pair.replace("::", f"::{LIBRARIES}/") for pair in links]
+        entry["args"] += ["--host-driver-version", "550.163.01", "--link", pairs[0], "--link", pairs[1]]
+        changes["hooks"] = {way: [entry]}
+    elif way:
+        changes["hooks"] = {way: [bench.hook_entry(way)]}
+    mounts = changes.pop("mounts", bench.pristine["mounts"])
+    bench.configure(ALL, mounts=[*mounts, *volumes], **changes)
+    # Otherwise crun keeps what its hooks say.
+    said = bench.folder / "hook-errors"
+    said.unlink(missing_ok=True)
+    text = bench.config.read_text()
+    bench.config.write_text(text[:-1] + f', "annotations": {{"run.oci.hooks.stderr": "{said}"}}}}')
+    done = bench.create(runtime=bench.low_level if way else "")
+    bench.delete()
+    words = done.stderr + (said.read_text() if said.exists() else "")
+    assert "Traceback" not in words
+    assert "internal error" not in words
+    return words if done.returncode else ""
+
+
+# Where an image's link leads, with the host's root as volume at /rootfs; and what the link stands for.
+LINKS = {
+    "etc": "/rootfs/etc",
+    "usr": "/rootfs/usr",
+    "usr/lib": "/rootfs/usr/lib",
+    LIBRARIES[1:]: f"../../rootfs{LIBRARIES}",
+    "usr/bin": "/bin/../rootfs/usr/bin",
+    "usr/local": "/rootfs/run",
+    "etc/ld.so.conf.d": "/rootfs/etc/ld.so.conf.d",
+    f"{LIBRARIES[1:]}/libcuda.so.1": f"/rootfs{LIBRARIES}/libcuda.so.1",
+    "usr/bin/nvidia-smi": "/rootfs/run/made",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("place", "access"), [*((place, "rw") for place in LINKS), ("etc", "ro"), ("usr", "ro")])
+def test_a_link_into_a_volume_leads_to_no_write(bench: Bench, host: Path, way: str, place: str, access: str) -> None:
+    """`/etc -> /rootfs/etc` in the image, and `-v /:/rootfs:ro`, as monitoring agents have it."""
+    link = bench.root / place
+    shutil.rmtree(link, ignore_errors=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(LINKS[place])
+    before = state(host)
+    start(bench, way, bind(host, "/rootfs", access))
+    assert state(host) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("destination", ["/usr", LIBRARIES, "/mnt"])
+def test_a_volume_over_the_libraries_folder_is_refused_by_its_name(
+    bench: Bench, tmp_path: Path, way: str, destination: str
+) -> None:
+    """Also one whose destination is a link of the image into that folder: its files would be hidden without a word."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    if destination == "/mnt":
+        (bench.root / "mnt").symlink_to(LIBRARIES[1:])
+    said = start(bench, way, bind(volume, destination, "rw"))
+    assert f"in the volume at {destination}, and nothing is written into volumes" in said
+    assert list(volume.rglob("*")) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_volume_that_brings_the_drivers_files_itself_is_left_as_it_is(bench: Bench, way: str) -> None:
+    """As `-v /usr:/usr` does: the files are the same ones."""
+    driver = bench.folder / "driver"
+    folder = driver / LIBRARIES[5:]
+    folder.mkdir(parents=True)
+    (driver / "bin").mkdir()
+    for name, path in (("cuda", "libcuda.so.550.163.01"), ("ml", "libnvidia-ml.so.550.163.01")):
+        os.link(driver / name, folder / path)
+    os.link(driver / "smi", driver / "bin/nvidia-smi")
+    for name, target in (
+        ("libcuda.so.1", "libcuda.so.550.163.01"), ("libcuda.so", "libcuda.so.1"),
+        ("libnvidia-ml.so.1", "libnvidia-ml.so.550.163.01"),
+    ):  # fmt: skip
+        (folder / name).symlink_to(target)
+    before = state(driver)
+    assert start(bench, way, bind(driver, "/usr", "rw")) == ""
+    assert state(driver) == before
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_the_programs_link_in_a_writable_volume_is_not_replaced(bench: Bench, host: Path, way: str) -> None:
+    """`-v /usr:/usr` destroyed the host's own link /usr/bin/nvidia-smi."""
+    before = state(host)
+    said = start(bench, way, bind(host / "usr/bin", "/usr/bin", "rw"))
+    # The engine follows the link inside the root, and makes the mount's target where it leads.
+    assert said == "" if way == "" else "in the volume at /usr/bin, and nothing is written into volumes" in said
+    assert state(host) == before
+
+
+@pytest.mark.parametrize("way", WAYS[1:3])
+def test_the_hosts_dev_as_a_volume_keeps_its_files(bench: Bench, host: Path, way: str) -> None:
+    mounts = [mount for mount in bench.pristine["mounts"] if not mount["destination"].startswith("/dev")]
+    said = start(bench, way, bind(host / "dev", "/dev", "rw"), mounts=mounts)
+    assert "in the volume at /dev, and nothing is written into volumes" in said
+    # The engine makes its own links and files in there.
+    assert all((host / "dev" / name).read_text() == "the host's" for name in ("nvidia0", "nvidiactl"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cache_in_a_volume_stays_as_it_is_and_the_container_starts(bench: Bench, host: Path, way: str) -> None:
+    """The loader finds the libraries in its own folders."""
+    before = state(host)
+    assert start(bench, way, bind(host / "etc", "/etc", "rw")) == ""
+    assert state(host) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compatibility_libraries_and_a_cache_in_a_volume_are_refused(bench: Bench, host: Path, way: str) -> None:
+    (bench.root / COMPAT).mkdir(parents=True)
+    (bench.root / COMPAT / "libcuda.so.580.65.06").write_text("compat")
+    before = state(host)
+    assert "in the volume at /etc, and nothing is written into volumes" in start(
+        bench, way, bind(host / "etc", "/etc", "ro")
+    )
+    assert state(host) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_volume_over_the_root_itself_is_refused(bench: Bench, host: Path, way: str) -> None:
+    (bench.root / "rootfs").symlink_to("/")
+    before = state(host)
+    assert start(bench, way, bind(host, "/rootfs", "rw")) != ""
+    assert state(host) == before
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_a_tmpfs_of_the_containers_own_takes_mount_targets(bench: Bench, tmp_path: Path, way: str) -> None:
+    """As containers with systemd have it at /run, where the sockets of the driver's services go."""
+    document = json.loads(bench.specification.read_text())
+    (tmp_path / "socket").write_text("socket")
+    mount = {"hostPath": str(tmp_path / "socket"), "containerPath": "/run/deep/socket", "options": ["ro", "nosuid"]}
+    document["containerEdits"]["mounts"].append(mount)
+    bench.specification.write_text(json.dumps(document))
+    (bench.root / "run").mkdir()
+    tmpfs = {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]}
+    assert start(bench, way, tmpfs) == ""
+    assert list((bench.root / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("way", WAYS[1:3])
+def test_a_tmpfs_of_the_hosts_takes_nothing(bench: Bench, way: str) -> None:
+    """A volume that is mounted over the container's own tmpfs by way of a link: it is a tmpfs too, but the host's."""
+    document = json.loads(bench.specification.read_text())
+    mount = {"hostPath": str(bench.folder / "driver/smi"), "containerPath": "/run/deep/smi", "options": ["ro"]}
+    document["containerEdits"]["mounts"].append(mount)
+    bench.specification.write_text(json.dumps(document))
+    (bench.root / "run").mkdir()
+    (bench.root / "mnt").symlink_to("run")
+    tmpfs = {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        said = start(bench, way, tmpfs, bind(Path(folder), "/mnt", "rw"))
+        assert "in the volume at /mnt, and nothing is written into volumes" in said
+        assert list(Path(folder).iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "target", ["/proc/kmsg", "/proc/self/fd/0", "/proc/1/mem", "/proc/sys/kernel/ostype", "/sys/kernel/notes"]
+)
+def test_a_file_of_the_kernels_in_the_caches_place_is_not_read(bench: Bench, way: str, target: str) -> None:
+    """procfs calls /proc/kmsg a regular file, and a reader waits for ever: so did the start."""
+    (bench.root / "etc").mkdir(exist_ok=True)
+    (bench.root / "etc/ld.so.cache").symlink_to(target)
+    assert start(bench, way) == ""
+    content = (bench.root / "etc/ld.so.cache").read_bytes()
+    assert not (bench.root / "etc/ld.so.cache").is_symlink()
+    assert content.startswith(b"glibc-ld.so.cache1.1")
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createContainer"])
+def test_a_hook_that_is_kept_waiting_gives_up_and_says_so(bench: Bench, stage: str) -> None:
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    source = (library / "hook_main.py").read_text()
+    assert "_SECONDS = 20\n" in source
+    (library / "hook_main.py").write_text(source.replace("_SECONDS = 20\n", "_SECONDS = 1\n"))
+    deploy.compile_bytecode(str(library))
+    hook = subprocess.Popen(
+        (bench.deployed.hook, stage), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert hook.stderr is not None
+    try:
+        # The state never comes.
+        assert hook.wait(timeout=60) == 1
+        said = hook.stderr.read()
+    finally:
+        hook.kill()
+        hook.communicate()
+    assert said == "gpuprov: the container's files were not ready after 1 s: something does not answer\n"

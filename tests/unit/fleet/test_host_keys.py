@@ -1,0 +1,223 @@
+"""Which server keys are accepted: known ones; new ones where the user allows it; changed and revoked ones never."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from gpuprov.fleet.host_keys import (
+    ACCEPT_OPTION,
+    SYSTEM_FILES,
+    USER_FILES,
+    HostKeyRefusedError,
+    KeyCheck,
+    KnownHosts,
+    fingerprint,
+    matching_keys,
+    preferred_key_types,
+)
+
+NAME = "lab-a"
+FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
+
+
+def line(key: paramiko.PKey, names: str = NAME, marker: str = "") -> str:
+    return f"{marker}{names} {key.get_name()} {key.get_base64()}\n"
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    return tmp_path / "known_hosts"
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    return tmp_path / "ssh_known_hosts"
+
+
+def check(user: Path, system: Path, *, accept_new: bool) -> KeyCheck:
+    return KeyCheck(KnownHosts((str(user),), (str(system),)), NAME, accept_new=accept_new)
+
+
+def refusal(offered: paramiko.PKey, user: Path, system: Path, *, accept_new: bool) -> tuple[str, str, str]:
+    with pytest.raises(HostKeyRefusedError) as caught:
+        check(user, system, accept_new=accept_new).missing_host_key(None, "another name", offered)
+    problem = caught.value.problem
+    assert str(caught.value) == problem.what
+    return problem.what, problem.evidence, problem.next_step
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+def test_a_changed_key_is_refused_whatever_the_user_allows(user: Path, system: Path, accept_new: bool) -> None:
+    user.write_text(line(FIRST))
+    what, evidence, next_step = refusal(SECOND, user, system, accept_new=accept_new)
+    assert what.startswith(f"{NAME} offers another key")
+    assert f"{SECOND.get_name()} {fingerprint(SECOND.asbytes())}" in evidence
+    assert f"{user}:1 has {FIRST.get_name()} {fingerprint(FIRST.asbytes())}" in evidence
+    assert f"ssh-keygen -R '{NAME}' -f {user}" in next_step and ACCEPT_OPTION in next_step
+    assert user.read_text() == line(FIRST)
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+def test_a_key_that_the_system_knows_another_of_is_refused_too(user: Path, system: Path, accept_new: bool) -> None:
+    system.write_text(line(FIRST))
+    _, evidence, next_step = refusal(SECOND, user, system, accept_new=accept_new)
+    assert f"{system}:1 has" in evidence and f"-f {system}" in next_step
+    assert not user.exists()
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+@pytest.mark.parametrize("revoked_in", ["user", "system"])
+def test_a_revoked_key_is_refused_even_if_it_is_known(
+    user: Path, system: Path, revoked_in: str, accept_new: bool
+) -> None:
+    user.write_text(line(FIRST))
+    place = user if revoked_in == "user" else system
+    with place.open("a") as file:
+        file.write(line(FIRST, "*", "@revoked "))
+    what, evidence, _ = refusal(FIRST, user, system, accept_new=accept_new)
+    assert what.startswith(f"{NAME} offers a revoked key")
+    shown = f"{FIRST.get_name()} {fingerprint(FIRST.asbytes())}"
+    second = f"{place}:{2 if revoked_in == 'user' else 1}"
+    assert evidence.splitlines()[-3:] == [f"it offers {shown}", f"{user}:1 has {shown}", f"{second} has {shown}"]
+
+
+def test_another_key_beside_a_revoked_one_is_accepted_if_it_is_known(user: Path, system: Path) -> None:
+    user.write_text(line(FIRST, marker="@revoked ") + line(SECOND))
+    check(user, system, accept_new=False).missing_host_key(None, "", SECOND)
+
+
+@pytest.mark.parametrize("accept_new", [False, True])
+def test_a_known_key_is_accepted_and_nothing_is_written(user: Path, system: Path, accept_new: bool) -> None:
+    user.write_text(line(SECOND, "lab-b"))
+    system.write_text(line(SECOND) + line(FIRST))
+    check(user, system, accept_new=accept_new).missing_host_key(None, "another name", FIRST)
+    assert user.read_text() == line(SECOND, "lab-b")
+
+
+def test_an_unknown_key_is_refused_unless_the_user_accepts_new_ones(user: Path, system: Path) -> None:
+    what, evidence, next_step = refusal(FIRST, user, system, accept_new=False)
+    assert what == f"the host key of {NAME} is unknown"
+    assert f"it offers {FIRST.get_name()} {fingerprint(FIRST.asbytes())}" in evidence
+    assert f"{user}, {system}" in evidence
+    assert ACCEPT_OPTION in next_step and str(user) in next_step
+    assert not user.exists()
+    check(user, system, accept_new=True).missing_host_key(None, "another name", FIRST)
+    assert user.read_text() == line(FIRST)
+    check(user, system, accept_new=False).missing_host_key(None, "another name", FIRST)
+    refusal(SECOND, user, system, accept_new=True)
+
+
+def test_fingerprints_and_stored_keys_are_as_openssh_has_them(tmp_path: Path) -> None:
+    known = KnownHosts((str(tmp_path / "ssh/known_hosts"),), ())
+    known.store("[lab-a]:2222", FIRST.get_name(), FIRST.asbytes())
+    path = tmp_path / "ssh/known_hosts"
+    shown = subprocess.run(("ssh-keygen", "-l", "-F", "[lab-a]:2222", "-f", path), capture_output=True, text=True)
+    assert fingerprint(FIRST.asbytes()) in shown.stdout
+    subprocess.run(("ssh-keygen", "-q", "-H", "-f", path), check=True, capture_output=True)
+    assert path.read_text().startswith("|1|")
+    (found,) = known.keys("[lab-a]:2222")
+    assert (found.key, found.place, found.revoked) == (FIRST.asbytes(), f"{path}:1", False)
+    assert known.keys("lab-a") == known.keys("[lab-b]:2222") == ()
+
+
+def test_a_file_whose_name_has_a_colon_is_named_whole(tmp_path: Path) -> None:
+    user = tmp_path / "of:me"
+    user.write_text(line(FIRST))
+    assert refusal(SECOND, user, tmp_path / "none", accept_new=True)[2].count(f" -f {user},") == 1
+
+
+def test_each_stored_key_has_a_line_of_its_own_and_no_line_is_empty(user: Path, system: Path) -> None:
+    known = KnownHosts((str(user),), ())
+    known.store(NAME, FIRST.get_name(), FIRST.asbytes())
+    known.store("lab-b", SECOND.get_name(), SECOND.asbytes())
+    assert user.read_text() == line(FIRST) + line(SECOND, "lab-b")
+
+
+def test_only_the_user_may_read_what_is_stored(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        KnownHosts((str(tmp_path / "a/b/known_hosts"),), ()).store(NAME, "ssh-rsa", b"key")
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "a/b/known_hosts").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "a/b").stat().st_mode & 0o777 == 0o700
+    # What the user gave it, it keeps.
+    (tmp_path / "a/b/known_hosts").chmod(0o644)
+    KnownHosts((str(tmp_path / "a/b/known_hosts"),), ()).store(NAME, "ssh-rsa", b"another")
+    assert (tmp_path / "a/b/known_hosts").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_users_files_are_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert KnownHosts() == KnownHosts(USER_FILES, SYSTEM_FILES)
+    KnownHosts(system_files=()).store(NAME, FIRST.get_name(), FIRST.asbytes())
+    assert (tmp_path / ".ssh/known_hosts").read_text() == line(FIRST)
+    (tmp_path / ".ssh/known_hosts2").write_text(line(SECOND))
+    assert [key.key for key in KnownHosts(system_files=()).keys(NAME)] == [FIRST.asbytes(), SECOND.asbytes()]
+
+
+def test_a_file_that_changed_since_is_read_again(user: Path, system: Path) -> None:
+    known = KnownHosts((str(user),), ())
+    assert known.keys(NAME) == ()
+    for number, text in enumerate((line(FIRST), line(SECOND), line(SECOND, "lab-b"))):
+        user.write_text(text)
+        os.utime(user, (number, number))
+        assert [key.key for key in known.keys(NAME)] == [
+            base64.b64decode(text.split()[2]) for _ in range(NAME in text.split())
+        ]
+
+
+TWO = line(FIRST, "lab-b,lab-a") + line(SECOND, "lab-?") + line(FIRST, "lab-c") + line(SECOND, "lab-a,!lab-x")
+
+
+def test_keys_come_in_the_order_of_the_file_with_their_lines() -> None:
+    assert [(key.place, key.key) for key in matching_keys(TWO, "lab-a", "/k")] == [
+        ("/k:1", FIRST.asbytes()), ("/k:2", SECOND.asbytes()), ("/k:4", SECOND.asbytes()),
+    ]  # fmt: skip
+    assert [key.place for key in matching_keys(TWO, "lab-x", "/k")] == ["/k:2"]
+    assert [key.place for key in matching_keys(TWO, "lab-c")] == [":2", ":3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("|1|AAAA=|AAAA ssh-rsa AAAA", 0),
+        ("lab-a,|1| ssh-rsa AAAA", 1),
+        ("|1|A|AAAA ssh-rsa AAAA", 0),
+        ("|1|AAAA|A ssh-rsa AAAA", 0),
+        ("@revoked", 0),
+        ("@revoked lab-a ssh-rsa", 0),
+        ("@unheard-of lab-a ssh-rsa AAAA", 0),
+        ("#lab-a ssh-rsa AAAA", 0),
+        ("lab-a ssh-rsa AAAA a comment", 1),
+        ("lab-a,lab-a ssh-rsa AAAA", 1),
+        ("*,!other ssh-rsa AAAA", 1),
+        ("!lab-a ssh-rsa AAAA", 0),
+        ("lab-[a] ssh-rsa AAAA", 0),
+        ("lab-a ssh-rsa A\nlab-a ssh-rsa AAAA", 1),
+        ("x y\nlab-a ssh-rsa AAAA", 1),
+        ("# x\n@cert-authority lab-a ssh-rsa AAAA\nlab-a ssh-rsa AAAA", 1),
+    ],
+)
+def test_lines_as_people_and_programs_write_them(text: str, count: int) -> None:
+    assert len(matching_keys(text, NAME)) == count
+
+
+def test_a_port_is_no_class_of_characters() -> None:
+    assert len(matching_keys("[lab-*]:2222 ssh-rsa AAAA", "[lab-a]:2222")) == 1
+    assert matching_keys("[lab-*]:2222 ssh-rsa AAAA", "l:2222") == ()
+
+
+def test_algorithms_of_revoked_keys_are_not_asked_for_first() -> None:
+    supported = ("ssh-ed25519", "ecdsa-sha2-nistp256", "rsa-sha2-512")
+    known = matching_keys(line(FIRST, marker="@revoked ") + "lab-a ssh-rsa AAAA", NAME)
+    assert preferred_key_types(known, supported) == ("rsa-sha2-512", "ssh-ed25519", "ecdsa-sha2-nistp256")
+    assert preferred_key_types(matching_keys(line(FIRST), NAME), supported) == (
+        "ecdsa-sha2-nistp256", "ssh-ed25519", "rsa-sha2-512",
+    )  # fmt: skip

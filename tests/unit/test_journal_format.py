@@ -1,0 +1,137 @@
+"""Journals of other versions: those of format 1, recorded from the last version that wrote it, are read and undone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.core.changes import images_in
+from gpuprov.core.journal import FORMAT, RUNS_DIRECTORY, Run, new_journal, parse_run, read_runs, unfinished_run
+from gpuprov.core.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from tests.unit.fake_host import FakeHost, Tree
+from tests.unit.loaded_host import LoadedHost
+from tests.unit.test_uninstall import SPEC, carry_out, done, finished
+from tests.unit.test_uninstall import host as host
+
+pytestmark = pytest.mark.root
+DATA = Path(__file__).parents[1] / "data"
+JOURNAL = f"{RUNS_DIRECTORY}/0001.jsonl"
+
+
+def recorded(name: str) -> str:
+    """Return a journal that commit 57c247a wrote: `format-1` by test_uninstall's host, `format-1-reboot` by a driver
+    that could not be unloaded.
+    """
+    return (DATA / f"journal-{name}.jsonl").read_text()
+
+
+def installed_by_format_1(host: FakeHost) -> Run:
+    """Install, and put the recorded journal in the place of the one that this made."""
+    done(carry_out(host, "install"))
+    host.write(JOURNAL, recorded("format-1").encode(), mode=0o600)
+    (run,) = read_runs(host)
+    assert len(run.entries) == 15 and run.end == "done"
+    return run
+
+
+def state(host: FakeHost, paths: set[str]) -> tuple[Tree, dict[str, str], dict[str, str]]:
+    """Return what an undo of these paths must give back."""
+    tree = {path: value for path, value in host.everything().items() if path in paths}
+    return tree, dict(host.installed), dict(host.docker_loaded)
+
+
+@pytest.mark.parametrize("command", ["rollback", "uninstall"])
+def test_a_run_of_format_1_is_undone(host: FakeHost, command: str) -> None:
+    images = [image for entry in parse_run("", recorded("format-1")).entries for image in images_in(entry.before)]
+    paths = {str(image["path"]) for image in images}
+    before = state(host, paths)
+    installed_by_format_1(host)
+    assert state(host, paths) != before
+    done(carry_out(host, command))
+    assert state(host, paths) == before
+
+
+def test_a_host_of_format_1_is_upgraded_and_goes_back_run_by_run(host: FakeHost) -> None:
+    installed_by_format_1(host)
+    assert done(carry_out(host, "install")).changed == 0
+    assert host.docker_default == "runc"
+    done(carry_out(host, "install", replace(SPEC, docker_default_runtime=True)))
+    assert host.docker_default == "nvidia"
+    assert [json.loads(path.read_text().splitlines()[0]).get("format", 1) for path in journals(host)] == [1, FORMAT]
+    done(carry_out(host, "rollback"))
+    assert host.docker_default == "runc" and host.docker_loaded.keys() == {"runc", "nvidia"}
+    done(carry_out(host, "rollback"))
+    assert host.docker_loaded.keys() == {"runc"} and "site-gpu-tools" not in host.installed
+
+
+def journals(host: FakeHost) -> list[Path]:
+    return sorted(host.path(RUNS_DIRECTORY).iterdir())
+
+
+@pytest.mark.parametrize("kept", [2, 4, 6, 26, 28])
+def test_an_interrupted_run_of_format_1_is_resumed(host: FakeHost, kept: int) -> None:
+    installed_by_format_1(host)
+    host.write(JOURNAL, "".join(recorded("format-1").splitlines(keepends=True)[:kept]).encode(), mode=0o600)
+    done(carry_out(host, "install"))
+    (run,) = read_runs(host)
+    assert (run.end, run.interrupted) == ("done", None)
+
+
+def test_a_driver_that_format_1_planned_again_is_uninstalled_once(tmp_path: Path) -> None:
+    """Its first InstallDriver did nothing (`installed`), its second was made beside the loaded driver (`reboot`)."""
+    host = LoadedHost(tmp_path / "root")
+    host.make_directory(RUNS_DIRECTORY)
+    host.write(JOURNAL, recorded("format-1-reboot").encode())
+    first, second, reboot = read_runs(host)[0].entries
+    assert first.outcome and not first.outcome["installed"]
+    assert second.outcome and "installed" not in second.outcome
+    assert reboot.outcome == {"reboot": True}
+    carry_out(host, "rollback")
+    assert [command[0].rpartition("/")[2] for command in host.commands].count("nvidia-uninstall") == 1
+
+
+@pytest.mark.parametrize("number", [0, FORMAT + 1, "2", None])
+def test_a_number_that_is_no_known_format_is_refused(number: object) -> None:
+    with pytest.raises(GpuprovError, match="can't read"):
+        parse_run("", json.dumps({"run": "install", "id": "", "format": number}))
+
+
+def install_by_a_newer_version(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    first, _, rest = (host.read_text(JOURNAL) or "").partition("\n")
+    host.write(JOURNAL, f"{json.dumps({**json.loads(first), 'format': FORMAT + 1})}\n{rest}".encode())
+
+
+@pytest.mark.parametrize("command", ["install", "rollback", "uninstall"])
+def test_an_unknown_format_is_refused_and_nothing_is_touched(host: FakeHost, command: str) -> None:
+    install_by_a_newer_version(host)
+    before = host.state()
+    ended = finished(carry_out(host, command))
+    (problem,) = ended.problems
+    assert ended.exit_code == ExitCode.FAILED
+    assert problem.what == "the journal of an earlier run has a format that this gpuprov can't read"
+    assert f"{JOURNAL} has format {FORMAT + 1}" in problem.evidence
+    assert "gpuprov version" in problem.next_step
+    assert host.state() == before
+
+
+def test_the_doctor_examines_a_host_of_a_newer_version(host: FakeHost) -> None:
+    install_by_a_newer_version(host)
+    host.docker_active = False
+    assert any("docker does not run" in problem.what for problem in finished(carry_out(host, "doctor")).problems)
+
+
+def test_the_latest_journal_is_the_one_with_the_highest_number(tmp_path: Path) -> None:
+    system = System(str(tmp_path))
+    system.make_directory(RUNS_DIRECTORY)
+    for number, end in (("9999", "done"), ("10000", "")):
+        lines = ({"run": "install", "id": "", "format": FORMAT}, *(({"end": end},) if end else ()))
+        system.write(f"{RUNS_DIRECTORY}/{number}.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines).encode())
+    assert [run.path.rpartition("/")[2] for run in read_runs(system)] == ["9999.jsonl", "10000.jsonl"]
+    found = unfinished_run(system)
+    assert found is not None and found.path.endswith("/10000.jsonl")
+    assert new_journal(system, "install").path.endswith("/10001.jsonl")

@@ -1,0 +1,433 @@
+"""How a run ends in its journal, and what the next one makes of it: failures, undoings that fail, kills, syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from gpuprov.agent.run import run_request
+from gpuprov.core.apply import (
+    Applied,
+    Stopped,
+    apply_changes,
+    last_undoable_run,
+    roll_back,
+    take_up,
+    undo_runs,
+)
+from gpuprov.core.changes import Change, Json, Tell, Then, WriteFile
+from gpuprov.core.journal import (
+    RUNS_DIRECTORY,
+    Run,
+    journal_for,
+    new_journal,
+    parse_run,
+    read_runs,
+    resume_journal,
+    unfinished_run,
+)
+from gpuprov.core.system import System, sha256_of
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import parse_spec, spec_to_json
+from tests.unit.loaded_host import NEW, LoadedHost, install
+
+MARK = "/half"
+
+
+@dataclass(frozen=True)
+class Half(Change):
+    """Writes a mark, then does what it is told; its undoing takes the mark away, or fails while `/stuck` is there."""
+
+    word: str = ""
+
+    def summary(self) -> str:
+        return "do half of it"
+
+    def capture(self, system: System) -> Json:
+        return {"path": MARK}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.write(MARK, b"half")
+        if self.word == "fail":
+            raise GpuprovError("the first fault", "seen", "next")
+        if self.word == "killed":
+            raise KeyboardInterrupt
+        tell("half way", 1, 2)
+        return {"did": "it"}
+
+    def then(self, outcome: Json) -> Then:
+        return Then[self.word] if self.word in Then.__members__ else Then.CONTINUE
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if system.exists("/stuck"):
+            raise OSError(5, "Input/output error")
+        system.remove(before["path"])
+
+    @classmethod
+    def cut_off(cls, system: System, before: Json) -> Json:
+        return {"seen": system.exists(before["path"])}
+
+
+@dataclass(frozen=True)
+class Kept(Half):
+    """The same, but what a kill left of it is left for the next run to go on with."""
+
+    undo_when_interrupted: ClassVar[bool] = False
+
+
+KINDS: Mapping[str, type[Change]] = {"Half": Half, "Kept": Kept, "WriteFile": WriteFile}
+
+
+class Recording(System):
+    """Notes, in order, each journal line and each time that all was synced."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.noted: list[str] = []
+        self.full = False
+        self.time = 0.0
+
+    def append(self, path: str, content: bytes) -> None:
+        super().append(path, content)
+        self.noted.append(content.decode("utf-8", "replace").partition('"')[2].partition('"')[0])
+
+    def sync(self) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.noted.append("sync")
+
+    def write(self, path: str, content: bytes, *, mode: int = 0o644, owner: tuple[int, int] | None = None) -> None:
+        super().write(path, content, mode=mode, owner=owner)
+        self.noted.append(f"write {path}")
+
+    def remove(self, path: str) -> None:
+        super().remove(path)
+        self.noted.append(f"remove {path}")
+
+    def now(self) -> float:
+        self.time += 1.5
+        return self.time
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Recording:
+    return Recording(tmp_path)
+
+
+def ignore(event: Event) -> None:
+    """Nobody watches."""
+
+
+# -- what is on the disk before the journal says so ------------------------------------------------------------------
+
+
+def test_what_a_change_did_is_on_the_disk_before_the_journal_calls_it_done(system: Recording) -> None:
+    journal = new_journal(system, "install")
+    system.noted.clear()
+    apply_changes([Half()], system, journal, ignore)
+    assert system.noted == ["begin", f"write {MARK}", "sync", "done"]
+
+
+def test_what_an_undoing_did_is_on_the_disk_before_the_journal_calls_it_undone(system: Recording) -> None:
+    journal = new_journal(system, "install")
+    apply_changes([Half()], system, journal, ignore)
+    journal.end("done")
+    system.noted.clear()
+    assert undo_runs(system, read_runs(system), KINDS, ignore) == 1
+    assert system.noted == [f"remove {MARK}", "sync", "undone", "end"]
+
+
+def test_what_the_undoing_of_a_failed_change_did_is_on_the_disk_before_the_journal_calls_it_undone(
+    system: Recording,
+) -> None:
+    journal = new_journal(system, "install")
+    system.noted.clear()
+    with pytest.raises(GpuprovError):
+        apply_changes([Half("fail")], system, journal, ignore)
+    assert system.noted == ["begin", f"write {MARK}", f"remove {MARK}", "sync", "undone"]
+
+
+def test_a_disk_that_can_not_take_it_fails_the_change(system: Recording) -> None:
+    journal = new_journal(system, "install")
+    system.full = True
+    with pytest.raises(GpuprovError) as caught:
+        apply_changes([Half()], system, journal, ignore)
+    first, second = caught.value.problems
+    assert (first.what, second.what) == (
+        "could not do half of it", "what this had begun could not be undone: do half of it",
+    )  # fmt: skip
+    assert "No space left" in first.evidence and "No space left" in second.evidence
+    assert read_runs(system)[0].interrupted is not None
+
+
+# -- a failed run ----------------------------------------------------------------------------------------------------
+
+
+def failed_with_its_undoing(system: System) -> GpuprovError:
+    system.write("/stuck", b"")
+    journal = new_journal(system, "install")
+    with pytest.raises(GpuprovError) as caught:
+        apply_changes([WriteFile("/first", b"1"), Half("fail")], system, journal, ignore)
+    journal.end("failed")
+    return caught.value
+
+
+def test_a_failed_run_whose_undoing_failed_too_is_unfinished_until_the_next_run_undoes_it(system: Recording) -> None:
+    error = failed_with_its_undoing(system)
+    assert [problem.what for problem in error.problems] == [
+        "the first fault", "what this had begun could not be undone: do half of it",
+    ]  # fmt: skip
+    assert "Input/output error" in error.problems[1].evidence
+    assert "run the same command again" in error.problems[1].next_step
+    run = unfinished_run(system)
+    assert run is not None and run.interrupted is not None
+    assert (run.end, run.interrupted.key) == ("failed", "do half of it")
+    with pytest.raises(GpuprovError, match="could not undo: do half of it"):
+        take_up(system, KINDS, ignore)
+    system.remove("/stuck")
+    journal = take_up(system, KINDS, ignore)
+    assert journal is not None and journal.path == run.path
+    assert not system.exists(MARK)
+    assert [entry.state for entry in read_runs(system)[0].entries] == ["done", "undone"]
+    assert unfinished_run(system) is None
+    assert take_up(system, KINDS, ignore) is None
+
+
+def test_a_failed_run_that_undid_its_change_is_finished(system: Recording) -> None:
+    journal = new_journal(system, "install")
+    with pytest.raises(GpuprovError):
+        apply_changes([Half("fail")], system, journal, ignore)
+    journal.end("failed")
+    assert unfinished_run(system) is None
+
+
+def test_of_runs_before_the_last_only_one_without_an_end_is_unfinished(system: Recording) -> None:
+    failed_with_its_undoing(system)
+    new_journal(system, "install").end("done")
+    assert unfinished_run(system) is None
+    cut_off = new_journal(system, "install").path
+    new_journal(system, "install").end("done")
+    run = unfinished_run(system)
+    assert run is not None and run.path == cut_off
+
+
+@pytest.mark.root
+def test_a_run_that_fails_says_so_in_its_journal(tmp_path: Path) -> None:
+    host = LoadedHost(tmp_path / "root")
+    host.installer_fails = True
+    assert install(host)[0].exit_code == ExitCode.FAILED
+    assert [run.end for run in read_runs(host)] == ["failed"]
+    host.installer_fails = False
+    assert install(host)[0].exit_code == ExitCode.DONE
+    assert [run.end for run in read_runs(host)] == ["failed", "done"]
+
+
+@pytest.mark.root
+def test_a_run_that_is_stopped_says_so_in_its_journal(tmp_path: Path) -> None:
+    host = LoadedHost(tmp_path / "root")
+    spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run"})
+    events: list[Event] = []
+    request = Request("install", spec_to_json(spec), steps=("driver",))
+    assert run_request(request, events.append, host, lambda: True) == ExitCode.FAILED
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.problems[0].what.startswith("stopped as asked before change 1 of 1: install NVIDIA driver")
+    assert [run.end for run in read_runs(host)] == ["failed"]
+
+
+# -- a run that was cut off ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "state", "outcome"), [(Half, "undone", None), (Kept, "done", {"seen": True})])
+def test_what_a_kill_cut_off_is_undone_or_gone_on_with_as_its_kind_says(
+    system: Recording, kind: type[Half], state: str, outcome: Json | None
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        apply_changes([kind("killed")], system, new_journal(system, "install"), ignore)
+    assert system.exists(MARK)
+    notes: list[Event] = []
+    journal = take_up(system, KINDS, notes.append)
+    assert journal is not None
+    assert notes == [Note("an earlier run was cut off in: do half of it; taking that up")]
+    (entry,) = read_runs(system)[0].entries
+    assert (entry.state, entry.outcome, system.exists(MARK)) == (state, outcome, kind is Kept)
+
+
+def test_a_run_that_was_cut_off_between_two_changes_is_gone_on_with_in_silence(system: Recording) -> None:
+    apply_changes([Half()], system, new_journal(system, "install"), ignore)
+    notes: list[Event] = []
+    journal = take_up(system, KINDS, notes.append)
+    assert journal is not None and notes == []
+    apply_changes([WriteFile("/more", b"1")], system, journal, ignore)
+    (run,) = read_runs(system)
+    assert [(entry.number, entry.state) for entry in run.entries] == [(1, "done"), (2, "done")]
+
+
+# -- what is told, and what becomes of the outcome -------------------------------------------------------------------
+
+
+def test_each_change_is_announced_told_of_and_timed(system: Recording) -> None:
+    events: list[Event] = []
+    journal = new_journal(system, "install")
+    assert apply_changes([Half(), WriteFile("/a", b"1")], system, journal, events.append) == Applied(2)
+    assert events == [
+        ChangeStarted("do half of it", "do half of it", 1, 2),
+        ChangeProgress("do half of it", "half way", 1, 2),
+        ChangeDone("do half of it", 1.5),
+        ChangeStarted("write /a", "write /a", 2, 2),
+        ChangeDone("write /a", 1.5),
+    ]
+    journal.end("done")
+    events.clear()
+    assert roll_back(system, read_runs(system)[0], KINDS, events.append) == 2
+    assert events == [
+        ChangeStarted("write /a", "undo: write /a", 1, 2), ChangeDone("write /a", 1.5),
+        ChangeStarted("do half of it", "undo: do half of it", 2, 2), ChangeDone("do half of it", 1.5),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("then", [Then.REBOOT, Then.PLAN_AGAIN])
+def test_a_change_that_makes_the_rest_stale_ends_the_round(system: Recording, then: Then) -> None:
+    journal = new_journal(system, "install")
+    changes = [WriteFile("/a", b"1"), Half(then.name), WriteFile("/never", b"1")]
+    assert apply_changes(changes, system, journal, ignore) == Applied(2, then)
+    assert not system.exists("/never")
+
+
+def test_the_journal_keeps_what_a_change_returned_and_the_digest_of_what_it_wrote(system: Recording) -> None:
+    apply_changes([Half(), WriteFile("/a", b"1")], system, new_journal(system, "install"), ignore)
+    first, second = read_runs(system)[0].entries
+    assert (first.number, second.number) == (1, 2)
+    assert (first.kind, first.before, first.outcome) == ("Half", {"path": MARK}, {"did": "it"})
+    assert second.outcome == {"written": {"/a": sha256_of(b"1")}}
+
+
+# -- rolling back ----------------------------------------------------------------------------------------------------
+
+
+def two_runs(system: System) -> None:
+    for name in ("/a", "/b"):
+        journal = new_journal(system, "install")
+        apply_changes([WriteFile(name, b"1"), WriteFile(f"{name}2", b"2")], system, journal, ignore)
+        journal.end("done")
+
+
+def test_several_runs_are_undone_in_the_order_given_and_counted_as_one(system: Recording) -> None:
+    two_runs(system)
+    events: list[Event] = []
+    assert undo_runs(system, tuple(reversed(read_runs(system))), KINDS, events.append) == 4
+    started = [event for event in events if isinstance(event, ChangeStarted)]
+    assert [(one.key, one.index, one.total) for one in started] == [
+        ("write /b2", 1, 4), ("write /b", 2, 4), ("write /a2", 3, 4), ("write /a", 4, 4),
+    ]  # fmt: skip
+    assert [run.end for run in read_runs(system)] == ["rolled-back", "rolled-back"]
+    assert last_undoable_run(system) is None
+
+
+def test_an_undoing_that_is_stopped_goes_on_from_there(system: Recording) -> None:
+    two_runs(system)
+    answers = iter([False, True])
+    with pytest.raises(Stopped, match="stopped as asked before 2 of 4: undo: write /b"):
+        undo_runs(system, tuple(reversed(read_runs(system))), KINDS, ignore, lambda: next(answers))
+    first, second = read_runs(system)
+    assert [entry.state for entry in second.entries] == ["done", "undone"]
+    assert (first.end, second.end) == ("done", "done")
+    assert undo_runs(system, tuple(reversed(read_runs(system))), KINDS, ignore) == 3
+
+
+def test_the_run_to_roll_back_is_the_latest_of_which_something_stands(system: Recording) -> None:
+    assert last_undoable_run(system) is None
+    two_runs(system)
+    first, second = read_runs(system)
+    assert last_undoable_run(system) == second
+    # A roll-back that could not bring all back has an end all the same: the next one is for the run before it.
+    resume_journal(system, second).end("rolled-back")
+    assert last_undoable_run(system) == first
+    journal = new_journal(system, "install")
+    journal.end("done")
+    assert last_undoable_run(system) == first
+
+
+def test_a_change_of_a_kind_that_this_version_does_not_know_is_left_and_named(system: Recording) -> None:
+    two_runs(system)
+    with pytest.raises(GpuprovError) as caught:
+        undo_runs(system, read_runs(system)[:1], {"Half": Half}, ignore)
+    (problem,) = caught.value.problems
+    assert problem.what == "can't undo a change of kind 'WriteFile': this gpuprov does not know it"
+    assert problem.evidence == f"journal {RUNS_DIRECTORY}/0001.jsonl, write /a2"
+    assert "gpuprov version" in problem.next_step
+    assert system.exists("/a2")
+
+
+# -- journals --------------------------------------------------------------------------------------------------------
+
+
+def test_journals_are_numbered_and_what_is_none_is_passed_over(system: Recording) -> None:
+    assert new_journal(system, "install").path == f"{RUNS_DIRECTORY}/0001.jsonl"
+    for name in ("notes.txt", "9.jsonl.gz", "x12.jsonl", "0007.jsonl"):
+        system.write(f"{RUNS_DIRECTORY}/{name}", b'{"run":"install","id":""}\n')
+    assert new_journal(system, "rollback", "abc").path == f"{RUNS_DIRECTORY}/0008.jsonl"
+    runs = read_runs(system)
+    assert [run.path.rpartition("/")[2] for run in runs] == ["0001.jsonl", "0007.jsonl", "0008.jsonl"]
+    assert [(run.command, run.run_id) for run in runs] == [("install", ""), ("install", ""), ("rollback", "abc")]
+
+
+def test_a_request_joins_the_run_that_it_is_a_part_of(system: Recording) -> None:
+    first = journal_for(system, "install", "abc")
+    first.done(first.begin("a", "Half", {}), {})
+    first.end("done")
+    again = journal_for(system, "install", "abc")
+    assert again.path == first.path
+    assert again.begin("b", "Half", {}) == 2
+    assert read_runs(system)[0].end == ""
+    other = journal_for(system, "install", "def")
+    assert other.path != first.path
+    # Only the last run may be joined, and none that was rolled back; requests without an id are runs of their own.
+    assert journal_for(system, "install", "abc").path not in (first.path, other.path)
+    last = journal_for(system, "install", "def")
+    last.end("rolled-back")
+    assert journal_for(system, "install", "def").path != last.path
+    assert journal_for(system, "install", "").path != journal_for(system, "install", "").path
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(system: Recording) -> None:
+    journal = new_journal(system, "install")
+    journal.begin("a", "Half", {})
+    system.append(journal.path, b'{"do\xc3')
+    resume_journal(system, read_runs(system)[0]).done(1, {"x": 1})
+    (run,) = read_runs(system)
+    assert [(entry.state, entry.outcome) for entry in run.entries] == [("done", {"x": 1})]
+    content = system.read_bytes(journal.path)
+    assert unfinished_run(system) == run
+    resume_journal(system, run)
+    assert system.read_bytes(journal.path) == content
+
+
+def test_lines_that_are_no_records_are_passed_over() -> None:
+    run = parse_run("/j", '{"run":"install"}\n[1]\n"end"\n\x00\n{"begin":1,"key":"a","kind":"Half","before":{}}\n')
+    assert (run.path, run.command, run.run_id, run.end) == ("/j", "install", "", "")
+    assert run.interrupted is not None and run.interrupted.outcome is None
+    assert parse_run("/j", "") == Run("/j", "", (), "")
+
+
+def test_undoing_keeps_what_the_journal_knows_of_the_outcome() -> None:
+    lines = '{"begin":1,"key":"a","kind":"Half","before":{"b":1}}\n{"done":1,"outcome":{"x":1}}\n{"undone":1}\n'
+    (entry,) = parse_run("/j", lines).entries
+    assert (entry.number, entry.key, entry.kind, entry.state) == (1, "a", "Half", "undone")
+    assert (entry.before, entry.outcome) == ({"b": 1}, {"x": 1})
+    assert parse_run("/j", lines).undoable == ()
+
+
+def test_a_journal_that_can_not_be_begun_says_which(tmp_path: Path) -> None:
+    system = System(str(tmp_path))
+    system.make_directory("/var/lib")
+    system.write("/var/lib/gpuprov", b"a file where the folder belongs")
+    with pytest.raises(GpuprovError, match=r"could not begin the run's journal, .*/runs/0001\.jsonl"):
+        new_journal(system, "install")
