@@ -21,7 +21,7 @@ from gpuprov.core.changes import (
     text_diff,
 )
 from gpuprov.core.system import System
-from gpuprov.driver.cuda import plan_driver
+from gpuprov.driver.cuda_repository import plan_driver
 from gpuprov.driver_run import installs
 from gpuprov.engines.wish import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts

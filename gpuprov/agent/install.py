@@ -21,6 +21,7 @@ from gpuprov.plan import with_bundle
 from gpuprov.plan.facts_for import gather_for
 from gpuprov.plan.resolve import resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
+from gpuprov.wire.advisories import TOOLKIT_PACKAGE
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 
@@ -143,6 +144,8 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     plan = make_plan(facts, run.spec, run.request.steps)
     for note in plan.notes:
         run.note(note)
+    for warning in plan.warnings:
+        run.note(warning, "warning")
     problems = plan.problems or unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
     if problems:
         raise GpuprovError.several(problems)
@@ -172,6 +175,7 @@ def _versions(facts: HostFacts) -> dict[str, str]:
         "kernel": facts.kernel.release,
         "driver": facts.driver_installed_version,
         "docker": facts.docker.version,
+        "toolkit": facts.packages.installed.get(TOOLKIT_PACKAGE, ""),
         "gpus": str(len(facts.gpus)),
         **({"mig": mig} if (mig := mig_layout((gpu.index, gpu.instances) for gpu in facts.mig)) else {}),
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from gpuprov.core.site_tables import for_request
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import ChangeDone, CheckDone, Event, FactsGathered, Finished, Note, Planned, from_line
 from gpuprov.wire.request import COMMANDS, Request
@@ -45,9 +46,11 @@ def task_request(
         raise GpuprovError(
             f"there is no command {command!r}", "", f"commands: {', '.join(TASK_COMMANDS)}", exit_code=ExitCode.USAGE
         )
+    spec = spec_from_variables(variables)
     return Request(
         command="install" if command == PLAN else command,
-        spec=spec_to_json(spec_from_variables(variables)),
+        spec=spec_to_json(spec),
+        tables=for_request(spec),
         check=check or command == PLAN,
         diff=diff,
         steps=tuple(steps),

@@ -15,9 +15,11 @@ from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested
 from gpuprov.agent.install import check, install
 from gpuprov.agent.resume import forget_resume
+from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
 from gpuprov.core.apply import Stopped, last_undoable_run, roll_back
 from gpuprov.core.lock import host_lock
+from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.facts.reboot_state import forget_asked
@@ -41,6 +43,7 @@ def run_request(
     begun = system.now()
     sink(Started(__version__, request.command, system.own_pid()))
     try:
+        use_tables(request.tables)
         finished = _dispatch(RunContext(request, parse_spec(request.spec), system, sink, stop_requested))
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
@@ -113,6 +116,7 @@ def _with_bundle(run: RunContext) -> Iterator[RunContext]:
         return
     run.note("checking every digest of the bundle", "debug")
     with opened(run.system, run.request.bundle, run.request.bundle_digest) as bundle:
+        use_newer_advisories(bundle.content(ADVISORIES), run.request.bundle)
         yield replace(run, bundle=bundle)
 
 
@@ -180,8 +184,11 @@ def _doctor(run: RunContext) -> Finished:
 
 
 def _verify(run: RunContext) -> Finished:
-    from gpuprov.verify import verify
+    from gpuprov.verify import known_holes, verify
 
-    if verify(run.system, run.spec, run.sink):
+    is_good = verify(run.system, run.spec, run.sink)
+    for found in known_holes(run.system):
+        run.note(f"{found}", "warning")
+    if is_good:
         return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
     return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")

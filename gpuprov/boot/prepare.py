@@ -21,10 +21,10 @@ from gpuprov.core.changes import (
     text_diff,
 )
 from gpuprov.core.system import System
-from gpuprov.driver import mig_plan
+from gpuprov.driver import mig
+from gpuprov.driver.installer import service_packages
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.mig import DISABLED
-from gpuprov.driver.services import service_packages
 from gpuprov.driver_run import installs
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import (
@@ -87,7 +87,7 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     # In a system container, the kernel modules and the GPUs' modes belong to the host.
     if facts.kernel.takes_modules and not facts.kernel.container:
         texts[MODULES] = boot_files.MODULES_TEXT
-    divided = tuple(one for one in mig_plan.wanted(facts, spec) if one[1] != DISABLED)
+    divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
     if _has_persistence(facts, spec):

@@ -11,7 +11,7 @@ from gpuprov.driver import running_driver
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.load import load_driver
 from gpuprov.driver.nouveau import MODULES, bound
-from gpuprov.driver.release import ReloadDriver
+from gpuprov.driver.unload import ReloadDriver
 from gpuprov.driver_run import installs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import note_asked
@@ -66,8 +66,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not found:
         return ()
     way = running_driver.way(facts, spec)
-    if way.release is not None and found == _other_driver_loaded(facts, spec):
-        return (ReloadDriver(way.release, facts.driver_installed_version),)
+    if way.unloading is not None and found == _other_driver_loaded(facts, spec):
+        return (ReloadDriver(way.unloading, facts.driver_installed_version),)
     return (Reboot(found, facts.reboot.boot_id, spec.reboot == "if-needed", facts.docker.running_containers),)
 
 

@@ -22,6 +22,8 @@ KEYS = "keys"
 SIGNING_KEY = f"{KEYS}/bundle.gpg"
 REPOSITORY = "repository"
 CUDA = "cuda"
+# The security advisories that the bundle was made with; bundles of before have none.
+ADVISORIES = "advisories.json"
 REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
 LARGEST_MANIFEST = 16 << 20
 

@@ -26,6 +26,11 @@ class OpenBundle:
     def manifest(self) -> Manifest:
         return self.contents.manifest
 
+    def content(self, path: str) -> bytes:
+        """Return a small file of the bundle, empty if the bundle does not have it."""
+        found = next((one for one in self.manifest.files if one.path == path), None)
+        return b"".join(chunks(self.file, self.contents.offsets[path], found.size)) if found is not None else b""
+
 
 @contextlib.contextmanager
 def opened(

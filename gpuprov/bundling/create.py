@@ -16,9 +16,9 @@ from gpuprov.bundling.recipe import Collection, RunFile
 from gpuprov.bundling.repository_apt import collect_apt
 from gpuprov.bundling.repository_key import new_key
 from gpuprov.bundling.repository_rpm import collect_rpm
-from gpuprov.core.download import fetch, masked, published_sha256
+from gpuprov.core.download import fetch, masked, trusted_sha256
 from gpuprov.core.system import System, sha256_of
-from gpuprov.driver import cuda_run, runfile
+from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.wire.errors import GpuprovError
 
@@ -95,7 +95,7 @@ def _collect_driver(to: Collection, cache: str) -> str:
     if not driver.url:
         return ""
     place = _fetched(to, driver, "driver", cache)
-    found = runfile.parse_header((to.system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    found = installer.parse_header((to.system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
         raise GpuprovError(
             f"the driver file is {found.version} for {found.architecture}, "
@@ -113,7 +113,7 @@ def _collect_cuda(to: Collection, cache: str) -> str:
     if not cuda.url:
         return ""
     place = _fetched(to, cuda, "CUDA toolkit", cache)
-    cuda_run.require_run_file(to.system, place, f"what lies at {masked(cuda.url)}")
+    cuda_runfile.require_run_file(to.system, place, f"what lies at {masked(cuda.url)}")
     path = f"{CUDA}/cuda-{cuda.version}-{to.recipe.architecture}.run"
     to.places[path] = place
     return path
@@ -123,7 +123,7 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
     """Return where a file lies in the cache, its digest checked."""
     url = f"file://{wanted.url}" if wanted.url.startswith("/") else wanted.url
     to.tell(f"{what} {wanted.version}: {masked(url)}", 0, 0)
-    sha256 = wanted.sha256 or published_sha256(to.system, url)
+    sha256 = wanted.sha256 or trusted_sha256(to.system, url)
     if not sha256:
         raise GpuprovError(
             f"the {what}'s SHA-256 is not known, so a download could not be trusted",

@@ -11,8 +11,8 @@ from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
 from gpuprov.core.changes import Tell
 from gpuprov.core.download import masked
 from gpuprov.core.system import System
-from gpuprov.driver import cuda, fabric_manager
-from gpuprov.driver.services import service_packages
+from gpuprov.driver import cuda_repository, fabric_manager
+from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.machine.distros import (
@@ -165,7 +165,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
         name
         for spec in specs
         for name in (
-            *cuda.toolkit_packages(spec),
+            *cuda_repository.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
             *software.hold_packages(row, spec),
@@ -199,9 +199,9 @@ def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tupl
 def _with_cuda(row: Distribution, wanted: Wanted, spec: HostSpec) -> HostSpec:
     """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
     _require_runfile(spec)
-    if wanted.fabric_manager and (problems := cuda.repository_problems(row, wanted.architecture, spec)):
+    if wanted.fabric_manager and (problems := cuda_repository.repository_problems(row, wanted.architecture, spec)):
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
-    return cuda.with_repository_of(row, wanted.architecture, spec, more=wanted.fabric_manager)
+    return cuda_repository.with_repository_of(row, wanted.architecture, spec, more=wanted.fabric_manager)
 
 
 def _require_runfile(spec: HostSpec) -> None:

@@ -32,7 +32,7 @@ def bundle() -> None:
 
     \b
     Examples:
-      gpuprov bundle create --distro debian-12 --driver 550.163.01 -o bundle.tar      with a network
+      gpuprov bundle create --distro debian-12 --driver 580.178.04 -o bundle.tar      with a network
       gpuprov bundle verify bundle.tar
       gpuprov install --bundle bundle.tar --hosts inventory.ini                       without one
     """
@@ -101,7 +101,7 @@ def create(sign_key: str, output: str, **given: Any) -> None:
 
     \b
     Examples:
-      gpuprov bundle create --distro debian-12 --driver 550.163.01 --kernel 6.1.0-37-amd64 -o bundle.tar
+      gpuprov bundle create --distro debian-12 --driver 580.178.04 --kernel 6.1.0-37-amd64 -o bundle.tar
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     from gpuprov.bundling.recipe import Wanted, make_recipe
@@ -138,20 +138,29 @@ def _changed(driver: str, driver_file: str | None, cuda_file: str | None) -> dic
 def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec, ...]:
     """Return the specifications of the inventory's hosts, or the one that -e describes."""
     from gpuprov.fleet.inventory import read_extra_vars, read_inventory
-    from gpuprov.wire.spec import parse_spec, spec_to_json
 
     sources = inventory.pop("hosts")
     found = read_inventory(sources, **inventory).hosts if sources else (read_extra_vars(inventory["extra_vars"]),)
-    specs = (parse_spec({**spec_to_json(target.spec), **changed}, "the command line") for target in found)
-    return tuple(dict.fromkeys(specs))
+    return tuple(dict.fromkeys(_spec(target.spec, changed) for target in found))
+
+
+def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
+    """Return the specification with what the command line says, a branch resolved by the table that it names."""
+    from gpuprov.core.site_tables import for_request, use_tables
+    from gpuprov.wire.spec import parse_spec, spec_to_json
+
+    values = {**spec_to_json(asked), **changed}
+    use_tables(for_request(parse_spec(values, "the command line")))
+    return parse_spec(values, "the command line")
 
 
 def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
     from gpuprov.bundle.format import read_contents, write_bundle
-    from gpuprov.bundle.manifest import SIGNING_KEY, manifest_to_bytes
+    from gpuprov.bundle.manifest import ADVISORIES, SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle.signature import export_key, sign
     from gpuprov.bundling import create as collecting
     from gpuprov.bundling.recipe import Collection
+    from gpuprov.core.site_tables import advisories_table
     from gpuprov.core.system import System
     from gpuprov.fleet.agent_build import build_agent
 
@@ -162,6 +171,8 @@ def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
         to = Collection(system, recipe, work, _tell)
         collected = collecting.collect(to, build_agent().content, str(Path(_CACHE).expanduser()))
         signature = b""
+        system.write(f"{work}/{ADVISORIES}", json.dumps(advisories_table(), sort_keys=True).encode())
+        collected = collecting.with_file(system, collected, ADVISORIES, f"{work}/{ADVISORIES}")
         if sign_key:
             environment = {name: os.environ[name] for name in _GPG_ENVIRONMENT if name in os.environ}
             system.write(f"{work}/bundle.gpg", export_key(system, sign_key, environment))

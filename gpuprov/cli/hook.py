@@ -23,7 +23,7 @@ def hook() -> None:
     \b
     Examples:
       gpuprov hook explain --bundle /run/containerd/io.containerd.runtime.v2.task/moby/ID
-      gpuprov hook requirements --cuda 12.4 --driver 550.163.01 'cuda>=12.6'
+      gpuprov hook requirements --cuda 13.0 --driver 580.178.04 'cuda>=13.2'
     """
 
 
@@ -85,7 +85,7 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 
     \b
     Examples:
-      gpuprov hook requirements --cuda 12.4 --driver 550.163.01 'cuda>=12.6'
+      gpuprov hook requirements --cuda 13.0 --driver 580.178.04 'cuda>=13.2'
       gpuprov hook requirements --cuda 12.4 --brand tesla 'brand=tesla,driver>=525 cuda>=12.5'
     """
     from gpuprov.runtime_hook.requirements import check, version_key

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuprov import __version__
+from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.hook import hook
@@ -44,7 +45,7 @@ def cli() -> None:
 
     \b
     Examples:
-      sudo gpuprov install -e gpuprov_driver_version=550.163.01   this machine
+      sudo gpuprov install -e gpuprov_driver_version=580.178.04   this machine
       gpuprov install --hosts inventory.ini --check --diff        what would change on all hosts
       gpuprov install --hosts inventory.ini
       gpuprov verify --hosts inventory.ini
@@ -68,7 +69,7 @@ def install(reboot: str | None, **options: Any) -> None:
 
     \b
     Examples:
-      sudo gpuprov install -e gpuprov_driver_version=550.163.01
+      sudo gpuprov install -e gpuprov_driver_version=580.178.04
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
     """
@@ -248,6 +249,7 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
 
 
+cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(hook)

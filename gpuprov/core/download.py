@@ -118,8 +118,10 @@ def _ask(system: System, url: str) -> Problem | None:
 
     try:
         status = requests.head(
-            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True
+            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True, hooks=_HOOKS
         ).status_code
+    except GpuprovError as error:
+        return error.problems[0]
     except requests.RequestException as error:
         return _explained(url, error).problems[0]
     # Other refusals may be of the question itself (HEAD): the download will tell.
@@ -138,6 +140,11 @@ def published_sha256(system: System, url: str) -> str:
         raise
     found = re.match(r"\s*([0-9a-f]{64})\b", text)
     return found[1] if found else ""
+
+
+def trusted_sha256(system: System, url: str) -> str:
+    """Return the same, nothing over http: whoever can change the file on the way can change its digest."""
+    return "" if url.startswith("http:") else published_sha256(system, url)
 
 
 def masked(url: str) -> str:
@@ -227,7 +234,9 @@ def _get(system: System, url: str, start: int) -> requests.Response:
 
     # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    response = requests.get(url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system))
+    response = requests.get(
+        url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system), hooks=_HOOKS
+    )
     if response.status_code in ((200, 206, 416) if start else (200,)):
         return response
     status, reason = response.status_code, response.reason
@@ -240,6 +249,18 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     raise error
 
 
+def _refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
+    """Raise GpuprovError for a redirect from https to http: anybody on the way could then answer."""
+    target = response.headers.get("Location", "")
+    if response.is_redirect and response.url.startswith("https:") and target.lower().startswith("http:"):
+        raise GpuprovError(
+            f"{masked(response.url)} leads from https to http",
+            f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",
+        )  # fmt: skip
+
+
+# Called for each answer before a redirect is followed.
+_HOOKS = {"response": _refuse_downgrade}
 _HTTP_HINTS = {
     401: "the server wants a log-in: put it into the URL",
     403: "the server refuses: check the URL, and whether a proxy stands between",

@@ -12,8 +12,8 @@ from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
-from gpuprov.engines.docker_change import version_key
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.wire.versions import version_key
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 

@@ -8,9 +8,9 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
-from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+from gpuprov.wire.versions import version_key
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"

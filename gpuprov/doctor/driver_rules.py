@@ -7,7 +7,9 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.driver import generations
 from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.wire import advisories
 
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
 # From these follows that a CDI specification can't be right.
@@ -138,6 +140,22 @@ def _no_smi(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
+def _holes(x: Examined) -> Finding | None:
+    version = x.driver.library_version
+    found = advisories.holes(advisories.DRIVER, version)
+    if found is None or x.host.kernel.wsl:
+        return None
+    unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
+    kind, wanted = ("", found.fixed_in)
+    if x.host.driver_packaged:
+        kind, wanted = " -e gpuprov_driver=packages", found.fixed_in.partition(".")[0]
+    step = f"gpuprov install{kind} -e gpuprov_driver_version={wanted}"
+    return Finding(
+        f"{found}", f"{_NVML}: {version}; the advisories are of {advisories.updated()}",
+        f"replace the GPU: {unserved[0].what}" if unserved else step, ASIDE,
+    )  # fmt: skip
+
+
 RULES = (
     Rule("driver-incomplete", DRIVER, "gpuprov's mark of an installation that was cut off", _half_installed),
     Rule("driver-missing", DRIVER, "neither libnvidia-ml nor libcuda in the loader's folders", _missing,
@@ -153,4 +171,5 @@ RULES = (
     Rule("drivers-several", DRIVER, "libnvidia-ml or libcuda of several versions", _several),
     Rule("nvidia-smi-missing", DRIVER, "the libraries are there, nvidia-smi is not", _no_smi,
          ("driver-missing", "nvml-missing", "driver-incomplete")),
+    Rule("driver-old", DRIVER, "the driver has known security holes", _holes),
 )  # fmt: skip

@@ -8,10 +8,10 @@ from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
-from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.other_engines import ENGINES as KNOWN
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
+from gpuprov.wire.versions import version_key
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 

@@ -136,7 +136,7 @@ def _wrong_driver(x: Examined) -> Finding | None:
     step = problem.next_step.partition(",")[0]
     if step.startswith("set gpuprov_"):
         name, _, value = step.removeprefix("set ").partition(": ")
-        step = f"gpuprov install -e {name}={value}"
+        step = f"gpuprov install -e {name}={value.strip(chr(34))}"
     else:
         step = f"lspci -d 10de:  # {step}"
     return Finding(problem.what, problem.evidence, step, LIKELY)

@@ -10,18 +10,16 @@ from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.engines.docker_change import version_key
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from gpuprov.wire import advisories
 from gpuprov.wire.spec import HostSpec
 
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
-# NVIDIA's security bulletins: the first version that is free of CVE-2024-0132, CVE-2025-23359, CVE-2025-23266.
-_SAFE_SINCE = (1, 17, 8)
 
 
 def _again(x: Examined, path: str) -> str:
@@ -179,13 +177,13 @@ def _ldconfig(x: Examined) -> Finding | None:
 
 
 def _old_toolkit(x: Examined) -> Finding | None:
-    version = x.host.packages.installed.get("nvidia-container-toolkit", "")
-    if not version or version_key(version) >= _SAFE_SINCE:
+    version = x.host.packages.installed.get(advisories.TOOLKIT_PACKAGE, "")
+    found = advisories.holes(advisories.TOOLKIT, version)
+    if found is None:
         return None
     return Finding(
-        f"nvidia-container-toolkit {version} lets a container take over this host (CVE-2024-0132, CVE-2025-23359, "
-        "CVE-2025-23266)",
-        f"package nvidia-container-toolkit: {version}; 1.17.8 is the first without them",
+        f"{found}",
+        f"package {advisories.TOOLKIT_PACKAGE}: {version}; the advisories are of {advisories.updated()}",
         words.install_packages(x, *(name for name in _PACKAGES if name in x.host.packages.installed)),
         ASIDE,
     )
@@ -248,7 +246,7 @@ RULES = (
          _few_capabilities),
     Rule("driver-root-missing", TOOLKIT, "config.toml: root names a folder that is not there", _driver_root),
     Rule("ldconfig-missing", TOOLKIT, "config.toml: ldconfig names a program that is not there", _ldconfig),
-    Rule("toolkit-old", TOOLKIT, "nvidia-container-toolkit before 1.17.8", _old_toolkit),
+    Rule("toolkit-old", TOOLKIT, "nvidia-container-toolkit has known security holes", _old_toolkit),
     Rule("toolkit-mixed", TOOLKIT, "the toolkit's four packages are not of one version", _mixed_toolkit),
     Rule("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it", _retired),
 )  # fmt: skip

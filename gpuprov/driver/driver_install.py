@@ -11,15 +11,13 @@ from gpuprov.core.changes import Change, Json, Tell, Then, capture_path, restore
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
-from gpuprov.core.run_files import require_digest, require_room
 from gpuprov.core.system import System
-from gpuprov.driver import generations, runfile, running_driver
-from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.module_proof import prove_modules
-from gpuprov.driver.release import Release, release, start_again, start_all_again, unload_unused
+from gpuprov.driver import generations, installer, running_driver
+from gpuprov.driver.kernel import brings_modules, prove_modules
 from gpuprov.driver.supported_gpus import module_type as choose_modules
 from gpuprov.driver.supported_gpus import read_supported_gpus
-from gpuprov.driver_run import INCOMPLETE_MARK, installs
+from gpuprov.driver.unload import Unloading, start_again, start_all_again, unload, unload_unused
+from gpuprov.driver_run import INCOMPLETE_MARK, installs, require_digest, require_room
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of
@@ -64,7 +62,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
             signing_key=spec.module_signing_key,
             signing_certificate=spec.module_signing_certificate,
-            release=way.release,
+            unloading=way.unloading,
             beside=way.beside,
             gpu_device_ids=facts.gpu_device_ids,
             asked_module_type=spec.kernel_module_type,
@@ -76,7 +74,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 class InstallDriver(Change):
     """The driver of this version shall be installed from a .run file on the host.
 
-    `release`: what a driver that is loaded needs before; `beside`: it stays loaded, a reboot brings the new one.
+    `unloading`: what a driver that is loaded needs before; `beside`: it stays loaded, a reboot brings the new one.
     """
 
     version: str
@@ -89,7 +87,7 @@ class InstallDriver(Change):
     has_libgl: bool = False
     signing_key: str = ""
     signing_certificate: str = ""
-    release: Release | None = None
+    unloading: Unloading | None = None
     beside: bool = False
     gpu_device_ids: tuple[str, ...] = ()
     asked_module_type: str = "auto"
@@ -101,7 +99,7 @@ class InstallDriver(Change):
     def summary(self) -> str:
         parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"
         instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
-        stops = (*self.release.containers, *self.release.units) if self.release is not None else ()
+        stops = (*self.unloading.containers, *self.unloading.units) if self.unloading is not None else ()
         meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
         later = "; the loaded one stays until the reboot" if self.beside else ""
         return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
@@ -111,7 +109,7 @@ class InstallDriver(Change):
         return f"install NVIDIA driver {self.version}"
 
     def diff(self, system: System) -> str:
-        return "\n".join(self.release.lines()) if self.release is not None else ""
+        return "\n".join(self.unloading.lines()) if self.unloading is not None else ""
 
     def capture(self, system: System) -> Json:
         return {
@@ -126,7 +124,7 @@ class InstallDriver(Change):
         header = self._inspect(system)
         require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
         module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
-        if self.release is not None and not self._make_way(system, self.release, tell):
+        if self.unloading is not None and not self._make_way(system, self.unloading, tell):
             # The next plan installs it beside the driver that can't be unloaded.
             return {"installed": False}
         system.make_directory(STATE_DIRECTORY, 0o700)
@@ -134,7 +132,7 @@ class InstallDriver(Change):
         done, dkms = self._install(system, module_type, tell)
         self._prove(system, done, dkms)
         start_again(system, tell)
-        if self.release is not None and self.release.modules:
+        if self.unloading is not None and self.unloading.modules:
             self._prove_loaded(system)
         # The installer syncs nothing: after a power cut its files may be empty, and only the mark would tell.
         system.sync()
@@ -147,10 +145,10 @@ class InstallDriver(Change):
         """With the old driver still loaded, the reboot comes before any change that needs the driver."""
         return Then.PLAN_AGAIN if self.beside or not outcome.get("installed", True) else Then.CONTINUE
 
-    def _make_way(self, system: System, wanted: Release, tell: Tell) -> bool:
+    def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
         """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
         try:
-            release(system, wanted, tell)
+            unload(system, wanted, tell)
         except GpuprovError as error:
             if not wanted.boot_id:
                 raise
@@ -160,18 +158,18 @@ class InstallDriver(Change):
             return False
         return True
 
-    def _choose_modules(self, system: System, header: runfile.Header) -> str:
+    def _choose_modules(self, system: System, header: installer.Header) -> str:
         """Return which modules to build, by what the file itself says of the GPUs; `module_type` where it is silent."""
         chips = read_supported_gpus(system, self.path, header.skip)
         return choose_modules(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
 
-    def _inspect(self, system: System) -> runfile.Header:
+    def _inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs: right file, right version, right architecture."""
         start = system.read_start(self.path, _HEADER_BYTES)
         if start is None:
             raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
         require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")
-        header = runfile.parse_header(start.decode("latin-1"))
+        header = installer.parse_header(start.decode("latin-1"))
         if (header.version, header.architecture) != (self.version, self.architecture):
             raise GpuprovError(
                 f"the driver file is {header.version} for {header.architecture}, "
@@ -188,7 +186,7 @@ class InstallDriver(Change):
         system.remove_tree(temporary)
         system.make_directory(temporary, 0o700)
         try:
-            arguments = runfile.install_arguments(
+            arguments = installer.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
                 has_libgl=self.has_libgl, beside=self.beside,
                 temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
@@ -205,7 +203,7 @@ class InstallDriver(Change):
         """Look for oneself: the log, the libraries, the modules."""
         log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
         initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
-        failure = runfile.explain_failure(
+        failure = installer.explain_failure(
             done.returncode,
             log,
             done.stdout + done.stderr,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from gpuprov.core.download import masked
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.driver import generations, running_driver
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver_run import installs
+from gpuprov.driver_run import installs, needs_digest
 from gpuprov.facts.host import HostFacts
+from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -32,6 +34,14 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
                 "set gpuprov_driver_version in the inventory, or add -e gpuprov_driver_version=latest",
             ),
         )
+    if spec.driver_version.isdigit():
+        return (
+            Problem(
+                f"no release of branch {spec.driver_version} is known",
+                f"known branches: {', '.join(driver_releases.branches())}",
+                "set gpuprov_driver_version to one of these, or to a full version in quotes",
+            ),
+        )
     if facts.driver_packaged:
         return (
             Problem(
@@ -46,7 +56,20 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         unserved = generations.problems(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
     if not installs(facts, spec):
         return unserved
-    return (*unserved, *_room_problems(facts, spec), *running_driver.problems(facts, spec))
+    found = (*_digest_problems(facts, spec), *_room_problems(facts, spec), *running_driver.problems(facts, spec))
+    return (*unserved, *found)
+
+
+def _digest_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if not needs_digest(facts, spec):
+        return ()
+    return (
+        Problem(
+            "the driver comes over http and its SHA-256 is not known, so the download could not be trusted",
+            masked(spec.driver_url),
+            "set gpuprov_driver_sha256 (sha256sum FILE, of a file that you trust), or use https",
+        ),
+    )
 
 
 def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

@@ -2,7 +2,8 @@
 
 Sources: NVIDIA's data-centre driver documentation (supported branches; 580 is the last for Maxwell, Pascal and Volta,
 470 for Kepler), the open kernel modules' README (Turing and later; Blackwell and Grace Hopper have no other). The
-ranges of device ids are those of the PCI ID database: a heuristic, so an id outside of all is held against nothing.
+ranges of device ids are those of the PCI ID database of 2026-10-24: a heuristic, so an id outside of all is held
+against nothing, and the supported-gpus.json of a .run that is at hand decides (supported_gpus.py).
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuprov.driver.runfile import version_key
+from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.versions import version_key
 
 # First branch with open kernel modules for all GPUs that have a GSP; first whose installer prefers them; first without
 # proprietary ones.
@@ -38,22 +40,38 @@ class Generation:
 # Device ids were given out by generation, with some islands: a row that comes first wins.
 _GENERATIONS = (
     Generation("Fermi or older", 0x0000, 0x0FBF, 0, 390, "proprietary"),
-    Generation("Kepler", 0x0FC0, 0x133F, 304, 470, "proprietary"),
+    Generation("Kepler", 0x0FC0, 0x103F, 304, 470, "proprietary"),
+    # GF119 and GF117, two rows of GT218.
+    Generation("Fermi or older", 0x1040, 0x117F, 0, 390, "proprietary"),
+    Generation("Kepler", 0x1180, 0x11FF, 304, 470, "proprietary"),
+    # GF114, GF116.
+    Generation("Fermi or older", 0x1200, 0x127F, 0, 390, "proprietary"),
+    Generation("Kepler", 0x1280, 0x133F, 304, 470, "proprietary"),
     Generation("Maxwell", 0x1340, 0x14FF, 340, 580, "proprietary"),
     Generation("Pascal", 0x1580, 0x15FF, 375, 580, "proprietary"),
-    Generation("Maxwell", 0x1600, 0x17FF, 340, 580, "proprietary"),
+    Generation("Maxwell", 0x1600, 0x16FF, 340, 580, "proprietary"),
+    # GP100 between two islands of Maxwell.
+    Generation("Pascal", 0x1725, 0x172F, 375, 580, "proprietary"),
+    Generation("Maxwell", 0x1730, 0x17FF, 340, 580, "proprietary"),
     Generation("Volta", 0x1D81, 0x1DFF, 384, 580, "proprietary"),
     Generation("Pascal", 0x1B00, 0x1D80, 367, 580, "proprietary"),
     Generation("Turing", 0x1E00, 0x1FFF, 410, 0, "both"),
-    Generation("Ampere", 0x20B0, 0x20FF, 450, 0, "both"),
+    Generation("Ampere", 0x2080, 0x20FF, 450, 0, "both"),
     Generation("Turing", 0x2180, 0x21FF, 418, 0, "both"),
-    Generation("Ampere", 0x2200, 0x22FF, 455, 0, "both"),
+    Generation("Ampere", 0x2200, 0x22BF, 455, 0, "both"),
     # Grace Hopper (GH200): no proprietary modules.
     Generation("Grace Hopper", 0x2342, 0x2348, 535, 0, "open"),
-    Generation("Hopper", 0x2300, 0x233F, 525, 0, "both"),
+    Generation("Hopper", 0x2300, 0x23FF, 525, 0, "both"),
     Generation("Ampere", 0x2400, 0x25FF, 455, 0, "both"),
     Generation("Ada Lovelace", 0x2600, 0x28FF, 525, 0, "both"),
-    Generation("Blackwell", 0x2900, 0x31FF, 570, 0, "open"),
+    Generation("Blackwell", 0x2900, 0x2DFF, 570, 0, "open"),
+    # GB10 (DGX Spark) and its kin: 580 is the first branch that is known to serve them.
+    Generation("Blackwell", 0x2E00, 0x2E7F, 580, 0, "open"),
+    Generation("Blackwell", 0x2F00, 0x2F7F, 570, 0, "open"),
+    # GR100: CUDA 13.4 and its driver R615 are the first with Rubin (CUTLASS 4.8, release notes).
+    Generation("Rubin", 0x3000, 0x30FF, 615, 0, "open"),
+    # B300, GB300 (GB110, GB112, GB120), Thor's iGPU (GB10B): 580 is the first branch that is known to serve them.
+    Generation("Blackwell Ultra", 0x3180, 0x34FF, 580, 0, "open"),
 )
 
 
@@ -87,6 +105,17 @@ def packaged_type(device_ids: Sequence[str], branch: str, asked: str) -> str:
     return "open" if kind == "auto" else kind
 
 
+def wanted_version(branch: int | str) -> str:
+    """Return the setting that asks for a branch, in quotes, for messages."""
+    return f'gpuprov_driver_version: "{branch}"'
+
+
+def last_branch(device_ids: Sequence[str]) -> str:
+    """Return the last branch that serves all these GPUs, nothing if the newest does."""
+    ends = [row.newest for row in map(generation_of, device_ids) if row and row.newest]
+    return str(min(ends)) if ends else ""
+
+
 def newest_of(version: str) -> str:
     """Return a version for comparisons, of the branch that is asked for: what is newest in it others say."""
     return f"{version}.999" if version.isdigit() else version
@@ -111,13 +140,13 @@ def _branch_problem(device_id: str, row: Generation, version: str) -> Problem | 
         return Problem(
             f"driver {version} no longer serves this host's {row.name} GPU",
             f"{seen}: {row.newest} is the last branch for it",
-            f"set gpuprov_driver_version: {row.newest}",
+            f"set {wanted_version(row.newest)}",
         )
     if branch < row.oldest:
         return Problem(
             f"driver {version} does not know this host's {row.name} GPU yet",
             f"{seen}: {row.oldest} is the first branch for it",
-            f"set gpuprov_driver_version: {max(row.oldest, 580)}",
+            f"set {wanted_version(max(row.oldest, int(LONG_TERM_BRANCH)))}",
         )
     return None
 
@@ -152,7 +181,7 @@ def _module_problems(found: Sequence[tuple[str, Generation]], version: str, aske
             Problem(
                 f"driver {version} has no open kernel modules for these GPUs",
                 "they came with 515.43.04",
-                "set a newer gpuprov_driver_version, such as 580",
+                f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}",
             )
         )
     if kind == "proprietary" and version_key(version) >= _OPEN_ONLY_SINCE:
@@ -160,7 +189,7 @@ def _module_problems(found: Sequence[tuple[str, Generation]], version: str, aske
             Problem(
                 f"driver {version} has no proprietary kernel modules any more",
                 "620 was the first branch without",
-                "set gpuprov_driver_version: 580, or gpuprov_kernel_module_type: open where the GPUs can",
+                f"set {wanted_version(LONG_TERM_BRANCH)}, or gpuprov_kernel_module_type: open where the GPUs can",
             )
         )
     return tuple(problems)

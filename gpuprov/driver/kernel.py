@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.system import System
 from gpuprov.driver import precompiled
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
-from gpuprov.wire.errors import Problem
+from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
 
@@ -28,12 +31,12 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
-    if _is_there(facts, spec):
+    if _is_installed(facts, spec):
         return ()
     return (*_signing_problems(facts, spec), *_display_problems(facts, spec))
 
 
-def _is_there(facts: HostFacts, spec: HostSpec) -> bool:
+def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the driver is installed: what packages have brought, and keep up to date, is it in any version."""
     installed = facts.driver_installed_version
     return bool(installed) and (spec.driver == "packages" or installed == spec.driver_version)
@@ -101,7 +104,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 f"driver {spec.driver_version} is asked for, but {where} runs {loaded}: the two must match",
                 "/proc/driver/nvidia/version",
-                f"set gpuprov_driver_version: {loaded}, or update {where}",
+                f'set gpuprov_driver_version: "{loaded}", or update {where}',
             ),
         )
     return ()
@@ -142,3 +145,48 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
     if facts.kernel.container:
         return f"inside {facts.kernel.container}: the kernel, and so its driver, is the outer machine's; libraries only"
     return "kernel modules are left alone, as asked; libraries only"
+
+
+def prove_modules(system: System, version: str, *, dkms: bool) -> None:
+    """Look for the modules of that version for the running kernel. Raises GpuprovError if they are not there.
+
+    `dkms`: DKMS shall have built them. An installer's exit code proves neither.
+    """
+    kernel = system.kernel_release()
+    if dkms:
+        _prove_dkms(system, version, kernel)
+    found = system.run(("modinfo", "-k", kernel, "-F", "version", "nvidia"))
+    if found.stdout.strip() != version:
+        raise GpuprovError(
+            f"the installer reported success, but kernel {kernel} has no module nvidia of version {version}",
+            found.evidence() if not found.ok else f"modinfo -k {kernel} nvidia: version {found.stdout.strip()}",
+            f"which file is it? modinfo -k {kernel} -F filename nvidia; dkms status",
+        )
+
+
+def _prove_dkms(system: System, version: str, kernel: str) -> None:
+    status = system.run(("dkms", "status"))
+    states = dkms_states(status.stdout, version)
+    if states.get(kernel) == "installed":
+        return
+    if not states:
+        raise GpuprovError(
+            "the driver is not registered with DKMS: the next kernel upgrade would lose it",
+            status.evidence(),
+            f"dkms install nvidia/{version}",
+        )
+    raise GpuprovError(
+        f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
+        status.stdout.strip(),
+        f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log",
+    )
+
+
+def dkms_states(status: str, version: str) -> dict[str, str]:
+    """Return kernel → state (built, installed) of a driver in what `dkms status` says; "" → added without a kernel.
+
+    DKMS 2 writes `nvidia, 550.163.01, 5.10.0-32-amd64, x86_64: installed`, DKMS 3 a slash for the first comma. Words
+    behind the state are warnings.
+    """
+    found = re.findall(rf"^nvidia(?:/|, ){re.escape(version)}(?:, ([^,\s]+), [^,\s]+)?: (\w+)", status, re.MULTILINE)
+    return dict(found)

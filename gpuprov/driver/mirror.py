@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from gpuprov.core.download import fetch_small, masked
 from gpuprov.core.system import System
-from gpuprov.driver.runfile import version_key
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.versions import version_key
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"

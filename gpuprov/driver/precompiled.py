@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gpuprov.driver import generations
-from gpuprov.driver.runfile import version_key
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.versions import version_key
 
 # NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
 _WITH_KMODS = re.compile(r"rhel(8|9|10)")

@@ -14,10 +14,10 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver import cuda
+from gpuprov.driver import cuda_repository
+from gpuprov.driver.installer import knows
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.release import MODULES, Release, StartContainers, stopped_containers
-from gpuprov.driver.runfile import knows
+from gpuprov.driver.unload import MODULES, StartContainers, Unloading, stopped_containers
 from gpuprov.driver_run import installs
 from gpuprov.facts.boot_files import PERSISTENCE
 from gpuprov.facts.fabric import UNIT
@@ -48,7 +48,7 @@ def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
 
 def _replaces(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether this run puts another driver on the disk, from a .run or as packages."""
-    return installs(facts, spec) or bool(cuda.plan_other_version(facts, spec))
+    return installs(facts, spec) or bool(cuda_repository.plan_other_version(facts, spec))
 
 
 def is_other(facts: HostFacts) -> bool:
@@ -116,12 +116,12 @@ def _asks_for_gpus(row: Any) -> bool:
 
 @dataclass(frozen=True)
 class Way:
-    """How another driver gets past the one that runs: `release` it first, or install `beside` it for the next boot.
+    """How another driver gets past the one that runs: `unloading` it first, or install `beside` it for the next boot.
 
     With `obstacles` it is neither: a sentence for each.
     """
 
-    release: Release | None = None
+    unloading: Unloading | None = None
     beside: bool = False
     obstacles: tuple[str, ...] = ()
 
@@ -139,7 +139,7 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
         return Way(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
     return Way(
-        Release(
+        Unloading(
             version=running.version,
             modules=running.modules,
             units=(*display, *running.units),
@@ -175,7 +175,7 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
     found = []
     for holder in running.holders:
         ours = holder.container in running.containers or holder.unit in running.units
-        # What runs in somebody's desktop ends with the display; if it does not, the release says so.
+        # What runs in somebody's desktop ends with the display; if it does not, the unloading fails and names it.
         desktop = display and not holder.container and holder.unit in ("", display)
         if not ours and not desktop:
             found.append(holder)
@@ -185,8 +185,8 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
 def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the start of the containers that are, or will be, stopped for another driver: once all else is done."""
     found = facts.files.get(STOPPED)
-    release = way(facts, spec).release
-    names = (*(stopped_containers(found.content) if found else ()), *(release.containers if release else ()))
+    unloading = way(facts, spec).unloading
+    names = (*(stopped_containers(found.content) if found else ()), *(unloading.containers if unloading else ()))
     return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
 

@@ -138,7 +138,7 @@ def _legacy(device_id: str, chip: Chip) -> Problem:
     return Problem(
         f"this driver no longer serves {chip.name}",
         f"10de:{device_id} in its supported-gpus.json: legacy, branch {chip.legacy_branch} is the last for it",
-        f"set gpuprov_driver_version: {chip.legacy_branch}",
+        f'set gpuprov_driver_version: "{chip.legacy_branch}"',
     )
 
 

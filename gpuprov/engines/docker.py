@@ -9,9 +9,10 @@ from typing import Any
 
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
-from gpuprov.engines.docker_change import ReconfigureDocker, version_key
+from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config, render_config, with_runtime
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.versions import version_key
 
 _SNAP = "/snap/bin/docker"
 

@@ -18,11 +18,6 @@ _RESTART_SECONDS = 180
 _NOISE = re.compile(r"^(Starting|Stopping|Stopped|Started|Failed to start|docker\.service: )|level=(info|warning)")
 
 
-def version_key(version: str) -> tuple[int, ...]:
-    """Return a docker version in a form that compares: 20.10.24+dfsg1 → (20, 10, 24)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
 @dataclass(frozen=True)
 class ReconfigureDocker(Change):
     """daemon.json shall have this content (None: it has it already) and the running docker shall know the runtime.

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpuprov.wire.errors import Problem
 
-EXTRA_VARS_HINT = '-e gpuprov_driver_version=550.163.01, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
+EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 _TOO_LARGE = 1 << 20
 _SHOWN = 3
 _WARNING = "[WARNING]: "

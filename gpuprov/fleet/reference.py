@@ -6,7 +6,8 @@ import json
 import textwrap
 from dataclasses import dataclass, fields
 
-from gpuprov.wire.spec import PREFIX, HostSpec, spec_to_json
+from gpuprov.wire.spec import HostSpec, spec_to_json
+from gpuprov.wire.spec_fields import PREFIX
 
 
 @dataclass(frozen=True)

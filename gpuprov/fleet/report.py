@@ -13,10 +13,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, one_line, plain, shortened
 from gpuprov.fleet.result import HostResult, overall_exit_code
-from gpuprov.fleet.versions import Spread, fact, spreads
+from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
+from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import SCHEMA, CheckDone
 
@@ -43,6 +45,7 @@ def print_report(
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += _versions_table(spreads(results))
+    parts += _holes_table(results)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
@@ -74,6 +77,10 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         "exit_code": int(overall_exit_code(tuple(results))),
         "hosts": hosts,
         "causes": [asdict(cause) for cause in causes(results)],
+        "holes": [
+            {**asdict(one), "score": one.score, "hosts": hosts}
+            for one, hosts in hosts_by_hole(results, rows_of(advisories_table()))
+        ],
     }
 
 
@@ -119,6 +126,22 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
         more = f"; {len(spread.others) - _MOST_NAMED} more versions" if len(spread.others) > _MOST_NAMED else ""
         usual = shortened(one_line(spread.usual), columns=80)
         table.add_row(Text(plain(spread.name)), Text(usual), str(spread.count), Text(others + more, "yellow"))
+    return [table]
+
+
+def _holes_table(results: Sequence[HostResult]) -> list[Table]:
+    """Return the known security holes in what the hosts run, and on which hosts."""
+    found = hosts_by_hole(results, rows_of(advisories_table()))
+    if not found:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("known security holes in", "worst score", "NVIDIA bulletins", "fixed in", "hosts"):
+        table.add_column(name)
+    for one, hosts in found:
+        what = f"{one.product} {one.version}"
+        table.add_row(
+            Text(plain(what), "yellow"), f"{one.score:g}", one.bulletins, one.fixed_in, Text(listed(map(plain, hosts)))
+        )
     return [table]
 
 

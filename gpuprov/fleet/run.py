@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuprov.core.site_tables import for_request
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.display_text import counted
@@ -248,7 +249,7 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
     """
     here = target.connection == "local"
     spec = replace(target.spec, reboot="never") if here and not alone else target.spec
-    return replace(request, spec=spec_to_json(spec), caller_returns=not here)
+    return replace(request, spec=spec_to_json(spec), caller_returns=not here, tables=for_request(spec))
 
 
 def _adding(made: int, sink: Sink) -> Sink:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpuprov.facts.mig import mig_layout
 from gpuprov.fleet.result import HostResult
+from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Holes, holes
 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"
@@ -36,6 +37,19 @@ def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
     return tuple(_spread(name, told) for name in names if any(result.versions.get(name) for result in told))
 
 
+def hosts_by_hole(
+    results: Sequence[HostResult], known: Sequence[Advisory]
+) -> tuple[tuple[Holes, tuple[str, ...]], ...]:
+    """Return the known security holes of the hosts' drivers and toolkits, with the hosts, the worst first."""
+    hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for result in results:
+        for product, name in ((DRIVER, "driver"), (TOOLKIT, "toolkit")):
+            hosts[product, str(result.versions.get(name, ""))].append(result.host)
+    found = ((holes(product, version, known), tuple(names)) for (product, version), names in hosts.items())
+    rows = ((one, names) for one, names in found if one is not None)
+    return tuple(sorted(rows, key=lambda row: (-row[0].score, row[0].product, row[0].version)))
+
+
 def _spread(name: str, results: Sequence[HostResult]) -> Spread:
     hosts: dict[str, list[str]] = collections.defaultdict(list)
     for result in results:
@@ -48,7 +62,7 @@ def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions in a host's facts, under the names that a run uses; facts come from hosts: any shape may."""
     places = {
         "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver_installed_version",),
-        "docker": ("docker", "version"), "gpus": ("gpus",),
+        "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),
     }  # fmt: skip
     found = {name: fact(facts, path) for name, path in places.items()}
     told = facts.get("mig")

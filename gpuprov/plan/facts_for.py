@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.system import System
-from gpuprov.driver import running_driver
+from gpuprov.driver import cuda_repository, running_driver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
@@ -35,6 +35,7 @@ def gather_for(
 
 
 def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str], sink: Sink) -> HostFacts:
+    spec = cuda_repository.with_branch(facts, spec)
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_run, mirror
+from gpuprov.driver import cuda_runfile, mirror
 from gpuprov.wire.spec import HostSpec
 
 
@@ -20,7 +20,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     if manifest is None:
         return mirror.resolved(system, spec, system.architecture())
     spec = mirror.of_bundle(spec, manifest.driver_version)
-    return _with_driver_file(cuda_run.from_bundle(spec, manifest), manifest)
+    return _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
 
 
 def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:

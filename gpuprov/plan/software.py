@@ -6,7 +6,7 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda, kernel
+from gpuprov.driver import cuda_repository, kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, DockerRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
@@ -104,7 +104,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(facts, spec),
-        *cuda.packages(facts, spec),
+        *cuda_repository.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
     )

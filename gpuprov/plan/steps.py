@@ -10,20 +10,19 @@ from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.driver import (
-    cuda,
-    cuda_run,
+    cuda_repository,
+    cuda_runfile,
     driver_install,
     driver_problems,
     fabric_manager,
     fabric_plan,
     kernel,
     mig,
-    mig_plan,
     nouveau,
     packaged,
     precompiled,
-    release,
     running_driver,
+    unload,
 )
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -33,7 +32,7 @@ from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import availability, images, software, with_bundle
+from gpuprov.plan import advisories, availability, images, software, with_bundle
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -66,6 +65,7 @@ class Plan:
     changes: tuple[StepChange, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -74,14 +74,14 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
     docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.plan_repositories(facts, cuda.with_repository(facts, spec), docker, past)
+    return facts.package_manager.plan_repositories(facts, cuda_repository.with_repository(facts, spec), docker, past)
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
     docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.repository_problems(facts, cuda.with_repository(facts, spec), docker, past)
+    return facts.package_manager.repository_problems(facts, cuda_repository.with_repository(facts, spec), docker, past)
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -95,28 +95,28 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return (*driver_run.plan_download(facts, spec), *cuda_run.plan_download(facts, spec))
+    return (*driver_run.plan_download(facts, spec), *cuda_runfile.plan_download(facts, spec))
 
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
-        *cuda.plan_pin(facts, spec),
+        *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
-        *cuda.plan_other_version(facts, spec),
-        *cuda.plan_profile(facts, spec),
+        *cuda_repository.plan_other_version(facts, spec),
+        *cuda_repository.plan_profile(facts, spec),
     )
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
-        *cuda.plan_driver(facts, spec),
+        *cuda_repository.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
-        *mig_plan.plan(facts, spec),
+        *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
-        *cuda_run.plan(facts, spec),
+        *cuda_runfile.plan(facts, spec),
     )
 
 
@@ -147,9 +147,9 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, release.ReloadDriver, release.StartContainers,
-        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_run.InstallCudaToolkit,
-        cuda_run.LinkCudaToolkit,
+        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
+        fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
+        cuda_runfile.LinkCudaToolkit,
     )
 }  # fmt: skip
 
@@ -164,9 +164,10 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
+    spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
-    return Plan(changes, notes=tuple(note for note in notes if note))
+    return Plan(changes, notes=tuple(note for note in notes if note), warnings=advisories.warnings(facts, spec))
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
@@ -189,6 +190,7 @@ def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
+    asked, spec = spec, cuda_repository.with_branch(facts, spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
@@ -202,10 +204,11 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *availability.problems(facts, spec),
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
-            *cuda.problems(facts, spec),
-            *cuda_run.problems(facts, spec),
+            *advisories.problems(facts, spec),
+            *cuda_repository.problems(facts, asked),
+            *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
-            *mig_plan.problems(facts, spec),
+            *mig.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
             *docker.problems(facts.docker),
@@ -217,9 +220,9 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     fabric = fabric_plan.wanted_packages(facts, spec)
     names = facts.package_manager.missing(
-        facts.packages, (*cuda.pin_packages(spec), *software.wanted(facts, spec), *fabric)
+        facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric)
     )
-    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_run.unpacks(facts, spec)
+    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
     return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
 
 

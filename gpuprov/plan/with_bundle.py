@@ -19,7 +19,7 @@ from gpuprov.bundle.place import CACHE
 from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_run
+from gpuprov.driver import cuda_runfile
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.package_managers.registry import bundle_manager
 from gpuprov.wire.errors import Problem
@@ -154,7 +154,7 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
 
 def _takes_from_bundle(change: Change) -> bool:
     """Say whether a change takes something from it: CUDA's gigabytes stay packed beside a file of the host's own."""
-    own_file = isinstance(change, cuda_run.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
+    own_file = isinstance(change, cuda_runfile.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
     return bool(change.bundle_part) and not own_file
 
 

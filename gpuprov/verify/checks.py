@@ -17,6 +17,7 @@ from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Checks, Failed, Shown, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
+from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.events import Sink
 from gpuprov.wire.spec import HostSpec
 
@@ -65,6 +66,15 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         return False
     _containers(checks, system, spec, host_report[0], names)
     return checks.good
+
+
+def known_holes(system: System) -> tuple[Holes, ...]:
+    """Return the known security holes of the installed driver and of NVIDIA's toolkit."""
+    versions = {
+        DRIVER: discover(system).library_version,
+        TOOLKIT: gather_software(system, gather_os(system)).installed.get(TOOLKIT_PACKAGE, ""),
+    }
+    return tuple(one for one in (holes(product, version) for product, version in versions.items()) if one is not None)
 
 
 def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport, names: tuple[str, ...]) -> None:

@@ -23,7 +23,7 @@ class Request:
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
     `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
     `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
-    manifest must have, empty for any.
+    manifest must have, empty for any. `tables`: tables that count instead of the agent's own (wire/tables.py).
     """
 
     command: str
@@ -36,6 +36,7 @@ class Request:
     run_id: str = ""
     bundle: str = ""
     bundle_digest: str = ""
+    tables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def request_to_line(request: Request) -> str:

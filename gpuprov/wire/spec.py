@@ -7,7 +7,6 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -16,8 +15,8 @@ from typing import Any
 from marshmallow import RAISE, Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.wire import driver_releases
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire import driver_releases, tables
+from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec_fields import (
     ENGINES,
     FINGERPRINT,
@@ -27,6 +26,7 @@ from gpuprov.wire.spec_fields import (
     PACKAGE,
     PACKAGE_VERSION,
     PATH,
+    PREFIX,
     SHA256,
     URL_OR_PATH,
     VERSION,
@@ -35,12 +35,13 @@ from gpuprov.wire.spec_fields import (
     TextOrList,
     choice,
     flag,
+    flat,
     number,
     option,
+    problem_of,
     text,
 )
 
-PREFIX = "gpuprov_"
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
@@ -90,7 +91,7 @@ class HostSpec:
     )  # fmt: skip
     driver_version: str = text(
         "",
-        "The driver's version, such as 550.163.01, or a branch: 580 is its newest release that this gpuprov knows (by "
+        "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
         "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
         "they are pinned to, where the repository can (branch or version; default: its newest).",
         VERSION,
@@ -113,6 +114,19 @@ class HostSpec:
         "lists.",
         HTTP_URL,
     )
+    driver_releases: str = text(
+        "",
+        "A table of driver releases that counts instead of the one in this gpuprov (gpuprov/wire/driver_releases.json "
+        "has its form): a URL, or an absolute path on the machine where gpuprov or Ansible runs. Needs its digest.",
+        URL_OR_PATH,
+    )
+    driver_releases_sha256: str = text("", "The SHA-256 of that table.", SHA256)
+    refuse_advisories: str = choice(
+        "none",
+        "From which CVSS score on a driver, or a toolkit of NVIDIA's, with known security holes is not installed: "
+        "`high` (7.0), `critical` (9.0), or `none`, which only warns.",
+        "none", "high", "critical",
+    )  # fmt: skip
     kernel_modules: str = choice(
         "auto",
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `precompiled` takes "
@@ -177,7 +191,7 @@ class HostSpec:
         "bundled", "nvidia",
     )  # fmt: skip
     toolkit_version: str = text(
-        "", "The version of NVIDIA's toolkit packages, such as 1.17.8-1. Default: the newest.", PACKAGE_VERSION
+        "", "The version of NVIDIA's toolkit packages, such as 1.19.1-1. Default: the newest.", PACKAGE_VERSION
     )
     toolkit_channel: str = choice(
         "stable",
@@ -267,7 +281,9 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
     try:
         loaded = _schema()(unknown=RAISE).load({key: _plain(value) for key, value in values.items()})
     except ValidationError as error:
-        problems = tuple(_problem(name, reason, values, origin) for name, reason in _flat(error.messages))
+        problems = tuple(
+            problem_of(name, reason, values, origin, option_names()) for name, reason in flat(error.messages)
+        )
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE) from None
     settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in loaded.items()
@@ -278,16 +294,17 @@ def parse_spec(values: Mapping[str, Any], origin: str = "") -> HostSpec:
 def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
     """Return the release that is meant, where this is known: every host of a run gets the same.
 
-    A mirror's index says what its branches are, and the repository of NVIDIA's packages what theirs are.
+    A mirror's index says what its branches are, the repository of NVIDIA's packages what theirs are; a site's table
+    travels with the request, and is not there before.
     """
     version: str = settings.get("driver_version", "")
     if settings.get("driver", "runfile") != "runfile":
         return "" if version == "latest" else version
-    if settings.get("driver_mirror"):
+    if settings.get("driver_mirror") or (settings.get("driver_releases") and not tables.is_replaced(tables.RELEASES)):
         return version
     found = driver_releases.resolved(version)
     if found.isdigit():
-        problem = _problem("driver_version", VERSION.error, {"driver_version": version}, origin)
+        problem = problem_of("driver_version", VERSION.error, {"driver_version": version}, origin)
         raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
     return found
 
@@ -317,34 +334,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, str) else value
-
-
-def _flat(messages: Any, path: str = "") -> list[tuple[str, str]]:
-    """Return (path, reason) pairs from marshmallow's nested messages."""
-    if isinstance(messages, Mapping):
-        return [pair for key, inner in messages.items() for pair in _flat(inner, f"{path}.{key}" if path else str(key))]
-    return [(path, str(reason)) for reason in messages]
-
-
-def _problem(path: str, reason: str, values: Mapping[str, Any], origin: str) -> Problem:
-    name = path.split(".")[0]
-    where = f"in {origin}" if origin else ""
-    if reason == "Unknown field.":
-        known = option_names() if path == name else ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
-        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known, n=1, cutoff=0.6)
-        hint = f"did you mean {PREFIX if path == name else ''}{near[0]}?" if near else ""
-        return Problem(f"there is no variable {PREFIX}{path}", where, hint or "`gpuprov options` lists all variables")
-    what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
-    return Problem(
-        what, f"{where + ': ' if where else ''}{values.get(name)!r}", "`gpuprov options` lists what each variable takes"
-    )
-
-
-_REASONS = {
-    "Not a valid string.": "must be text (put a version number in quotes)",
-    "Not a valid boolean.": "must be true or false",
-    "Not a valid list.": "must be a list",
-    "Not a valid integer.": "must be a whole number",
-    "Invalid input type.": "must be a mapping",
-    "Missing data for required field.": "is missing",
-}

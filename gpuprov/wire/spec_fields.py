@@ -1,7 +1,9 @@
-"""What an option of the specification is made of: the checks of its text, and how its field is written down."""
+"""What an option of the specification is made of: the checks of its text, how its field is written down, its errors."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -9,10 +11,13 @@ from marshmallow import ValidationError, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.wire import driver_releases
+from gpuprov.wire.errors import Problem
+
+PREFIX = "gpuprov_"
 
 VERSION = validate.Regexp(
     r"\d{3,4}(\.\d{1,4}){0,3}\Z|latest\Z",
-    error="is not a driver version such as 550.163.01, nor a branch "
+    error="is not a driver version such as 580.178.04, nor a branch "
     f"({', '.join(driver_releases.branches())}), nor latest",
 )
 SHA256 = validate.Regexp(r"[0-9a-f]{64}\Z", error="is not a SHA-256 digest (64 hexadecimal digits, lower case)")
@@ -27,7 +32,7 @@ PACKAGE = validate.Regexp(
     r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
 )
 PACKAGE_VERSION = validate.Regexp(
-    r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*\Z", error="is not the version of a package, such as 1.17.8-1"
+    r"[A-Za-z0-9][A-Za-z0-9.+:~_-]*\Z", error="is not the version of a package, such as 1.19.1-1"
 )
 FINGERPRINT = validate.Regexp(
     r"[0-9A-F]{40}\Z|[0-9A-F]{64}\Z", error="is not a full key fingerprint (40 hexadecimal digits, capitals)"
@@ -38,6 +43,18 @@ MIG_LAYOUT = validate.Regexp(
 )
 ENGINES = ("containerd", "crio", "podman")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
+
+
+class Text(schema_fields.String):
+    """A text, or a whole number, which YAML, INI and JSON make of a text such as 580; no other number."""
+
+    default_error_messages = {"float": "must be text (put a version number in quotes)"}  # noqa: RUF012
+
+    def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> str:
+        if isinstance(value, float):
+            raise self.make_error("float")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return str(super()._deserialize(str(value) if whole else value, attr, data, **kwargs))
 
 
 class OrEmpty(validate.Validator):
@@ -59,7 +76,7 @@ def text(default: str, help_text: str, *checks: validate.Validator) -> Any:
     """Return the field of a text that passes all checks."""
     # The empty string always means "not given".
     allowed = [OrEmpty(check) for check in checks]
-    return option(schema_fields.String(validate=allowed), default, help_text)
+    return option(Text(validate=allowed), default, help_text)
 
 
 def choice(default: str, help_text: str, *choices: str) -> Any:
@@ -103,3 +120,40 @@ class StrictBoolean(schema_fields.Boolean):
         if not isinstance(value, (bool, str)):
             raise self.make_error("invalid", input=value)
         return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call]
+
+
+def flat(messages: Any, path: str = "") -> list[tuple[str, str]]:
+    """Return (path, reason) pairs from marshmallow's nested messages."""
+    if isinstance(messages, Mapping):
+        return [pair for key, inner in messages.items() for pair in flat(inner, f"{path}.{key}" if path else str(key))]
+    return [(path, str(reason)) for reason in messages]
+
+
+def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, known: Sequence[str] = ()) -> Problem:
+    """Return the problem of a wrong value, or of a name that is not among the `known` ones."""
+    name = path.split(".")[0]
+    where = f"in {origin}" if origin else ""
+    if reason == "Unknown field.":
+        own = path == name
+        near = difflib.get_close_matches(path.rsplit(".", 1)[-1], known if own else _REPOSITORY, n=1, cutoff=0.6)
+        hint = f"did you mean {PREFIX if own else ''}{near[0]}?" if near else ""
+        return Problem(f"there is no variable {PREFIX}{path}", where, hint or "`gpuprov options` lists all variables")
+    value = values.get(name)
+    hint = "`gpuprov options` lists what each variable takes"
+    if isinstance(value, float):
+        hint = (
+            f"""set {PREFIX}{name}: "{value}" (in INI files {PREFIX}{name}='"{value}"'); without quotes 12.10 is 12.1"""
+        )
+    what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
+    return Problem(what, f"{where + ': ' if where else ''}{value!r}", hint)
+
+
+_REPOSITORY = ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
+_REASONS = {
+    "Not a valid string.": "must be text (put a version number in quotes)",
+    "Not a valid boolean.": "must be true or false",
+    "Not a valid list.": "must be a list",
+    "Not a valid integer.": "must be a whole number",
+    "Invalid input type.": "must be a mapping",
+    "Missing data for required field.": "is missing",
+}

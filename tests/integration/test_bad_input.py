@@ -44,7 +44,7 @@ CASES = {
     ),
     "another version loaded outside": Case(
         1,
-        ("535.261.03 is asked for, but the machine outside runs 550.163.01", "gpuprov_driver_version: 550.163.01"),
+        ("535.261.03 is asked for, but the machine outside runs 550.163.01", 'gpuprov_driver_version: "550.163.01"'),
         variables={"gpuprov_driver_version": "535.261.03"},
     ),
     "kernel without modules": Case(

@@ -15,7 +15,7 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.bundling.create import collect
 from gpuprov.bundling.recipe import Collection, RunFile, Wanted, make_recipe
 from gpuprov.core.system import System
-from gpuprov.driver import cuda, fabric_plan
+from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager
 from gpuprov.facts.fabric import FabricFacts, parse_version
 from gpuprov.facts.host import HostFacts, gather
@@ -127,7 +127,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = DNF.plan_repositories(facts, cuda.with_repository(facts, spec))
+    repositories = DNF.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
     for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.driver.module_proof import dkms_states
+from gpuprov.driver.kernel import dkms_states
 from gpuprov.wire.request import Request, request_to_line
 from tests import simgpu
 from tests.lab import Host, HostRequest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -232,12 +233,17 @@ def test_a_driver_is_replaced_by_a_newer_and_by_an_older_one_and_uninstalled(sit
     """By the command line. The machine outside changes its driver too: the two must always match."""
     outside = host.root / "usr/lib/simgpu/proc/driver/nvidia/version"
     first = outside.read_text()
-    names = {"gpuprov_packages": None, "gpuprov_repositories": None}
+    names: dict[str, str | None] = {"gpuprov_packages": None, "gpuprov_repositories": None}
     try:
         for version in (OLD, DRIVER, OLD):
             outside.write_text(first.replace(DRIVER, version))
-            url = f"{site.lab.url}/NVIDIA-Linux-x86_64-{version}.run"
-            inventory = site.inventory("main", gpuprov_driver_version=version, gpuprov_driver_url=url, **names)
+            file = site.lab.www / f"NVIDIA-Linux-x86_64-{version}.run"
+            names |= {
+                "gpuprov_driver_version": version,
+                "gpuprov_driver_url": f"{site.lab.url}/{file.name}",
+                "gpuprov_driver_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            inventory = site.inventory("main", **names)
             done = gpuprov("install", "--hosts", inventory)
             assert done.returncode == 0, done.stdout
             shown = host.ssh("nvidia-smi --query-gpu=driver_version --format=csv,noheader").stdout.split()

@@ -15,7 +15,7 @@ import pytest
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import Then
-from gpuprov.driver import cuda
+from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.package_managers.dnf import DNF
@@ -64,13 +64,13 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     """Bring repository, stream and package; return the changes of streams. A second plan has none."""
     spec = wanted(host, branch)
     facts = facts_of(host)
-    assert cuda.problems(facts, spec) == ()
-    streams = [change for change in cuda.plan_pin(facts, spec) if isinstance(change, EnableStream)]
-    repositories = DNF.plan_repositories(facts, cuda.with_repository(facts, spec))
-    names = cuda.packages(facts, spec)
+    assert cuda_repository.problems(facts, spec) == ()
+    streams = [change for change in cuda_repository.plan_pin(facts, spec) if isinstance(change, EnableStream)]
+    repositories = DNF.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
+    names = cuda_repository.packages(facts, spec)
     for change in (*repositories, RefreshRpmIndex(DNF), *streams, InstallRpmPackages(DNF, names)):
         change.apply(host, tell)
-    assert cuda.plan_pin(facts_of(host), spec) == ()
+    assert cuda_repository.plan_pin(facts_of(host), spec) == ()
     return streams
 
 
@@ -83,14 +83,14 @@ def test_the_branch_that_is_asked_for_is_installed_though_there_is_a_newer_one(h
 
 
 def test_a_stream_is_given_back(host: RpmHost) -> None:
-    before = host.read_text(cuda.STREAM_FILE)
+    before = host.read_text(cuda_repository.STREAM_FILE)
     change = EnableStream("570-open")
     facts = facts_of(host)
-    for one in DNF.plan_repositories(facts, cuda.with_repository(facts, wanted(host, "570"))):
+    for one in DNF.plan_repositories(facts, cuda_repository.with_repository(facts, wanted(host, "570"))):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)
-    assert "stream=570-open" in (host.read_text(cuda.STREAM_FILE) or "")
+    assert "stream=570-open" in (host.read_text(cuda_repository.STREAM_FILE) or "")
     EnableStream.undo(host, seen, {})
     EnableStream.undo(host, seen, {})
     listed = host.run(("dnf", "-q", "module", "list", "--enabled"), timeout=60)
@@ -101,9 +101,9 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
 @pytest.mark.parametrize(("first", "then"), [("570", "580"), ("580", "570")])
 def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, first: str, then: str) -> None:
     converge(host, first)
-    assert cuda.plan_other_version(facts_of(host), wanted(host, first)) == ()
+    assert cuda_repository.plan_other_version(facts_of(host), wanted(host, first)) == ()
     facts, spec = facts_of(host), wanted(host, then)
-    stream, refresh, change = (*cuda.plan_pin(facts, spec), *cuda.plan_other_version(facts, spec))
+    stream, refresh, change = (*cuda_repository.plan_pin(facts, spec), *cuda_repository.plan_other_version(facts, spec))
     assert stream.summary() == f"enable stream nvidia-driver:{then}-open instead of {first}-open"
     seen = stream.capture(host)
     stream.apply(host, tell)
@@ -112,13 +112,15 @@ def test_another_branch_takes_the_place_of_the_first_be_it_older(host: RpmHost, 
     assert outcome == {"added": []}
     assert change.then(outcome) is Then.PLAN_AGAIN
     assert installed(host).startswith(f"{_VERSIONS[f'{then}-open']}-1")
-    assert cuda.plan_pin(facts_of(host), spec) == cuda.plan_other_version(facts_of(host), spec) == ()
+    assert (
+        cuda_repository.plan_pin(facts_of(host), spec) == cuda_repository.plan_other_version(facts_of(host), spec) == ()
+    )
     type(stream).undo(host, seen, {})
-    assert cuda.plan_pin(facts_of(host), wanted(host, first)) == ()
+    assert cuda_repository.plan_pin(facts_of(host), wanted(host, first)) == ()
 
 
 def test_a_branch_that_the_repository_does_not_have_is_named(host: RpmHost) -> None:
     converge(host, "570")
-    _, change = cuda.plan_other_version(facts_of(host), wanted(host, "590"))
+    _, change = cuda_repository.plan_other_version(facts_of(host), wanted(host, "590"))
     with pytest.raises(GpuprovError, match=r"are of 570\.172\.08-1.*590 is asked for"):
         change.apply(host, tell)

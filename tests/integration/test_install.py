@@ -196,7 +196,8 @@ def test_docker_that_does_not_come_back_gets_its_old_file(site: Site, installed:
 def test_on_the_machine_itself_the_result_is_the_same(site: Site, installed: Host) -> None:
     over_ssh = etc(installed)
     installed.reset()
-    options = [f"-e {key}={site.variables[key]}" for key in ("gpuprov_driver_version", "gpuprov_driver_url")]
+    names = ("gpuprov_driver_version", "gpuprov_driver_url", "gpuprov_driver_sha256")
+    options = [f"-e {key}={site.variables[key]}" for key in names]
     more = {key: site.variables[key] for key in ("gpuprov_repositories", "gpuprov_packages")}
     command = f"{GPUPROV} install {' '.join(options)} -e '{json.dumps(more)}'"
     assert str(GPUPROV).startswith(str(REPOSITORY))

@@ -16,7 +16,7 @@ import pytest
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda
+from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu
@@ -165,14 +165,14 @@ def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) ->
     spec = wanted(host, "rhel9")
     converge(host, rhel(host, spec), spec)
     facts = rhel(host, spec, _NEXT)
-    found = cuda.driver_packages(facts, spec)
+    found = cuda_repository.driver_packages(facts, spec)
     assert found == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
 
 
 def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
     spec = wanted(host, "rhel9")
     facts = rhel(host, spec, "5.14.0-427.99.1")
-    assert cuda.plan_pin(facts, spec) == (EnableStream("latest-dkms"),)
+    assert cuda_repository.plan_pin(facts, spec) == (EnableStream("latest-dkms"),)
     # Nobody has its headers either: that is told before any of it.
     said = [one.what for one in preflight(facts, spec)]
     assert any("headers of the running kernel 5.14.0-427.99.1.el9_4.x86_64" in one for one in said), said
@@ -180,7 +180,7 @@ def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
     said = [one.what for one in preflight(rhel(host, must, "5.14.0-427.99.1"), must)]
     assert any("no repository has proprietary kernel modules" in one for one in said), said
     built = replace(spec, kernel_modules="build")
-    assert cuda.plan_pin(rhel(host, built), built) == (EnableStream("latest-dkms"),)
+    assert cuda_repository.plan_pin(rhel(host, built), built) == (EnableStream("latest-dkms"),)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpuprov.driver.module_proof import dkms_states
+from gpuprov.driver.kernel import dkms_states
 from tests import simgpu
 from tests.lab.fixtures import DRIVER, gpuprov
 from tests.lab.lab import CACHE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +158,7 @@ def running(requests: Mapping[str, HostRequest], directory: Path, repository: st
             "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
             "gpuprov_driver_version": DRIVER,
             "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
+            "gpuprov_driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
             "gpuprov_repositories": [
                 {
                     "name": "site",

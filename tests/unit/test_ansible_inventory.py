@@ -57,8 +57,8 @@ def test_both_make_the_same_specification(targets: dict[str, HostTarget], variab
 
 def test_groups_and_hosts_differ_as_the_files_say(targets: dict[str, HostTarget]) -> None:
     train, infer = targets["train01.example.org"], targets["infer02.example.org"]
-    assert (train.spec.driver_version, infer.spec.driver_version) == ("580.126.09", "550.163.01")
-    assert train.spec.driver_url.endswith("/NVIDIA-Linux-x86_64-580.126.09.run")
+    assert (train.spec.driver_version, infer.spec.driver_version) == ("580.178.04", "580.178.04")
+    assert train.spec.driver_url.endswith("/NVIDIA-Linux-x86_64-580.178.04.run")
     assert (infer.address, infer.port) == ("192.0.2.42", 2222)
     assert {target.ssh_options for target in targets.values()} == {(("ProxyJump", "ops@bastion.example.org"),)}
     assert [name for name, target in targets.items() if target.spec.docker == "preinstalled"] == ["infer03.example.org"]

@@ -15,7 +15,7 @@ import yaml
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS
 from gpuprov.fleet.agent_build import build_agent, pack
-from gpuprov.wire.spec import PREFIX
+from gpuprov.wire.spec_fields import PREFIX
 
 PLAYBOOKS = Path(__file__).parents[2] / "playbooks"
 

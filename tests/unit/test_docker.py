@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
-from gpuprov.engines.docker_change import ReconfigureDocker, version_key
+from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
+from gpuprov.wire.versions import version_key
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.server
 import os
 import re
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, unreachable
+from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem
 
@@ -438,6 +441,67 @@ def test_keys_and_digests_are_asked_for_again_too(system: Impatient, site: Site)
     site.troubles = [0, 503]
     assert fetch_small(system, f"{site.url}/key") == b"key"
     assert system.pauses == [1.0, 2.0]
+
+
+def test_over_http_no_digest_beside_the_file_counts(system: System, site: Site) -> None:
+    site.files["/a.run.sha256sum"] = DIGEST.encode()
+    assert trusted_sha256(system, f"{site.url}/a.run") == ""
+    system.write("/a.run.sha256sum", DIGEST.encode())
+    assert trusted_sha256(system, "file:///a.run") == DIGEST
+
+
+class Redirecting(http.server.BaseHTTPRequestHandler):
+    """Leads every question elsewhere."""
+
+    target = ""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", self.target)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Redirecting], str]]:
+    """A server with https whose certificate is trusted, and its address."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
+         "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    handler = type("Handler", (Redirecting,), {})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield handler, f"https://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_redirect_from_https_to_http_is_refused(
+    system: System, site: Site, tls: tuple[type[Redirecting], str]
+) -> None:
+    handler, url = tls
+    site.files["/a.run"] = CONTENT
+    handler.target = f"{site.url}/a.run"
+    with pytest.raises(GpuprovError, match="leads from https to http"):
+        fetch_small(system, f"{url}/a.run")
+    with pytest.raises(GpuprovError, match="leads from https to http"):
+        fetch(system, f"{url}/a.run", "/a.run", sha256=DIGEST, tell=lambda *_: None)
+    (problem,) = unreachable(system, [f"{url}/a.run"])
+    assert "leads from https to http" in problem.what
+    # From http anything may follow, and within https too: there it ends with what the second place says.
+    handler.target = "/elsewhere"
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch_small(system, f"{url}/a.run")
 
 
 # -- what is asked of requests ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuprov.core.commands import Completed
-from gpuprov.driver import mig_plan
+from gpuprov.driver import mig
 from gpuprov.driver.mig import DivideGpus, is_right, profiles_of, wanted_for
 from gpuprov.facts import boot_files
 from gpuprov.facts.host import HostFacts, gather
@@ -245,11 +245,11 @@ def facts(host: MigHost) -> HostFacts:
 
 
 def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts) -> None:
-    (change,) = mig_plan.plan(facts, spec("3g.40gb,3g.40gb"))
+    (change,) = mig.plan(facts, spec("3g.40gb,3g.40gb"))
     assert change.summary() == "divide GPUs by MIG: GPU 0: 3g.40gb,3g.40gb"
     change.apply(host, lambda *words: None)
-    assert mig_plan.plan(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb")) == ()
-    assert mig_plan.plan(facts, spec()) == ()
+    assert mig.plan(replace(facts, mig=gather_mig(host)), spec("3g.40gb,3g.40gb")) == ()
+    assert mig.plan(facts, spec()) == ()
 
 
 def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
@@ -263,6 +263,6 @@ def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
 
 def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
-    assert "the machine outside" in mig_plan.problems(inside, spec("disabled"))[0].what
-    (problem,) = mig_plan.problems(facts, spec("disabled", "disabled"))
+    assert "the machine outside" in mig.problems(inside, spec("disabled"))[0].what
+    (problem,) = mig.problems(facts, spec("disabled", "disabled"))
     assert problem.what == "gpuprov_mig_layout speaks of 2 GPUs, this host has 1"

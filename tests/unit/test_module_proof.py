@@ -8,7 +8,7 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.driver.module_proof import dkms_states, prove_modules
+from gpuprov.driver.kernel import dkms_states, prove_modules
 from gpuprov.wire.errors import GpuprovError
 
 VERSION = "550.163.01"

@@ -243,8 +243,10 @@ def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts
     wanted = spec(driver_version="580")
     known = driver_releases.known_sha256(wanted.driver_version, "x86_64")
     assert planned(metal, wanted, FetchRunfile).sha256 == known != ""
-    # Another place may hold another file of that name: what lies beside it says which.
-    assert planned(metal, spec(driver_version="580", driver_url="https://a.example/x.run"), FetchRunfile).sha256 == ""
+    # Wherever the file comes from: a release has one file. A file without a known digest needs one given, or https.
+    assert planned(metal, spec(driver_version="580", driver_url="http://a.example/x.run"), FetchRunfile).sha256 == known
+    unknown = {"driver_version": "580.1.1", "driver_url": "https://a.example/x.run"}
+    assert planned(metal, spec(**unknown), FetchRunfile).sha256 == ""
 
 
 def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal: HostFacts) -> None:
@@ -330,3 +332,23 @@ def test_steps_keep_the_plan_to_a_part_in_the_plans_own_order(facts: HostFacts, 
 
 def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> None:
     assert make_plan(replace(facts, gpus=()), spec(), ("docker",)).problems
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"driver_version": "580.1.1", "driver_url": "http://a.example/x.run"}, True),
+        ({"driver_version": "580.1.1", "driver_url": "http://a.example/x.run", "driver_sha256": "a" * 64}, False),
+        ({"driver_version": "580.1.1", "driver_url": "https://a.example/x.run"}, False),
+        ({"driver_version": "580.178.04", "driver_url": "http://a.example/x.run"}, False),
+        ({"driver_version": "580.1.1", "driver_url": "/srv/x.run"}, False),
+    ],
+)
+def test_a_driver_over_http_needs_a_digest(metal: HostFacts, values: dict[str, str], refused: bool) -> None:
+    """Whoever can change the file on the way can change the digest beside it."""
+    assert ("comes over http and its SHA-256 is not known" in said(metal, spec(**values))) is refused
+
+
+def test_a_branch_that_no_table_has_is_named(metal: HostFacts) -> None:
+    wanted = replace(spec(driver_version="580"), driver_version="600")
+    assert "no release of branch 600 is known" in said(metal, wanted)

@@ -11,7 +11,7 @@ import pytest
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact
-from gpuprov.driver import cuda, kernel, precompiled
+from gpuprov.driver import cuda_repository, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu, has_key_of
@@ -43,7 +43,9 @@ def rhel(facts: HostFacts, installed: Mapping[str, str] | None = None, *, stream
     running = replace(facts.kernel, release=more.pop("release", _RHEL_KERNEL), container="", takes_modules=True, **more)
     file = FileFact(f"[nvidia-driver]\nstream={stream}\n".encode(), 0o644, 0, 0)
     packages = PackageFacts("dnf", installed or {})
-    return replace(facts, os=os, kernel=running, packages=packages, files={cuda.STREAM_FILE: file} if stream else {})
+    return replace(
+        facts, os=os, kernel=running, packages=packages, files={cuda_repository.STREAM_FILE: file} if stream else {}
+    )
 
 
 def sles(facts: HostFacts, installed: Mapping[str, str] | None = None) -> HostFacts:
@@ -87,14 +89,14 @@ def test_the_repositories_are_asked_for_this_kernels_modules_and_headers(metal: 
 def test_the_newest_driver_with_modules_for_this_kernel_is_taken_and_nothing_is_built(metal: HostFacts) -> None:
     others = (kmod("580.200.01", "5.14.0-611.30.1"), kmod("580.99.01", kind="open-"), "kernel-devel 0:5-1.x86_64")
     facts = offered(rhel(metal), kmod("570.211.01"), kmod("580.95.05"), kmod("580.105.08"), *others)
-    assert cuda.plan_pin(facts, spec()) == (EnableStream("580"),)
-    assert cuda.driver_packages(facts, spec()) == (
+    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("580"),)
+    assert cuda_repository.driver_packages(facts, spec()) == (
         "cuda-drivers=580.105.08",
         "kmod-nvidia-580.105.08-5.14.0-611.24.1",
     )
     assert kernel.packages(facts, spec()) == ()
-    assert cuda.plan_pin(facts, spec(driver_version="570")) == (EnableStream("570"),)
-    assert cuda.driver_packages(facts, spec(driver_version="570"))[0] == "cuda-drivers=570.211.01"
+    assert cuda_repository.plan_pin(facts, spec(driver_version="570")) == (EnableStream("570"),)
+    assert cuda_repository.driver_packages(facts, spec(driver_version="570"))[0] == "cuda-drivers=570.211.01"
 
 
 def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) -> None:
@@ -106,21 +108,21 @@ def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) 
 
 def test_open_modules_have_streams_of_their_own(metal: HostFacts) -> None:
     facts = offered(replace(rhel(metal), gpus=(PciGpu("0000:01:00.0", "2330"),)), kmod("580.105.08", kind="open-"))
-    assert cuda.plan_pin(facts, spec()) == (EnableStream("580-open-gpu"),)
-    assert cuda.driver_packages(facts, spec())[1] == "kmod-nvidia-open-580.105.08-5.14.0-611.24.1"
+    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("580-open-gpu"),)
+    assert cuda_repository.driver_packages(facts, spec())[1] == "kmod-nvidia-open-580.105.08-5.14.0-611.24.1"
 
 
 def test_release_10_has_no_streams(metal: HostFacts) -> None:
     facts = rhel(metal, version="10.1", release="6.12.0-124.20.1.el10_1.x86_64")
     facts = offered(facts, kmod("580.105.08", "6.12.0-124.20.1"))
-    assert cuda.plan_pin(facts, spec()) == ()
-    assert cuda.driver_packages(facts, spec())[1] == "kmod-nvidia-580.105.08-6.12.0-124.20.1"
+    assert cuda_repository.plan_pin(facts, spec()) == ()
+    assert cuda_repository.driver_packages(facts, spec())[1] == "kmod-nvidia-580.105.08-6.12.0-124.20.1"
 
 
 def test_where_there_are_none_they_are_built_or_their_lack_is_said(metal: HostFacts) -> None:
     facts = offered(rhel(metal), kmod("580.105.08", "5.14.0-611.30.1"), "kernel-devel 0:5.14.0-1.el9.x86_64")
-    assert cuda.plan_pin(facts, spec()) == (EnableStream("latest-dkms"),)
-    assert cuda.driver_packages(facts, spec()) == ("cuda-drivers",)
+    assert cuda_repository.plan_pin(facts, spec()) == (EnableStream("latest-dkms"),)
+    assert cuda_repository.driver_packages(facts, spec()) == ("cuda-drivers",)
     assert kernel.packages(facts, spec()) != ()
     assert precompiled.problems(facts, spec()) == ()
     (problem,) = precompiled.problems(facts, spec(kernel_modules="precompiled"))
@@ -139,8 +141,8 @@ _INSTALLED = {
 def test_a_second_run_asks_nobody_and_changes_nothing(metal: HostFacts, stream: str) -> None:
     facts = rhel(metal, _INSTALLED, stream=stream)
     assert availability.questions(facts, spec()) == ()
-    assert cuda.plan_pin(facts, spec()) == cuda.plan_other_version(facts, spec()) == ()
-    assert set(cuda.driver_packages(facts, spec())) == set(_INSTALLED)
+    assert cuda_repository.plan_pin(facts, spec()) == cuda_repository.plan_other_version(facts, spec()) == ()
+    assert set(cuda_repository.driver_packages(facts, spec())) == set(_INSTALLED)
     assert kernel.packages(facts, spec()) == ()
 
 
@@ -149,7 +151,7 @@ def test_the_next_kernel_gets_its_modules_or_is_refused(metal: HostFacts) -> Non
     assert precompiled.questions(booted, spec()) == ("kmod-nvidia-[0-9]*-5.14.0-611.30.1",)
     assert precompiled.problems(booted, spec()) == (), "nobody was asked yet"
     facts = offered(booted, kmod("580.105.08", "5.14.0-611.30.1"))
-    assert cuda.driver_packages(facts, spec()) == ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.30.1")
+    assert cuda_repository.driver_packages(facts, spec()) == ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.30.1")
     (problem,) = precompiled.problems(offered(booted), spec())
     assert problem.evidence == "in use is kmod-nvidia-580.105.08-5.14.0-611.24.1"
 
@@ -165,7 +167,7 @@ def test_an_updated_driver_needs_modules_of_its_own(metal: HostFacts) -> None:
 def test_another_branch_brings_its_modules_first_and_takes_the_old_ones_away(metal: HostFacts) -> None:
     wanted = spec(driver_version="570")
     facts = offered(rhel(metal, _INSTALLED, stream="580"), kmod("570.211.01"))
-    assert cuda.plan_pin(facts, wanted) == (EnableStream("570", "580"),)
+    assert cuda_repository.plan_pin(facts, wanted) == (EnableStream("570", "580"),)
     changes = [item.change for item in make_plan(replace(facts, boot=facts.boot), wanted, ("packages",)).changes]
     kinds = [type(change) for change in changes]
     install = next(change for change in changes if isinstance(change, InstallRpmPackages))
@@ -240,13 +242,13 @@ def test_suse_signs_modules_for_a_service_pack(metal: HostFacts) -> None:
     names = ("nvidia-compute-utils-G06", "nvidia-persistenced", "nv-prefer-signed-open-driver")
     module = f"{_KMP}=580.105.08_k6.4.0_150600.21"
     expected = (*(f"{name}=580.105.08" for name in names), module)
-    assert cuda.driver_packages(facts, spec()) == expected
+    assert cuda_repository.driver_packages(facts, spec()) == expected
     assert kernel.packages(facts, spec()) == ()
     there = sles(
         metal, {**dict.fromkeys(names, "580.105.08-1.x86_64"), _KMP: "580.105.08_k6.4.0_150600.21-150600.3.1.x86_64"}
     )
     assert availability.questions(there, spec()) == ()
-    assert cuda.driver_packages(there, spec()) == expected
+    assert cuda_repository.driver_packages(there, spec()) == expected
     secure = replace(there, kernel=replace(there.kernel, secure_boot="enabled"))
     assert kernel.problems(secure, spec()) == ()
 
@@ -259,7 +261,7 @@ def test_libraries_of_another_version_than_the_modules_are_none(metal: HostFacts
         "nvidia-compute-utils-G06 580.105.08-1.x86_64",
     )
     assert precompiled.chosen(facts, spec()) is None
-    assert cuda.driver_packages(facts, spec()) == ("nvidia-open",)
+    assert cuda_repository.driver_packages(facts, spec()) == ("nvidia-open",)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +282,12 @@ def test_packages_of_others_are_none(metal: HostFacts, package: str) -> None:
 def test_who_has_them_stays_with_them(metal: HostFacts) -> None:
     rocky = rhel(metal, _INSTALLED, stream="580", id="rocky")
     for wanted in (spec(), spec(module_signing_key="/root/mok.key", module_signing_certificate="/root/mok.der")):
-        assert set(cuda.driver_packages(rocky, wanted)) == set(_INSTALLED)
-        assert cuda.plan_pin(rocky, wanted) == ()
+        assert set(cuda_repository.driver_packages(rocky, wanted)) == set(_INSTALLED)
+        assert cuda_repository.plan_pin(rocky, wanted) == ()
         assert kernel.packages(rocky, wanted) == ()
     built = rhel(metal, {"cuda-drivers": "3:580.105.08-1.el9.noarch"}, stream="latest-dkms")
     assert precompiled.questions(built, spec()) == ()
-    assert cuda.driver_packages(offered(built, kmod("590.48.01")), spec()) == ("cuda-drivers",)
+    assert cuda_repository.driver_packages(offered(built, kmod("590.48.01")), spec()) == ("cuda-drivers",)
 
 
 def test_without_a_network_they_are_built(metal: HostFacts) -> None:

@@ -12,8 +12,8 @@ import pytest
 from gpuprov.core.apply import last_undoable_run, roll_back
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver.release import Release, release
 from gpuprov.driver.running_driver import parse_containers
+from gpuprov.driver.unload import Unloading, unload
 from gpuprov.facts.holders import Holder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.plan.steps import CHANGE_KINDS
@@ -204,9 +204,9 @@ class Patient(LoadedHost):
 def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) -> None:
     """One that came between the plan and the release, and stays; another one lets go in time."""
     host = Patient(tmp_path / "root")
-    wanted = Release(OLD, ("nvidia_uvm", "nvidia"), (DCGM,))
+    wanted = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,))
     with pytest.raises(GpuprovError) as caught:
-        release(host, wanted, lambda message, done, total: None)
+        unload(host, wanted, lambda message, done, total: None)
     (problem,) = caught.value.problems
     assert problem.what == f"driver {OLD} is still in use, so it can't be replaced"
     assert problem.evidence.startswith("process 700 (/usr/bin/nvidia-persistenced --verbose) has /dev/nvidia0 open")
@@ -214,7 +214,7 @@ def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) ->
     assert not any(command[0] == "rmmod" for command in host.commands)
     assert 15 <= host.time < 20
     host.remove_tree("/proc/700")
-    release(host, wanted, lambda message, done, total: None)
+    unload(host, wanted, lambda message, done, total: None)
     assert host.unloaded == ["nvidia_uvm", "nvidia"]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gpuprov
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec, option_names, parse_spec, spec_from_variables, spec_to_json
 
@@ -87,3 +90,31 @@ def test_only_our_own_inventory_variables_count() -> None:
 def test_every_option_has_help() -> None:
     for name in option_names():
         assert len(HostSpec.__dataclass_fields__[name].metadata["help"]) > 20, name
+
+
+@pytest.mark.parametrize("name", ["driver_version", "driver_mirror", "toolkit_version", "verify_image"])
+def test_a_whole_number_is_a_text_and_no_other_number_is(name: str) -> None:
+    """YAML, INI files and JSON make a number of 580."""
+    assert parse_spec({"driver_version": 580}) == parse_spec({"driver_version": "580"})
+    assert parse_spec({"toolkit_version": 1}).toolkit_version == "1"
+    for value in (True, None, [580], {"580": 1}):
+        with pytest.raises(GpuprovError):
+            parse_spec({name: value})
+    with pytest.raises(GpuprovError) as caught:
+        parse_spec({name: 12.1})
+    (problem,) = caught.value.problems
+    assert "put a version number in quotes" in problem.what
+    assert f'set gpuprov_{name}: "12.1"' in problem.next_step
+    assert "12.10 is 12.1" in problem.next_step
+
+
+def test_hints_put_versions_in_quotes() -> None:
+    """What is typed without them may be read as another version."""
+    sources = Path(gpuprov.__file__).parent.rglob("*.py")
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sources
+        for line in path.read_text().splitlines()
+        if re.search(r"gpuprov_(driver_version|cuda|toolkit_version): ?[{0-9]", line)
+    ]
+    assert found == []

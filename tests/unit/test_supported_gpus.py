@@ -16,7 +16,7 @@ import pytest
 from gpuprov.core.system import System
 from gpuprov.driver import driver_install
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.driver.runfile import parse_header
+from gpuprov.driver.installer import parse_header
 from gpuprov.driver.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
 from gpuprov.facts.host import gather
 from gpuprov.machine.machine import PciGpu

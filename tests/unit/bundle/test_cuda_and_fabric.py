@@ -25,7 +25,7 @@ from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.bundles import FILES, MANIFEST, listed, write_test_bundle
 from tests.simgpu.cuda_run import build_cuda_run
-from tests.unit.test_cuda_run import PREFIX, CudaHost
+from tests.unit.test_cuda_runfile import PREFIX, CudaHost
 from tests.unit.test_fabric_manager import SwitchHost
 
 pytestmark = pytest.mark.root

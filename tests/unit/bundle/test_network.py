@@ -15,7 +15,7 @@ from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import FOLDER, SOURCES_LIST
-from gpuprov.driver.cuda import plan_pin
+from gpuprov.driver.cuda_repository import plan_pin
 from gpuprov.facts.host import gather
 from gpuprov.packaging.apt_packages import InstallPackages
 from gpuprov.plan.steps import make_plan

@@ -102,6 +102,13 @@ DRIVER_ROWS = (
         LIKELY,
     ),
     Row(
+        "driver-old",
+        lambda x: with_driver(x, kernel_version="535.261.03", library_version="535.261.03"),
+        "libnvidia-ml.so.1: 535.261.03; the advisories are of ",
+        "gpuprov install -e gpuprov_driver_version=5",
+        ASIDE,
+    ),
+    Row(
         "drivers-several",
         lambda x: replace(x, library_files={**x.library_files, f"{LIBRARIES}/libcuda.so.535.261.03": "535.261.03"}),
         "libcuda.so.535.261.03: 535.261.03",

@@ -130,8 +130,11 @@ def test_facts_tell_versions() -> None:
         "kernel": None,
         "gpus": [{}, {}],
         "driver_installed_version": "550",
+        "packages": {"installed": {"nvidia-container-toolkit": "1.19.1-1"}},
     }
-    assert versions_of_facts(facts) == {"os": "Debian 12", "kernel": "", "driver": "550", "docker": "", "gpus": "2"}
+    assert versions_of_facts(facts) == {
+        "os": "Debian 12", "kernel": "", "driver": "550", "docker": "", "gpus": "2", "toolkit": "1.19.1-1",
+    }  # fmt: skip
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -230,6 +230,7 @@ def test_a_refusal_says_what_to_do(expression: str, says: str) -> None:
         ("590.48.01", "13.1"),
         ("595.71.05", "13.2"),
         ("610.43.02", "13.3"),
+        ("615.71.09", "13.4"),
         # Of a later branch than all that are known.
         ("616.00", ""),
         ("300.1", ""),

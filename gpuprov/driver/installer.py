@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gpuprov.core.commands import first_match
 from gpuprov.package_managers.interface import Commands
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.versions import version_key
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {
@@ -57,11 +58,6 @@ def parse_header(text: str) -> Header:
 def _assigned(text: str, name: str) -> str:
     found = re.search(rf'^{name}="?([^"\n]*)"?$', text, re.MULTILINE)
     return found[1] if found else ""
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """Return a driver version in a form that compares: 550.163.01 → (550, 163, 1)."""
-    return tuple(int(part) for part in version.split("."))
 
 
 def knows(version: str, option: str) -> bool:
@@ -237,3 +233,16 @@ def explain_failure(
     )
     decisive = errors[0] if errors else (output.strip().splitlines() or [""])[-1]
     return what, decisive.strip(), next_step
+
+
+# nvidia-persistenced of the .run is linked against it and brings it not (packages.debian.org, packages.ubuntu.com).
+_LIBTIRPC = {
+    "libtirpc3": (("debian", "11"), ("debian", "12"), ("ubuntu", "20.04"), ("ubuntu", "22.04")),
+    "libtirpc3t64": (("debian", "13"), ("ubuntu", "24.04"), ("ubuntu", "26.04")),
+}  # fmt: skip
+
+
+def service_packages(distribution: str, version: str) -> tuple[str, ...]:
+    """Return the packages that a driver's services need on a distribution."""
+    release = (distribution, version)
+    return tuple(name for name, releases in _LIBTIRPC.items() if release in releases)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpuprov.driver.runfile import explain_failure, install_arguments, knows, parse_header, version_key
+from gpuprov.driver.installer import explain_failure, install_arguments, knows, parse_header
 from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.versions import version_key
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"

@@ -15,9 +15,8 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restor
 from gpuprov.core.commands import Completed
 from gpuprov.core.download import masked
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
-from gpuprov.core.run_files import place_of, require_digest, require_room
 from gpuprov.core.system import System
-from gpuprov.driver_run import FetchRunfile
+from gpuprov.driver_run import FetchRunfile, place_of, require_digest, require_room
 from gpuprov.facts.cuda import version_in
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -41,7 +40,7 @@ def _source(spec: HostSpec) -> tuple[str, str]:
     return spec.cuda_url, place_of(spec.cuda_url)
 
 
-def _is_there(facts: HostFacts, spec: HostSpec) -> bool:
+def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
     return facts.cuda.toolkits.get(prefix_of(spec.cuda), "").startswith(f"{spec.cuda}.")
 
 
@@ -52,8 +51,9 @@ def _wanted(spec: HostSpec) -> bool:
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what keeps the toolkit's .run from being installed."""
     if spec.cuda_url and not spec.cuda:
-        return (_problem("gpuprov_cuda_url is set, and which version that is, is not", "set gpuprov_cuda: 12.4, say"),)
-    if not _wanted(spec) or _is_there(facts, spec):
+        what = "gpuprov_cuda_url is set, but gpuprov_cuda does not say which version that is"
+        return (_problem(what, 'set gpuprov_cuda: "12.4", say'),)
+    if not _wanted(spec) or _is_installed(facts, spec):
         return ()
     url, path = _source(spec)
     found = []
@@ -105,7 +105,7 @@ def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
 
 def unpacks(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the file has to be unpacked from a bundle."""
-    return _wanted(spec) and takes_from_bundle(spec) and not _is_there(facts, spec)
+    return _wanted(spec) and takes_from_bundle(spec) and not _is_installed(facts, spec)
 
 
 def _problem(what: str, next_step: str) -> Problem:
@@ -115,7 +115,7 @@ def _problem(what: str, next_step: str) -> Problem:
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the download of the file, or nothing where it is there or not needed."""
     url, path = _source(spec)
-    if not _wanted(spec) or _is_there(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
+    if not _wanted(spec) or _is_installed(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
     return (FetchRunfile(url, path, spec.cuda_sha256),)
 
@@ -125,7 +125,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not _wanted(spec):
         return ()
     prefix = prefix_of(spec.cuda)
-    if not _is_there(facts, spec):
+    if not _is_installed(facts, spec):
         return (InstallCudaToolkit(spec.cuda, _source(spec)[1], spec.cuda_sha256),)
     return () if facts.cuda.link == prefix else (LinkCudaToolkit(prefix),)
 

@@ -21,6 +21,8 @@ from gpuprov.package_managers.registry import manager_of
 from gpuprov.package_managers.rpm import RpmManager
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex, missing
 from gpuprov.packaging.rpm_packages import RefreshRpmIndex
+from gpuprov.wire import driver_releases
+from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec, SiteRepository
 
@@ -47,6 +49,18 @@ PINNING = "nvidia-driver-pinning-"
 
 def _wants_repository(spec: HostSpec) -> bool:
     return spec.driver == "packages" or bool(toolkit_packages(spec))
+
+
+def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
+    """Return the spec with the last branch that serves this host's GPUs, where its packages would be of a later one.
+
+    A driver that is installed as packages of an earlier branch stays with its branch.
+    """
+    last = generations.last_branch(facts.gpu_device_ids)
+    if spec.driver != "packages" or spec.driver_version or not last:
+        return spec
+    installed = facts.driver_installed_version.partition(".")[0] if facts.driver_packaged else ""
+    return replace(spec, driver_version=min(filter(None, (installed, last)), key=int))
 
 
 def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
@@ -132,8 +146,21 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "or set gpuprov_driver: runfile",
             ),
         )
-    return generations.problems(
-        facts.gpu_device_ids, generations.newest_of(spec.driver_version), spec.kernel_module_type
+    served = with_branch(facts, spec)
+    if served != spec and not (_can_pin(row) and int(served.driver_version) >= int(LONG_TERM_BRANCH)):
+        return (_no_branch(facts, row, served.driver_version),)
+    version = generations.newest_of(served.driver_version)
+    return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
+
+
+def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
+    """NVIDIA's repositories have the branches from 580 on, and some can't hold a host to one."""
+    release = driver_releases.resolved(branch)
+    return Problem(
+        f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
+        f"PCI devices {', '.join(f'10de:{one}' for one in sorted(set(facts.gpu_device_ids)))}: {branch} is the last "
+        "branch that serves them all; packages without a version are of a later one",
+        f'set gpuprov_driver: runfile and gpuprov_driver_version: "{release}"',
     )
 
 

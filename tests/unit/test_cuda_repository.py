@@ -13,7 +13,7 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.driver import cuda
+from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
@@ -48,7 +48,7 @@ def spec(**values: Any) -> HostSpec:
 
 
 def repository(facts: HostFacts, wanted: HostSpec) -> tuple[str, str, str]:
-    (one,) = cuda.with_repository(facts, wanted).repositories
+    (one,) = cuda_repository.with_repository(facts, wanted).repositories
     return one.uri, one.key_url.rpartition("/")[2], one.key_fingerprint[-8:]
 
 
@@ -78,17 +78,17 @@ def test_each_distribution_has_its_repository_and_key(
 
 def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFacts) -> None:
     rocky = on(metal, "rocky", "10.0", "dnf")
-    (problem,) = cuda.problems(rocky, spec())
+    (problem,) = cuda_repository.problems(rocky, spec())
     assert "rhel10/x86_64/CDF6BA43.pub" in problem.evidence and "gpuprov_cuda_key_fingerprint" in problem.next_step
     given = spec(cuda_key_fingerprint="A" * 40)
-    assert cuda.problems(rocky, given) == ()
+    assert cuda_repository.problems(rocky, given) == ()
     assert repository(rocky, given) == (f"{_BASE}/rhel10/x86_64/", "CDF6BA43.pub", "A" * 8)
 
 
 def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> None:
     leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
-    assert cuda.with_repository(leap, spec()) == spec()
-    assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda.problems(leap, spec())[0].what
+    assert cuda_repository.with_repository(leap, spec()) == spec()
+    assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda_repository.problems(leap, spec())[0].what
 
 
 def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
@@ -98,9 +98,9 @@ def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
 
 def test_without_a_wish_for_it_there_is_no_repository_of_nvidias(metal: HostFacts) -> None:
     plain = parse_spec({"driver_version": "580"})
-    assert cuda.with_repository(metal, plain) == plain
-    assert cuda.packages(metal, plain) == ()
-    assert cuda.plan_driver(metal, plain) == ()
+    assert cuda_repository.with_repository(metal, plain) == plain
+    assert cuda_repository.packages(metal, plain) == ()
+    assert cuda_repository.plan_driver(metal, plain) == ()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_driver_is_that_which_the_gpus_need(
     metal: HostFacts, devices: tuple[str, ...], values: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     gpus = tuple(PciGpu("0000:01:00.0", device) for device in devices) or metal.gpus
-    assert cuda.packages(replace(metal, gpus=gpus), spec(**values)) == names
+    assert cuda_repository.packages(replace(metal, gpus=gpus), spec(**values)) == names
 
 
 def test_apt_is_pinned_before_the_driver_comes(metal: HostFacts) -> None:
@@ -139,10 +139,10 @@ def test_apt_is_pinned_before_the_driver_comes(metal: HostFacts) -> None:
 )
 def test_dnf_has_streams(metal: HostFacts, current: str, values: dict[str, Any], stream: str) -> None:
     file = FileFact(f"[nvidia-driver]\nname=nvidia-driver\nstream={current}\nstate=enabled\n".encode(), 0o644, 0, 0)
-    facts = on(metal, "rocky", "9.5", "dnf", files={cuda.STREAM_FILE: file} if current else {})
-    assert cuda.plan_pin(facts, spec(**values)) == (EnableStream(stream, current),)
-    there = replace(facts, files={cuda.STREAM_FILE: replace(file, content=f"stream={stream}\n".encode())})
-    assert cuda.plan_pin(there, spec(**values)) == ()
+    facts = on(metal, "rocky", "9.5", "dnf", files={cuda_repository.STREAM_FILE: file} if current else {})
+    assert cuda_repository.plan_pin(facts, spec(**values)) == (EnableStream(stream, current),)
+    there = replace(facts, files={cuda_repository.STREAM_FILE: replace(file, content=f"stream={stream}\n".encode())})
+    assert cuda_repository.plan_pin(there, spec(**values)) == ()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_dnf_has_streams(metal: HostFacts, current: str, values: dict[str, Any],
 def test_what_cannot_be_is_said(
     metal: HostFacts, change: Callable[[HostFacts], HostFacts], values: dict[str, Any], says: str
 ) -> None:
-    found = cuda.problems(change(metal), spec(**values))
+    found = cuda_repository.problems(change(metal), spec(**values))
     assert says in (found[0].what if found else "")
     assert bool(found) is bool(says)
 
@@ -192,7 +192,7 @@ def test_another_branch_or_version_changes_the_packages(
     metal: HostFacts, installed: str, wanted: str, changes: bool
 ) -> None:
     facts = packaged(metal, installed)
-    found = cuda.plan_other_version(
+    found = cuda_repository.plan_other_version(
         facts, spec(driver_version=wanted) if wanted != "57" else HostSpec("packages", "57")
     )
     assert [type(one) for one in found] == [RefreshPackageIndex, ChangeDriverPackages] * changes
@@ -201,18 +201,18 @@ def test_another_branch_or_version_changes_the_packages(
 def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFacts) -> None:
     facts = on(packaged(metal, "580.65.06"), "rocky", "9.5", "dnf")
     facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-open": "3:580.65.06-1"}))
-    assert cuda.plan_other_version(facts, spec(driver_version="580.82.07")) == ()
-    _, change = cuda.plan_other_version(facts, spec(driver_version="570"))
+    assert cuda_repository.plan_other_version(facts, spec(driver_version="580.82.07")) == ()
+    _, change = cuda_repository.plan_other_version(facts, spec(driver_version="570"))
     assert change == ChangeDriverRpms(DNF, ("nvidia-open",), wanted="570")
 
 
 def test_a_driver_that_is_yet_to_come_is_not_changed(metal: HostFacts) -> None:
-    assert cuda.plan_other_version(metal, spec(driver_version="580")) == ()
+    assert cuda_repository.plan_other_version(metal, spec(driver_version="580")) == ()
 
 
 def test_a_pin_takes_the_place_of_another(metal: HostFacts) -> None:
     facts = packaged(metal, "570.172.08", **{"nvidia-driver-pinning-570": "570-1"})
-    refresh, change = cuda.plan_pin(facts, spec(driver_version="580"))
+    refresh, change = cuda_repository.plan_pin(facts, spec(driver_version="580"))
     assert isinstance(refresh, RefreshPackageIndex)
     assert change.summary() == "install nvidia-driver-pinning-580 instead of nvidia-driver-pinning-570"
 
@@ -232,25 +232,27 @@ Inst nvidia-open [570.172.08-1] (580.65.06-1 cuda [amd64])
 
 def test_a_driver_that_is_there_and_loaded_is_left_alone(metal: HostFacts) -> None:
     driver = DriverFacts(kernel_version="580.1", library_version="580.1")
-    assert cuda.plan_driver(replace(metal, driver=driver), spec()) == ()
-    assert cuda.plan_driver(replace(metal, driver=replace(driver, kernel_version="")), spec()) == (LoadDriver(),)
+    assert cuda_repository.plan_driver(replace(metal, driver=driver), spec()) == ()
+    assert cuda_repository.plan_driver(replace(metal, driver=replace(driver, kernel_version="")), spec()) == (
+        LoadDriver(),
+    )
 
 
 def test_the_toolkits_programs_are_on_the_path(metal: HostFacts) -> None:
-    (change,) = cuda.plan_profile(metal, spec(cuda="12.4"))
+    (change,) = cuda_repository.plan_profile(metal, spec(cuda="12.4"))
     assert b"/usr/local/cuda/bin" in change.content  # type: ignore[attr-defined]
     ours = FileFact(change.content, 0o644, 0, 0)  # type: ignore[attr-defined]
-    assert cuda.plan_profile(replace(metal, files={PROFILE: ours}), spec(cuda="12.4")) == ()
-    assert cuda.plan_profile(metal, spec()) == ()
+    assert cuda_repository.plan_profile(replace(metal, files={PROFILE: ours}), spec(cuda="12.4")) == ()
+    assert cuda_repository.plan_profile(metal, spec()) == ()
 
 
 def test_a_profile_that_somebody_else_wrote_stays(metal: HostFacts) -> None:
     files = {PROFILE: FileFact(b"export CUDA_HOME=/opt/cuda\n", 0o644, 0, 0)}
-    (change,) = cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4"))
+    (change,) = cuda_repository.plan_profile(replace(metal, files=files), spec(cuda="12.4"))
     assert isinstance(change, WriteFile)
     assert change.path == OTHER_PROFILE
     files[OTHER_PROFILE] = FileFact(change.content, 0o644, 0, 0)
-    assert cuda.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
+    assert cuda_repository.plan_profile(replace(metal, files=files), spec(cuda="12.4")) == ()
 
 
 class Loading(System):
@@ -286,3 +288,37 @@ def test_a_refusal_comes_with_what_the_kernel_says(tmp_path: Path) -> None:
     with pytest.raises(GpuprovError, match="NVRM: The NVIDIA probe routine") as caught:
         LoadDriver().apply(Loading(tmp_path, refuses="nvidia"), lambda *_: None)
     assert "usb 1-1" not in str(caught.value)
+
+
+_VOLTA, _KEPLER = PciGpu("0000:01:00.0", "1db4"), PciGpu("0000:01:00.0", "102d")
+
+
+def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: HostFacts) -> None:
+    """cuda-drivers is of the newest branch, which no longer serves Volta."""
+    volta = replace(metal, gpus=(_VOLTA,))
+    found = cuda_repository.with_branch(volta, spec())
+    assert found.driver_version == "580"
+    assert cuda_repository.pin_packages(found) == ("nvidia-driver-pinning-580",)
+    assert cuda_repository.problems(volta, spec()) == ()
+    assert cuda_repository.with_branch(metal, spec()) == spec()
+    assert cuda_repository.with_branch(volta, spec(driver_version="570")).driver_version == "570"
+    rocky = on(volta, "rocky", "9.5", "dnf")
+    assert cuda_repository.plan_pin(rocky, cuda_repository.with_branch(rocky, spec())) == (EnableStream("580-dkms"),)
+    # What is there of an earlier branch stays with it; what is of a later one does not.
+    for version, branch in (("570.211.01", "570"), ("590.48.01", "580")):
+        driver = DriverFacts(kernel_version=version, library_version=version)
+        there = replace(volta, driver=driver, driver_packaged="cuda-drivers")
+        assert cuda_repository.with_branch(there, spec()).driver_version == branch
+
+
+@pytest.mark.parametrize(
+    ("gpu", "distribution", "release"),
+    [(_VOLTA, ("fedora", "44", "dnf"), "580.178.04"), (_KEPLER, ("debian", "12", "apt"), "470.256.02")],
+)
+def test_where_no_package_serves_the_gpus_it_is_said(
+    metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str
+) -> None:
+    facts = on(replace(metal, gpus=(gpu,)), *distribution)
+    (problem,) = cuda_repository.problems(facts, spec())
+    assert "have no driver that serves this host's GPUs" in problem.what
+    assert f'gpuprov_driver: runfile and gpuprov_driver_version: "{release}"' in problem.next_step

@@ -27,7 +27,7 @@ _LET_GO_SECONDS = 15
 
 
 @dataclass(frozen=True)
-class Release:
+class Unloading:
     """Units and containers that are stopped, in this order, and the modules that are then unloaded, in this order.
 
     `devices`: nodes of other names by which the modules are held too (/dev/dri). `boot_id`: this boot, where a reboot
@@ -50,7 +50,7 @@ class Release:
         )
 
 
-def release(system: System, wanted: Release, tell: Tell) -> None:
+def unload(system: System, wanted: Unloading, tell: Tell) -> None:
     """Stop what is named and unload the modules. Raises GpuprovError that names who holds them still."""
     _write_down(system, wanted)
     if wanted.containers:
@@ -70,7 +70,7 @@ def release(system: System, wanted: Release, tell: Tell) -> None:
             f"end them: kill {pids}; then run the same command again. Or set gpuprov_reboot: if-needed",
         )
     for name in wanted.modules:
-        _unload(system, name)
+        _unload_module(system, name)
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,27 @@ class ReloadDriver(Change):
     a reboot is planned next.
     """
 
-    release: Release
+    unloading: Unloading
     version: str
 
     def summary(self) -> str:
-        stops = ", ".join((*self.release.containers, *self.release.units))
+        stops = ", ".join((*self.unloading.containers, *self.unloading.units))
         meanwhile = f"; stopped meanwhile: {stops}" if stops else ""
-        return f"load driver {self.version} instead of {self.release.version}{meanwhile}"
+        return f"load driver {self.version} instead of {self.unloading.version}{meanwhile}"
 
     @property
     def key(self) -> str:
         return "load the driver that is installed"
 
     def diff(self, system: System) -> str:
-        return "\n".join(self.release.lines())
+        return "\n".join(self.unloading.lines())
 
     def apply(self, system: System, tell: Tell) -> Json:
         try:
-            release(system, self.release, tell)
+            unload(system, self.unloading, tell)
         except GpuprovError as error:
             tell(f"{error.problems[0].what}: a reboot is needed", 0, 0)
-            system.write(IN_USE_MARK, f"{self.release.boot_id}\n".encode())
+            system.write(IN_USE_MARK, f"{self.unloading.boot_id}\n".encode())
             start_all_again(system, tell)
         start_again(system, tell)
         return {"loaded": discover(system).kernel_version}
@@ -113,12 +113,12 @@ class ReloadDriver(Change):
         start_all_again(system, lambda message, done, total: None)
 
 
-def _write_down(system: System, wanted: Release) -> None:
+def _write_down(system: System, wanted: Unloading) -> None:
     """Add to what is written down: an earlier run may have been killed."""
     before = _stopped(system)
     _write(
         system,
-        Release(
+        Unloading(
             "",
             (*before.modules, *wanted.modules),
             (*before.units, *wanted.units),
@@ -127,23 +127,23 @@ def _write_down(system: System, wanted: Release) -> None:
     )
 
 
-def _write(system: System, stopped: Release) -> None:
+def _write(system: System, stopped: Unloading) -> None:
     lists = {"modules": stopped.modules, "units": stopped.units, "containers": stopped.containers}
     system.make_directory(STATE_DIRECTORY, 0o700)
     content = json.dumps({name: list(dict.fromkeys(values)) for name, values in lists.items()})
     system.write(STOPPED, f"{content}\n".encode(), mode=0o600)
 
 
-def _stopped(system: System) -> Release:
+def _stopped(system: System) -> Unloading:
     return _parse(system.read_text(STOPPED) or "")
 
 
-def _parse(text: str) -> Release:
+def _parse(text: str) -> Unloading:
     try:
         found = json.loads(text)
-        return Release("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
+        return Unloading("", tuple(found["modules"]), tuple(found["units"]), tuple(found["containers"]))
     except (ValueError, KeyError, TypeError):
-        return Release("", ())
+        return Unloading("", ())
 
 
 def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[Holder, ...]:
@@ -153,7 +153,7 @@ def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[Holder,
     return holders
 
 
-def _unload(system: System, name: str) -> None:
+def _unload_module(system: System, name: str) -> None:
     # One goes by itself with another that alone needed it.
     if not system.exists(f"/sys/module/{name}"):
         return
@@ -193,7 +193,7 @@ def start_again(system: System, tell: Tell) -> None:
         done = system.run(("systemctl", "start", unit), timeout=_STOP_SECONDS)
         tell(f"{unit} runs again" if done.ok else f"{unit} did not start again: {done.evidence(2)}", 0, 0)
     if wanted.containers:
-        _write(system, Release("", (), (), wanted.containers))
+        _write(system, Unloading("", (), (), wanted.containers))
     else:
         system.remove(STOPPED)
 

@@ -1,0 +1,118 @@
+"""The tables that the caller's machine has instead of the packaged ones: read here, sent with each request.
+
+Advisories: what `gpuprov advisories update` wrote for this user. Driver releases: the file that
+the specification names.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.system import System, sha256_of
+from gpuprov.wire.advisories import rows_of
+from gpuprov.wire.driver_releases import checked_releases
+from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.tables import ADVISORIES, RELEASES, packaged, table, use
+
+
+def advisories_path() -> Path:
+    """Return where this user's updated advisories are kept."""
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return (Path(data) / "gpuprov" / "advisories.json").expanduser()
+
+
+def advisories_table() -> Mapping[str, Any]:
+    """Return the newer of this user's advisories and the packaged ones.
+
+    Raises GpuprovError that names this user's file if it is damaged.
+    """
+    mine, found = advisories_path(), packaged(ADVISORIES)
+    try:
+        content = mine.read_bytes()
+    except OSError:
+        return dict(found)
+    data = _parsed(content, str(mine))
+    rows_of(data, str(mine))
+    return dict(data if data["updated"] >= found["updated"] else found)
+
+
+def save_advisories(data: Mapping[str, Any]) -> Path:
+    """Write this user's advisories, whole or not at all."""
+    path = advisories_path()
+    temporary = path.with_suffix(".new")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise from_os_error(f"the advisories can't be written to {path}", error, "set XDG_DATA_HOME") from None
+    return path
+
+
+def for_request(spec: HostSpec) -> dict[str, Any]:
+    """Return the tables that a request for this host carries; the packaged ones stay where they are."""
+    found: dict[str, Any] = {}
+    advisories = advisories_table()
+    if advisories != packaged(ADVISORIES):
+        found[ADVISORIES] = advisories
+    if spec.driver_releases:
+        found[RELEASES] = _releases(spec.driver_releases, spec.driver_releases_sha256)
+    return found
+
+
+@functools.cache
+def _releases(place: str, sha256: str) -> Mapping[str, Any]:
+    """Return a site's table of releases; read once for all hosts."""
+    if not sha256:
+        raise GpuprovError(
+            "gpuprov_driver_releases has no digest", masked(place),
+            "set gpuprov_driver_releases_sha256 (sha256sum FILE, of a file that you trust)", exit_code=ExitCode.USAGE,
+        )  # fmt: skip
+    content = fetch_small(System(), f"file://{place}" if place.startswith("/") else place)
+    if sha256_of(content) != sha256:
+        raise GpuprovError(
+            "the table of driver releases is not the one that was asked for",
+            f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_driver_releases_sha256 is {sha256}",
+            "get the file again, or correct the digest", exit_code=ExitCode.USAGE,
+        )  # fmt: skip
+    return checked_releases(_parsed(content, masked(place)), masked(place))
+
+
+def _parsed(content: bytes, origin: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise GpuprovError(
+            f"{origin} is not valid JSON",
+            str(error)[:200],
+            "get the file again, or remove it",
+            exit_code=ExitCode.USAGE,
+        ) from None
+
+
+def use_tables(sent: Mapping[str, Any]) -> None:
+    """Let the tables of a request count in this process. Raises GpuprovError for one that is not valid."""
+    checked: dict[str, Any] = {}
+    if RELEASES in sent:
+        checked[RELEASES] = checked_releases(sent[RELEASES], "the request")
+    if ADVISORIES in sent:
+        rows_of(sent[ADVISORIES], "the request")
+        checked[ADVISORIES] = sent[ADVISORIES]
+    use(checked)
+
+
+def use_newer_advisories(content: bytes, origin: str) -> None:
+    """Let advisories that came in a bundle, if any did, count if they are newer than those in use."""
+    if not content:
+        return
+    data = _parsed(content, origin)
+    rows_of(data, origin)
+    if data["updated"] > table(ADVISORIES)["updated"]:
+        use({**({RELEASES: table(RELEASES)} if table(RELEASES) is not packaged(RELEASES) else {}), ADVISORIES: data})

@@ -1,0 +1,177 @@
+"""Known security holes of NVIDIA's driver and container toolkit, by NVIDIA's security bulletins. Pure.
+
+The table is advisories.json: a row for each bulletin, product and driver branch. csaf.py makes rows of NVIDIA's CSAF
+documents. Every bulletin says: an earlier branch for which no update is listed may be affected too, and gets no fix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.tables import ADVISORIES, table
+from gpuprov.wire.versions import version_key
+
+DRIVER, TOOLKIT = PRODUCTS = ("driver", "container toolkit")
+TOOLKIT_PACKAGE = "nvidia-container-toolkit"
+_FORMAT = 1
+# The qualitative ratings of CVSS 3.1 (first.org, section 5), as gpuprov_refuse_advisories names them.
+THRESHOLDS = {"none": 100.0, "high": 7.0, "critical": 9.0}
+_VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}")
+_BULLETIN = re.compile(r"\d{4}/\d{1,8}")
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+_CVE = re.compile(r"CVE-\d{4}-\d{4,7}")
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """What a bulletin says of a product; `branch` is a driver's, `score` the highest CVSS base score among `cves`.
+
+    `cves`: by name, not all of them in every row; releases of the branch before `fixed_in` are affected.
+    """
+
+    bulletin: str
+    published: str
+    product: str
+    branch: str
+    fixed_in: str
+    score: float
+    cves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Holes:
+    """The known holes of one installed version: bulletins, the worst score, and the release to take instead.
+
+    `unfixed_branch`: no release of the installed branch fixes them all.
+    """
+
+    product: str
+    version: str
+    advisories: tuple[Advisory, ...]
+    fixed_in: str
+    unfixed_branch: bool = False
+
+    @property
+    def score(self) -> float:
+        return max(one.score for one in self.advisories)
+
+    @property
+    def bulletins(self) -> str:
+        """Each bulletin with its score, the newest first."""
+        return ", ".join(f"{one.bulletin} ({one.score:g})" for one in self.advisories)
+
+    def __str__(self) -> str:
+        bulletins = f"NVIDIA bulletin{'s' if len(self.advisories) > 1 else ''} {self.bulletins}"
+        if self.unfixed_branch:
+            branch = self.version.partition(".")[0]
+            return (
+                f"{self.product} {self.version}: branch {branch} gets no security fixes any more, and may have the "
+                f"holes of {bulletins}; fixed in {self.fixed_in}"
+            )
+        return f"{self.product} {self.version} has known security holes: {bulletins}; fixed in {self.fixed_in}"
+
+
+def advisories() -> tuple[Advisory, ...]:
+    """Return all known advisories, the newest first."""
+    return rows_of(table(ADVISORIES))
+
+
+def updated() -> str:
+    """Return the day on which the table in use was made (YYYY-MM-DD)."""
+    return str(table(ADVISORIES)["updated"])
+
+
+def holes(product: str, version: str, known: Iterable[Advisory] | None = None) -> Holes | None:
+    """Return the known holes of a version of a product, None if there are none or the version is unknown."""
+    if not version_key(version):
+        return None
+    rows = [one for one in (advisories() if known is None else known) if one.product == product]
+    found: dict[str, Advisory] = {}
+    unfixed = False
+    for bulletin in dict.fromkeys(one.bulletin for one in rows):
+        members = [one for one in rows if one.bulletin == bulletin]
+        hit = _affected(product, version, members)
+        if hit is not None:
+            found[bulletin] = hit
+            unfixed = unfixed or (product == DRIVER and hit.branch != _branch(version))
+    if not found:
+        return None
+    return Holes(product, version, tuple(found.values()), _fix(product, version, rows, found, unfixed), unfixed)
+
+
+def _branch(version: str) -> str:
+    return version.partition(".")[0]
+
+
+def _affected(product: str, version: str, members: list[Advisory]) -> Advisory | None:
+    """Return the row of a bulletin by which a version is affected."""
+    if product != DRIVER:
+        return next((one for one in members if version_key(version) < version_key(one.fixed_in)), None)
+    own = next((one for one in members if one.branch == _branch(version)), None)
+    if own is not None:
+        return own if version_key(version) < version_key(own.fixed_in) else None
+    # An unlisted branch is affected if a later one is listed; a branch that came after all of them is not.
+    later = [one for one in members if int(one.branch) > int(_branch(version))]
+    return min(later, key=lambda one: int(one.branch), default=None)
+
+
+def _fix(product: str, version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
+    """Return the oldest release that has all fixes: of the own branch, else of the long-term one or a later one."""
+    if not unfixed:
+        return max((one.fixed_in for one in found.values()), key=version_key)
+    newest = rows[0].bulletin
+    later = {
+        one.branch: one.fixed_in for one in rows if one.bulletin == newest and int(one.branch) > int(_branch(version))
+    }
+    if LONG_TERM_BRANCH in later:
+        return later[LONG_TERM_BRANCH]
+    return min(later.values() or [max((one.fixed_in for one in found.values()), key=version_key)], key=version_key)
+
+
+# -- the table as data -----------------------------------------------------------------------------------------------
+
+
+def rows_of(data: Any, origin: str = "") -> tuple[Advisory, ...]:
+    """Return the rows of a table, the newest first. Raises GpuprovError that names what is wrong in it."""
+    try:
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT}")
+        if not _DATE.fullmatch(data["updated"]):
+            raise ValueError("updated is not a date")
+        rows = [_row(row) for row in data["rows"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GpuprovError(
+            "the table of security advisories is not valid", f"{origin}: {str(error)[:200]}".lstrip(": "),
+            "gpuprov advisories update --from FILE makes it from NVIDIA's CSAF documents",
+        ) from None  # fmt: skip
+    return tuple(sorted(rows, key=lambda one: (one.published, one.bulletin, one.branch), reverse=True))
+
+
+def _row(row: Mapping[str, Any]) -> Advisory:
+    one = Advisory(**{**row, "score": float(row["score"]), "cves": tuple(row["cves"])})
+    fits = (
+        _BULLETIN.fullmatch(one.bulletin) and _DATE.fullmatch(one.published) and _VERSION.fullmatch(one.fixed_in)
+        and one.product in PRODUCTS and 0 <= one.score <= 10 and all(map(_CVE.fullmatch, one.cves))
+        and (one.branch.isdigit() if one.product == DRIVER else not one.branch)
+    )  # fmt: skip
+    if not fits:
+        raise ValueError(f"not an advisory: {str(dict(row))[:120]}")
+    return one
+
+
+def table_of(rows: Iterable[Advisory], day: str) -> dict[str, Any]:
+    """Return the table of these rows as JSON values; the same rows and day, the same table."""
+    ordered = sorted(set(rows), key=lambda one: (one.published, one.bulletin, one.product, one.branch), reverse=True)
+    return {"format": _FORMAT, "updated": day, "rows": [{**asdict(one), "cves": list(one.cves)} for one in ordered]}
+
+
+def merged(old: Iterable[Advisory], new: Iterable[Advisory]) -> tuple[Advisory, ...]:
+    """Return both, where a bulletin of `new` takes the place of all that `old` has of it."""
+    fresh = tuple(new)
+    again = {one.bulletin for one in fresh}
+    return (*(one for one in old if one.bulletin not in again), *fresh)

@@ -1,0 +1,18 @@
+"""The host of these tests runs 550.163.01, the simulated GPU's driver: its known holes are no trouble of the host's."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuprov.wire import tables
+from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, table_of
+
+_OLD_BRANCH = Advisory("2026/5821", "2026-05-19", DRIVER, "535", "535.309.01", 8.8)
+
+
+@pytest.fixture(autouse=True)
+def _advisories_of_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    toolkit = (one for one in advisories() if one.product == TOOLKIT)
+    found = table_of((*toolkit, _OLD_BRANCH), "2026-11-22")
+    packaged = tables.packaged
+    monkeypatch.setattr(tables, "packaged", lambda name: found if name == tables.ADVISORIES else packaged(name))
