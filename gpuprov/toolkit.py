@@ -25,6 +25,7 @@ from gpuprov.driver.cuda_repository import plan_driver
 from gpuprov.driver_run import installs
 from gpuprov.engines.wish import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
+from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.runtime_hook import deploy
 from gpuprov.wire.spec import HostSpec
 
@@ -46,15 +47,16 @@ def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return what brings the bundled runtime's files, and their byte code, to this version."""
-    if spec.toolkit != "bundled":
+    python = facts.interpreter
+    if spec.toolkit != "bundled" or not python.path:
         return ()
     there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
-    files = deploy.deployed_files(docker_hook=there is None or deploy.is_ours(there.content))
+    files = deploy.deployed_files(python.path, docker_hook=there is None or deploy.is_ours(there.content))
     wanted = {path for path, _, _ in files}
     # A module of an older version that this one lacks would otherwise stay importable.
     stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
     current = all(_is_there(facts.files.get(path), mode, content) for path, mode, content in files)
-    return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, stale),)
+    return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, python, stale),)
 
 
 def _is_there(found: FileFact | None, mode: int, content: bytes) -> bool:
@@ -63,9 +65,10 @@ def _is_there(found: FileFact | None, mode: int, content: bytes) -> bool:
 
 @dataclass(frozen=True)
 class InstallRuntime(Change):
-    """The bundled runtime shall be there: its files (path, mode, content), compiled for this host's Python."""
+    """The bundled runtime shall be there: its files (path, mode, content), compiled for the Python that runs them."""
 
     files: tuple[tuple[str, int, bytes], ...]
+    python: Interpreter
     stale: tuple[str, ...] = ()
 
     def summary(self) -> str:
@@ -89,7 +92,7 @@ class InstallRuntime(Change):
         for path, mode, content in sorted(self.files, key=lambda file: file[0] == deploy.LAUNCHER_PATH):
             system.make_directory(parent_of(path))
             system.write(path, content, mode=mode, owner=(0, 0))
-        deploy.compile_bytecode(str(system.path(_HOOK_DIRECTORY)))
+        compile_bytecode(system, self.python, _HOOK_DIRECTORY)
         return {}
 
     @classmethod

@@ -15,6 +15,7 @@ from gpuprov.runtime_hook.low_level import CACHE
 from gpuprov.runtime_hook.record import FOLDER
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
+PYTHON = "/usr/bin/python3"
 _PROGRAMS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 
 
@@ -55,8 +56,11 @@ class Deployed:
         return self.specifications / "nvidia.json"
 
 
-def deploy_below(folder: Path, low_level: str = "runc") -> Deployed:
-    """Lay the runtime and its hook below a folder; specifications and settings are looked for there too."""
+def deploy_below(folder: Path, low_level: str = "runc", python: str = PYTHON) -> Deployed:
+    """Lay the runtime and its hook below a folder; specifications and settings are looked for there too.
+
+    The byte code is that of the Python that runs the tests.
+    """
     made = Deployed(folder, program(low_level))
     for place in (made.specification, made.settings, made.nvidia_settings):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -73,16 +77,16 @@ def deploy_below(folder: Path, low_level: str = "runc") -> Deployed:
             text = text.replace(path, str(place))
         return text
 
-    for path, mode, content in deploy.deployed_files():
+    for path, mode, content in deploy.deployed_files(python):
         place = folder / "host" / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(moved(content.decode()))
         place.chmod(mode)
     library = folder / "host" / deploy.LIBRARY_PATH.lstrip("/")
     deploy.compile_bytecode(str(library / "runtime_hook"))
-    launcher = deploy.render_launcher("/usr/bin/python3", str(library), (made.low_level,))
+    launcher = deploy.render_launcher(python, str(library), (made.low_level,))
     made.runtime.write_text(moved(launcher))
-    made.hook.write_text(deploy.render_hook("/usr/bin/python3", str(library)))
+    made.hook.write_text(deploy.render_hook(python, str(library)))
     for program_path in (made.runtime, made.hook):
         program_path.chmod(0o755)
     return made

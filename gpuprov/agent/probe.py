@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
 
 if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution
     from gpuprov.package_managers.interface import Commands
 
-OLDEST_PYTHON = (3, 9)
-PYTHONS = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)), "/usr/libexec/platform-python")
+PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
 # Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
@@ -52,7 +52,7 @@ class Python:
 
     @property
     def is_usable(self) -> bool:
-        return self.version >= OLDEST_PYTHON
+        return self.version >= OLDEST
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,10 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     """Return path → content of all that belongs on this host."""
+    python = facts.interpreter.path
     texts = {
-        f"{UNITS}/{NODES}": boot_files.NODES_TEXT,
-        f"{UNITS}/{REFRESH}": boot_files.REFRESH_TEXT,
+        f"{UNITS}/{NODES}": boot_files.nodes_text(python),
+        f"{UNITS}/{REFRESH}": boot_files.refresh_text(python),
         f"{UNITS}/{WATCH}": boot_files.WATCH_TEXT,
         UDEV_RULES: boot_files.UDEV_TEXT,
     }

@@ -47,7 +47,7 @@ _TEXT_FILES = (
 )  # fmt: skip
 # Whether these are there is asked by one rule or another.
 _WATCHED = (
-    "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/usr/bin/python3", LAUNCHER_PATH,
+    "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd",
     OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *KEYS,

@@ -11,6 +11,7 @@ from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.engines.docker_config import DAEMON_JSON
+from gpuprov.facts.interpreter import MISSING
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from gpuprov.wire import advisories
@@ -84,13 +85,32 @@ def _files_missing(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _no_python(x: Examined) -> Finding | None:
-    if LAUNCHER_PATH not in x.there or "/usr/bin/python3" in x.there:
+def _python_missing(x: Examined) -> Finding | None:
+    python = x.host.interpreter
+    if python.fault != MISSING:
         return None
     return Finding(
-        "gpuprov's container runtime has no Python to run on", "ls /usr/bin/python3: No such file or directory",
-        words.install_packages(x, "python3"),
+        f"the Python that gpuprov's container runtime and boot units run on is missing: {python.deployed}",
+        f"ls {python.deployed}: No such file or directory", _another_python(x),
     )  # fmt: skip
+
+
+def _python_unfit(x: Examined) -> Finding | None:
+    python = x.host.interpreter
+    if python.fault in ("", MISSING):
+        return None
+    return Finding(
+        f"gpuprov's container runtime and boot units must not or can't run on their Python, {python.deployed}",
+        f"{python.deployed}: {python.fault}", _another_python(x),
+    )  # fmt: skip
+
+
+def _another_python(x: Examined) -> str:
+    """Return the command that records a Python that will do, and brings one first where the host has none."""
+    if x.host.interpreter.path:
+        return words.gpuprov_install(x)
+    row = x.host.distribution
+    return f"{words.install_packages(x, row.pythons[0] if row else 'python3')}; {words.gpuprov_install(x)}"
 
 
 def _no_low_level(x: Examined) -> Finding | None:
@@ -235,8 +255,11 @@ RULES = (
     Rule("runtime-missing", TOOLKIT, "the program that docker has as runtime nvidia is not there", _runtime_missing),
     Rule("runtime-not-executable", TOOLKIT, "docker's runtime nvidia may not be executed", _not_executable),
     Rule("runtime-files-missing", TOOLKIT, "files in /usr/lib/gpuprov are missing, or of another version",
-         _files_missing, ("run-cut-off",)),
-    Rule("python-missing", TOOLKIT, "gpuprov's runtime is there, /usr/bin/python3 is not", _no_python),
+         _files_missing, ("run-cut-off", "python-missing", "python-unfit")),
+    Rule("python-missing", TOOLKIT, "the Python that the launcher or the boot units name is not there",
+         _python_missing),
+    Rule("python-unfit", TOOLKIT, "that Python is older than 3.9, does not run, or others than root can write it",
+         _python_unfit),
     Rule("low-level-runtime-missing", TOOLKIT, "docker is there, neither runc nor crun is", _no_low_level),
     Rule("settings-broken", TOOLKIT, f"`{SETTINGS_PATH}` or `{NVIDIA_SETTINGS_PATH}` can't be read", _settings_broken),
     Rule("no-cgroups", TOOLKIT, "no-cgroups = true, and docker runs as root with NVIDIA's runtime", _no_cgroups),

@@ -5,6 +5,7 @@ Names and contents only, and the look at what is there; boot/prepare.py decides 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,9 +25,10 @@ MODULES = "/etc/modules-load.d/gpuprov.conf"
 PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
 _MARK = "# By gpuprov"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
+_PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
 _ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE))
 
-NODES_TEXT = f"""\
+_NODES_TEXT = f"""\
 {_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
 [Unit]
 Description=NVIDIA device nodes, and their links in /dev/char (gpuprov)
@@ -36,13 +38,13 @@ Before=docker.service containerd.service crio.service
 [Service]
 Type=oneshot
 RemainAfterExit=yes
-ExecStart=/usr/bin/python3 -I {PROGRAM} nodes
+ExecStart={{python}} -I {PROGRAM} nodes
 
 [Install]
 WantedBy=multi-user.target
 """
 # After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
-REFRESH_TEXT = f"""\
+_REFRESH_TEXT = f"""\
 {_MARK}: writes /etc/cdi/nvidia.json anew if it no longer says what is there; looks, and writes nothing, if it does.
 [Unit]
 Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
@@ -51,7 +53,7 @@ StartLimitIntervalSec=0
 
 [Service]
 Type=oneshot
-ExecStart=/usr/bin/python3 -I {PROGRAM} refresh
+ExecStart={{python}} -I {PROGRAM} refresh
 
 [Install]
 WantedBy=multi-user.target
@@ -102,6 +104,22 @@ MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
     UDEV_RULES, MODULES,
 )  # fmt: skip
+
+
+def nodes_text(python: str) -> str:
+    """Return the unit that makes device nodes; `python` is the path of the interpreter that runs the boot program."""
+    return _NODES_TEXT.format(python=python)
+
+
+def refresh_text(python: str) -> str:
+    """Return the unit that refreshes the CDI specification, as nodes_text does."""
+    return _REFRESH_TEXT.format(python=python)
+
+
+def python_of(unit: bytes) -> str:
+    """Return the Python that a unit of ours of any version runs the boot program with, nothing for another file."""
+    found = _PYTHON.search(unit.decode("utf-8", "replace"))
+    return found[1] if found else ""
 
 
 def mig_text(layout: Sequence[tuple[int, str]]) -> str:

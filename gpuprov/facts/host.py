@@ -24,6 +24,7 @@ from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
+from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.machine.distros import Distribution, distribution_of
@@ -84,7 +85,8 @@ class HostFacts:
     `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
-    the repositories have of the packages on which a plan depends, if they were asked.
+    the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
+    gathered this; `interpreter`: what the deployed programs run on.
     """
 
     os: OperatingSystem
@@ -103,6 +105,7 @@ class HostFacts:
     files: Mapping[str, FileFact]
     downloads: Mapping[str, str]
     python: str
+    interpreter: Interpreter
     bytecode_current: bool
     user_id: int
     free_bytes: Mapping[str, int]
@@ -149,6 +152,8 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     os = gather_os(system)
     packages = gather_software(system, os)
     driver = discover(system)
+    files = gather_files(system)
+    interpreter = gather_interpreter(system, _deployed_python(files))
     return HostFacts(
         os=os,
         architecture=system.architecture(),
@@ -163,10 +168,11 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         packages=packages,
         docker=gather_docker(system),
         engines=gather_engines(system, engines),
-        files=gather_files(system),
+        files=files,
         downloads=gather_downloads(system),
         python=".".join(str(part) for part in sys.version_info[:3]),
-        bytecode_current=deploy.bytecode_is_current(str(system.path(f"{deploy.LIBRARY_PATH}/runtime_hook"))),
+        interpreter=interpreter,
+        bytecode_current=bytecode_is_current(system, interpreter, f"{deploy.LIBRARY_PATH}/runtime_hook"),
         user_id=system.user_id(),
         free_bytes={place: system.free_bytes(place) for place in _WRITTEN_PLACES},
         displays=gather_displays(system),
@@ -174,6 +180,13 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         fabric=gather_fabric(system),
         cuda=gather_cuda(system),
     )
+
+
+def _deployed_python(files: Mapping[str, FileFact]) -> str:
+    """Return the Python that the deployed programs name; with NVIDIA's toolkit only the boot units are ours."""
+    launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot_files.UNITS}/{boot_files.NODES}")
+    named = deploy.python_of(launcher.content) if launcher else ""
+    return named or (boot_files.python_of(unit.content) if unit else "")
 
 
 def gather_software(system: System, os: OperatingSystem) -> PackageFacts:

@@ -27,6 +27,7 @@ from gpuprov.driver import (
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
+from gpuprov.facts.interpreter import NAMES
 from gpuprov.machine.distros import derivative_note, machine_problems
 from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
@@ -199,6 +200,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_gpu_problems(facts),
             *_room_problems(facts),
             *_clock_problems(facts),
+            *_python_problems(facts),
             *kernel.problems(facts, spec),
             *precompiled.problems(facts, spec),
             *availability.problems(facts, spec),
@@ -257,6 +259,20 @@ def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
             "the clock is wrong: certificates and signatures would not be valid yet",
             f"it says {facts.clock} s since 1970, before this gpuprov was made",
             "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
+        ),
+    )
+
+
+def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """The container runtime and the boot units run as root: on which Python, a user must not decide."""
+    if facts.interpreter.path:
+        return ()
+    names = facts.distribution.pythons if facts.distribution is not None else ("python3",)
+    return (
+        Problem(
+            "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",
+            "\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin",
+            f"install the distribution's own: {facts.package_manager.commands.install} {names[0]}",
         ),
     )
 

@@ -8,6 +8,7 @@ import importlib.util
 import marshal
 import pkgutil
 import py_compile
+import re
 import sys
 from pathlib import Path
 from types import CodeType
@@ -27,9 +28,27 @@ _CHECKED_HASH = b"\x03\x00\x00\x00"
 # A shell starts in 0.7 ms, grep in 1, Python in 6: so only a `create` whose config.json has one of the words by which
 # containers ask for GPUs comes to Python, and one on a host whose settings name other words. Paths are fixed: a
 # caller's PATH decides nothing.
-_LAUNCHER = """#!/bin/sh
+_LAUNCHER = """\
+#!/bin/sh
 # gpuprov's container runtime: gives containers their GPUs on `create`, passes everything else to runc or crun.
+python={python}
 own={settings} nvidia={nvidia_settings} cache={cache}
+# Writes the sentence to stderr and to the file where the engine looks for it. It must not need Python.
+refuse() {{
+    sentence=$1 log= previous=
+    shift
+    for word do
+        case $word in --log=*) log=${{word#*=}} ;; esac
+        [ "$previous" = --log ] && log=$word
+        previous=$word
+    done
+    echo "gpuprov: $sentence" >&2
+    [ -n "$log" ] && {{
+        now=$(PATH=/usr/bin:/bin date -u +%Y-%m-%dT%H:%M:%SZ)
+        printf '{{"level":"error","msg":"gpuprov: %s","time":"%s"}}\\n' "$sentence" "$now" >>"$log"
+    }} 2>/dev/null
+    exit 1
+}}
 [ -e "$own" ] || own=
 [ -e "$nvidia" ] || nvidia=
 low_level=
@@ -40,19 +59,17 @@ if [ -n "$own$nvidia" ]; then
         ! [ "${{own:+{settings_folder}}}" -nt "$cache" ] && ! [ "${{nvidia:+{nvidia_folder}}}" -nt "$cache" ]; then
         . "$cache"
     fi
-    [ -x "$low_level" ] || low_level=$({python} -I -S -E -B -c '{keep}' "$@" </dev/null) || exit
+    if ! [ -x "$low_level" ]; then
+        [ -x "$python" ] || refuse "{missing}" "$@"
+        low_level=$("$python" -I -S -E -B -c '{keep}' "$@" </dev/null) || exit
+    fi
 else
     for low_level in {candidates}; do
         [ -x "$low_level" ] && break
         low_level=
     done
 fi
-if [ -z "$low_level" ]; then
-    echo "gpuprov: neither runc nor crun is installed: install the package runc" >&2
-    # The same, in the file where the engine looks for it.
-    {python} -I -S -E -B -c '{none}' "$@" </dev/null 2>/dev/null
-    exit 1
-fi
+[ -n "$low_level" ] || refuse "neither runc nor crun is installed: install the package runc" "$@"
 create= delete= bundle=. previous=
 for word do
     case $word in
@@ -73,18 +90,42 @@ fi
 [ -n "$create" ] || exec "$low_level" "$@"
 PATH=/usr/bin:/bin LC_ALL=C grep -qE -e '{words}' -e '{keys}' "$bundle/config.json" $own $nvidia 2>/dev/null
 [ $? = 1 ] && exec "$low_level" "$@"
-exec {python} -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
+[ -x "$python" ] || refuse "{missing}" "$@"
+exec "$python" -I -S -E -B -c '{start}main(sys.argv[1], sys.argv[2:])' "$low_level" "$@"
 """
+# A shell script too: without its Python, the engine would only say "no such file or directory".
+_HOOK = """\
+#!/bin/sh
+# gpuprov's container runtime hook: gives a container its GPUs where the engine runs hooks.
+python={python}
+[ -x "$python" ] || {{
+    echo "gpuprov: {missing}" >&2
+    exit 1
+}}
+exec "$python" -I -S -E -B -c '{start}main(sys.argv[1:])' "$@"
+"""
+_MISSING = "the container runtime needs {python}, which is missing: run gpuprov install on this host"
+_PYTHON = re.compile(r"^python=(\S+)$", re.MULTILINE)
+# Launchers of versions that did not record it.
+_PYTHON_BEFORE = re.compile(r"^exec (\S+) -I -S -E -B ", re.MULTILINE)
 # What a container asks for GPUs by, in config.json; and the settings by which it may ask in other words. No slash
 # stands in them: JSON may have it as \\/.
 _WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
 # A key may stand in quotes, or behind its table's name and a dot.
 _KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
+# The path may lead to an older Python by now: every Python must be able to read this part.
+_NEW_ENOUGH = """\
+import sys
+if sys.version_info < (3, 9):
+    version = ".".join(map(str, sys.version_info[:3]))
+    sys.exit("gpuprov: the container runtime needs Python 3.9 or later, and " + sys.executable + " is " + version + ": "
+        "run gpuprov install on this host")
+"""
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 # All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
 # Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
 _LOAD = """\
-import gc, sys
+import gc
 gc.disable()
 sys.path.append("{library}")
 try:
@@ -104,41 +145,41 @@ except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
-# The engine looks for an error in the file that its arguments name.
-_KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
-_NONE = (
-    'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import refuse_none; '
-    "refuse_none(sys.argv[1:])"
-)
+_KEEP = 'sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
 # What a start begins with; each has a file with all modules that it imports.
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
 
 
-def render_launcher(
-    python: str = "/usr/bin/python3", library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")
-) -> str:
+def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")) -> str:
     """Return the launcher, a shell script. A `low_level` runtime is a name, looked for as root would, or a path."""
     candidates = [
         path for name in low_level for path in ([name] if "/" in name else [f"{folder}/{name}" for folder in FOLDERS])
     ]
     return _LAUNCHER.format(
-        candidates=" ".join(candidates), python=python, start=_load("main", library),
-        keep=_KEEP.format(library=library), none=_NONE.format(library=library),
+        candidates=" ".join(candidates), python=python, missing=_MISSING.format(python=python),
+        start=_load("main", library), keep=_NEW_ENOUGH + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
         words=_WORDS, keys=_KEYS, records=RECORDS,
     )  # fmt: skip
 
 
-def render_hook(python: str = "/usr/bin/python3", library: str = LIBRARY_PATH) -> str:
-    """Return the program that engines run as an OCI hook."""
-    # A `#!` line takes one word of options; an engine's or a container's PATH has no say in which Python this is.
-    return f"#!{python} -ISEB\n{_load('hook_main', library)}main(sys.argv[1:])\n"
+def render_hook(python: str, library: str = LIBRARY_PATH) -> str:
+    """Return the program that engines run as an OCI hook, a shell script."""
+    # An engine's or a container's PATH has no say in which Python this is.
+    return _HOOK.format(python=python, missing=_MISSING.format(python=python), start=_load("hook_main", library))
+
+
+def python_of(launcher: bytes) -> str:
+    """Return the Python that a launcher of any version starts, nothing if it is no launcher of ours."""
+    text = launcher.decode("utf-8", "replace")
+    found = _PYTHON.search(text) or _PYTHON_BEFORE.search(text)
+    return found[1] if found else ""
 
 
 def _load(name: str, library: str) -> str:
-    return _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
+    return _NEW_ENOUGH + _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
 
 
 def is_ours(content: bytes) -> bool:
@@ -146,18 +187,20 @@ def is_ours(content: bytes) -> bool:
     return b"runtime_hook.hook_main" in content
 
 
-def deployed_files(*, docker_hook: bool = True) -> tuple[tuple[str, int, bytes], ...]:
+def deployed_files(python: str, *, docker_hook: bool = True) -> tuple[tuple[str, int, bytes], ...]:
     """Return (path, mode, content) of every file that a host needs; works from inside a zipapp too.
 
-    Without `docker_hook`, the hook is not put under the name that docker looks for: NVIDIA's package owns it.
+    `python`: the path of the interpreter that runs them. Without `docker_hook`, the hook is not put under the name that
+    docker looks for: NVIDIA's package owns it.
     """
     package = __package__ or "gpuprov.runtime_hook"
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations is not None
     names = sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
-    files = [(LAUNCHER_PATH, 0o755, render_launcher().encode()), (HOOK_PATH, 0o755, render_hook().encode())]
+    hook = render_hook(python).encode()
+    files = [(LAUNCHER_PATH, 0o755, render_launcher(python).encode()), (HOOK_PATH, 0o755, hook)]
     if docker_hook:
-        files.append((NVIDIA_HOOK_PATH, 0o755, render_hook().encode()))
+        files.append((NVIDIA_HOOK_PATH, 0o755, hook))
     for name in ("__init__", *(name for name in names if name not in _NOT_DEPLOYED)):
         content = pkgutil.get_data(package, f"{name}.py")
         assert content is not None

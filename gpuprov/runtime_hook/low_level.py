@@ -7,10 +7,6 @@ import sys
 
 from .settings import SETTINGS_PATH, read_settings
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
-
 CACHE = "/run/gpuprov/low-level"
 # Where root's programs are; a caller's PATH decides nothing.
 FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -47,13 +43,6 @@ def keep(arguments: list[str], cache: str = CACHE) -> None:
     except OSError:
         pass  # a full disk, or a rootless engine: then the next start looks for it again
     sys.stdout.write(f"{path}\n")
-
-
-def refuse_none(arguments: list[str]) -> NoReturn:
-    """End with the sentence for a host that has no low-level runtime at all, and whose settings name none."""
-    from .main import refuse
-
-    refuse(arguments, "gpuprov: neither runc nor crun is installed: install the package runc")
 
 
 def _write(cache: str, path: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, render_json
-from tests.deployed import bundle_below, deploy_below, program
+from tests.deployed import PYTHON, bundle_below, deploy_below, program
 
 # Of this process alone: two test runs on one machine must not meet.
 NAME = f"gpuprov-test-{os.getpid()}"
@@ -49,9 +49,9 @@ def low_level_runtime(name: str, folder: Path) -> str:
 class Bench:
     """A deployed runtime over a low-level one, a driver of four files, and a bundle with busybox in it."""
 
-    def __init__(self, folder: Path, low_level: str) -> None:
+    def __init__(self, folder: Path, low_level: str, python: str = PYTHON) -> None:
         self.folder = folder
-        self.deployed = deploy_below(folder / "deployed", low_level)
+        self.deployed = deploy_below(folder / "deployed", low_level, python)
         self.low_level = self.deployed.low_level
         self.runtime = self.deployed.runtime
         self.caller = str(self.runtime)

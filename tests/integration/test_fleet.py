@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import shutil
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from gpuprov.wire.events import Event, Finished, Note, Started, from_line
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
+from tests.pythons import ABSENT, PYTHONS
 
 pytestmark = pytest.mark.root
 
@@ -389,14 +389,7 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
 # -- the real agent --------------------------------------------------------------------------------------------------
 
 
-def _pythons() -> list[str]:
-    """Return the interpreters of this machine to try the agent on: any Python from 3.9 up, each version once."""
-    folders = [Path("/usr/bin"), Path("/usr/local/bin"), *(Path.home() / ".pyenv/versions").glob("*/bin")]
-    found = {path.name: str(path) for folder in folders for path in folder.glob("python3.*")}
-    return [path for name, path in sorted(found.items()) if re.fullmatch(r"python3\.(9|1\d)", name)]
-
-
-@pytest.mark.parametrize("python", _pythons(), ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
 def test_built_agent_gathers_facts_on_every_python_here(tmp_path: Path, python: str) -> None:
     agent = tmp_path / "agent.pyz"
     agent.write_bytes(build_agent(tmp_path / "cache").content)
@@ -409,5 +402,5 @@ def test_built_agent_gathers_facts_on_every_python_here(tmp_path: Path, python: 
 
 
 def test_python_39_is_here_to_try_the_agent_on() -> None:
-    if not any(path.endswith("python3.9") for path in _pythons()):
+    if "3.9" in ABSENT:
         pytest.skip("no Python 3.9 on this machine: the agent was tried on newer ones only")

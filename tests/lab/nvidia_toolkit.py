@@ -11,6 +11,7 @@ from pathlib import Path
 from gpuprov.runtime_hook import deploy
 from tests.lab.repository import build_package, build_repository, sign, stand_in
 
+_PYTHON = "/usr/bin/python3"
 _LIBRARY = "/usr/lib/nvidia-stand-in"
 # Only the base is asked for in the very version: that is how apt comes to take newer ones of the others.
 _PACKAGES = {
@@ -47,11 +48,11 @@ def _files(name: str) -> dict[str, str]:
         return {f"usr/share/doc/{name}/copyright": "a stand-in\n"}
     modules = {
         path.replace(deploy.LIBRARY_PATH, _LIBRARY).lstrip("/"): content.decode()
-        for path, _, content in deploy.deployed_files()
+        for path, _, content in deploy.deployed_files(_PYTHON)
         if path.startswith(f"{deploy.LIBRARY_PATH}/")
     }
     programs = {
-        "usr/bin/nvidia-container-runtime": deploy.render_launcher(library=_LIBRARY),
-        f"{_LIBRARY.lstrip('/')}/hook": deploy.render_hook(library=_LIBRARY),
+        "usr/bin/nvidia-container-runtime": deploy.render_launcher(_PYTHON, library=_LIBRARY),
+        f"{_LIBRARY.lstrip('/')}/hook": deploy.render_hook(_PYTHON, library=_LIBRARY),
     }
     return {**modules, **programs}

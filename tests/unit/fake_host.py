@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpuprov.core.commands import NOT_FOUND, Completed
-from gpuprov.core.system import System
+from gpuprov.core.system import FileStatus, System
 from tests import simgpu
 
 RELEASE = "6.1.0-13-amd64"
 _OS_RELEASE = 'ID=debian\nVERSION_ID="12"\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'
+PYTHON = f"python3.{sys.version_info.minor}"
 _LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 BUILD_PACKAGES = ("gcc", "make", "libc6-dev", "dkms", "kmod")
 Tree = dict[str, tuple[int, int, int, int, bytes]]
@@ -40,6 +43,7 @@ class FakeHost(System):
         self.docker_starts = 0
         self.commands: list[tuple[str, ...]] = []
         self.failing_unit = "no unit"
+        self.python_version = ".".join(map(str, sys.version_info[:3]))
         self.initramfs_error = ""
         self.initramfs_forgets = False
         self._driver_files: list[Path] = []
@@ -59,6 +63,9 @@ class FakeHost(System):
         (root / "run/systemd/container").write_text("systemd-nspawn\n")
         simgpu.write_kernel_tree(root, gpus, driver="nouveau" if metal else "nvidia")
         programs = ["apt-get", "dpkg-query", "docker", "dockerd", "systemctl"]
+        (root / f"usr/bin/{PYTHON}").write_text("\x7fELF")
+        (root / f"usr/bin/{PYTHON}").chmod(0o755)
+        (root / "usr/bin/python3").symlink_to(PYTHON)
         if metal:
             programs += ["update-initramfs", "lsinitramfs"]
             self._make_metal()
@@ -78,6 +85,11 @@ class FakeHost(System):
 
     def user_id(self) -> int:
         return 0
+
+    def status(self, path: str) -> FileStatus | None:
+        """Tell what lies at a path; what a test made that does not run as root is root's all the same."""
+        found = super().status(path)
+        return found if found is None or os.geteuid() == 0 else replace(found, uid=0, gid=0)
 
     def kernel_release(self) -> str:
         return RELEASE
@@ -105,13 +117,17 @@ class FakeHost(System):
             "journalctl": lambda words: (0, "the unit's last words"),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
-            "modinfo": self._modinfo,
+            "modinfo": self._modinfo, PYTHON: self._python,
         }  # fmt: skip
         program = programs.get(argv[0].rpartition("/")[2])
         if program is None:
             return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
         code, output = program(argv[1:])
         return Completed(argv, code, output if code == 0 else "", "" if code == 0 else output)
+
+    def _python(self, words: tuple[str, ...]) -> tuple[int, str]:
+        """Be the Python that runs the tests, with a standard library below this root."""
+        return 0, f"{self.python_version} {sys.implementation.cache_tag} /usr/lib\n"
 
     def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "${Conffiles}" in words[1]:

@@ -179,7 +179,7 @@ def test_planning_is_pure(facts: HostFacts) -> None:
 
 def deployed(facts: HostFacts, **spoiled: Any) -> HostFacts:
     """Return a host that has the runtime's files as they shall be; the launcher's fact with these fields instead."""
-    files = {path: FileFact(content, mode, 0, 0) for path, mode, content in deployed_files()}
+    files = {path: FileFact(content, mode, 0, 0) for path, mode, content in deployed_files(facts.interpreter.path)}
     launcher = {LAUNCHER_PATH: replace(files[LAUNCHER_PATH], **spoiled)}
     return replace(facts, files={**facts.files, **files, **launcher}, bytecode_current=True)
 
@@ -214,7 +214,7 @@ def test_the_hooks_name_is_taken_only_where_nvidias_package_does_not_own_it(
 
 @pytest.mark.parametrize(
     ("there", "handed"),
-    [(None, False), (hook_file(render_hook().encode()), True), (hook_file(b"\x7fELF"), False)],
+    [(None, False), (hook_file(render_hook("/usr/bin/python3").encode()), True), (hook_file(b"\x7fELF"), False)],
     ids=["nothing", "ours", "NVIDIA's"],
 )
 def test_the_hooks_name_is_handed_over_to_nvidias_package_before_that_comes(

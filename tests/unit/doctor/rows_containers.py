@@ -12,6 +12,7 @@ from dataclasses import replace
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
 from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.reboot_state import RebootFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
@@ -81,7 +82,24 @@ CONTAINER_ROWS = (
         "gpuprov install",
     ),
     Row("runtime-files-missing", host(bytecode_current=False), "/usr/lib/gpuprov", "gpuprov install", ASIDE),
-    Row("python-missing", without("/usr/bin/python3"), "ls /usr/bin/python3", "apt-get install -y python3"),
+    Row(
+        "python-missing",
+        host(interpreter=Interpreter("/usr/bin/python3.13", deployed="/usr/bin/python3.11", fault=MISSING)),
+        "ls /usr/bin/python3.11: No such file",
+        "gpuprov install",
+    ),
+    Row(
+        "python-missing",
+        host(interpreter=Interpreter(deployed="/usr/bin/python3.11", fault=MISSING)),
+        "ls /usr/bin/python3.11: No such file",
+        "apt-get install -y python3; gpuprov install",
+    ),
+    Row(
+        "python-unfit",
+        host(interpreter=Interpreter(deployed="/opt/python", fault="it is Python 3.8.18, older than 3.9")),
+        "/opt/python: it is Python 3.8.18",
+        "apt-get install -y python3; gpuprov install",
+    ),
     Row(
         "low-level-runtime-missing",
         lambda x: replace(x, programs={}),

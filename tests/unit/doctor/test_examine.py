@@ -15,6 +15,7 @@ from gpuprov.wire.events import CauseFound, CheckDone, Event, Finished, Note, fr
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, healthy
+from tests.unit.fake_host import PYTHON
 
 pytestmark = pytest.mark.root
 
@@ -81,6 +82,8 @@ HARMLESS = (
     ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("dkms", "status"), ("systemctl", "show"),
     ("systemctl", "cat"), ("journalctl",), ("docker", "info"), ("docker", "ps"), ("getenforce",), ("getsebool",),
     ("tail",), ("grep",), ("head", "-c", "0"), ("dpkg-query",), ("dpkg",), ("rpm",),
+    (f"/usr/bin/{PYTHON}", "-I", "-S", "-E", "-B", "-c", "import os, sys; print('%d.%d.%d' % sys.version_info[:3], "
+     "sys.implementation.cache_tag, os.path.dirname(os.__file__))"),
 )  # fmt: skip
 
 

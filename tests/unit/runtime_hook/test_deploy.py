@@ -30,13 +30,14 @@ EXPENSIVE = {
     "collections", "contextlib", "ctypes", "dataclasses", "enum", "functools", "importlib.util", "json", "logging",
     "pathlib", "re", "shutil", "signal", "subprocess", "tempfile", "typing",
 }  # fmt: skip
+PYTHON = "/usr/bin/python3.11"
 SOURCES = Path(__file__).parents[3] / "gpuprov/runtime_hook"
 
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
     """The deployed package, alone below a folder of its own."""
-    for path, mode, content in deployed_files():
+    for path, mode, content in deployed_files(PYTHON):
         place = tmp_path / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
@@ -52,14 +53,18 @@ def isolated(modules: Path, code: str, *arguments: str) -> subprocess.CompletedP
 
 
 def test_everything_but_what_deploys_is_deployed() -> None:
-    files = {path: (mode, content) for path, mode, content in deployed_files()}
-    programs = {LAUNCHER_PATH: render_launcher(), HOOK_PATH: render_hook(), NVIDIA_HOOK_PATH: render_hook()}
+    files = {path: (mode, content) for path, mode, content in deployed_files(PYTHON)}
+    programs = {
+        LAUNCHER_PATH: render_launcher(PYTHON),
+        HOOK_PATH: render_hook(PYTHON),
+        NVIDIA_HOOK_PATH: render_hook(PYTHON),
+    }
     assert set(files) == {
         *programs,
         *(f"{LIBRARY_PATH}/runtime_hook/{path.name}" for path in SOURCES.glob("*.py") if path.name != "deploy.py"),
     }
     assert {path: files[path] for path in programs} == {path: (0o755, text.encode()) for path, text in programs.items()}
-    assert set(files) - {path for path, _, _ in deployed_files(docker_hook=False)} == {NVIDIA_HOOK_PATH}
+    assert set(files) - {path for path, _, _ in deployed_files(PYTHON, docker_hook=False)} == {NVIDIA_HOOK_PATH}
     for path, (mode, content) in files.items():
         if path not in programs:
             assert mode == 0o644
@@ -67,7 +72,7 @@ def test_everything_but_what_deploys_is_deployed() -> None:
 
 
 def test_what_is_deployed_needs_nothing_else_of_gpuprov() -> None:
-    for path, _, content in deployed_files():
+    for path, _, content in deployed_files(PYTHON):
         if not path.endswith(".py"):
             continue
         for node in ast.walk(ast.parse(content)):
@@ -191,14 +196,16 @@ def test_a_bundle_of_an_older_version_is_not_current(modules: Path) -> None:
 
 
 def test_nvidias_own_hook_is_told_from_ours() -> None:
-    assert is_ours(render_hook().encode())
+    assert is_ours(render_hook(PYTHON).encode())
     assert not is_ours(b"\x7fELF")
 
 
 def test_the_hooks_program_runs_isolated() -> None:
-    text = render_hook()
-    assert text.startswith("#!/usr/bin/python3 -ISEB\n")
-    ast.parse(text)
+    text = render_hook(PYTHON)
+    assert text.startswith("#!/bin/sh\n")
+    assert f"\npython={PYTHON}\n" in text
+    assert """\nexec "$python" -I -S -E -B -c 'import sys\n""" in text
+    assert subprocess.run(("sh", "-n"), input=text, text=True, check=False).returncode == 0
 
 
 def test_an_edited_module_counts_at_the_next_start_in_spite_of_its_byte_code(modules: Path) -> None:
@@ -212,19 +219,20 @@ def test_an_edited_module_counts_at_the_next_start_in_spite_of_its_byte_code(mod
 
 
 def test_the_launcher_is_plain_shell_with_fixed_paths() -> None:
-    text = render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
+    text = render_launcher(PYTHON, "/usr/lib/gpuprov", ("runc", "/opt/crun"))
     assert text.startswith("#!/bin/sh\n")
     assert subprocess.run(("sh", "-n"), input=text, text=True, check=False).returncode == 0
     assert "for low_level in /usr/local/sbin/runc /usr/local/bin/runc /usr/sbin/runc /usr/bin/runc " in text
     assert " /opt/crun; do" in text
-    assert "exec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n" in text
+    assert f"\npython={PYTHON}\n" in text
+    assert """exec "$python" -I -S -E -B -c 'import sys\n""" in text
     assert 'sys.path.append("/usr/lib/gpuprov")\n' in text
-    assert text == render_launcher("/usr/bin/python3", "/usr/lib/gpuprov", ("runc", "/opt/crun"))
+    assert text == render_launcher(PYTHON, "/usr/lib/gpuprov", ("runc", "/opt/crun"))
 
 
 def test_the_launcher_says_so_where_there_is_no_low_level_runtime(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher"
-    launcher.write_text(render_launcher(low_level=(f"{tmp_path}/none",)))
+    launcher.write_text(render_launcher(PYTHON, low_level=(f"{tmp_path}/none",)))
     done = subprocess.run(("sh", str(launcher), "state", "x"), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "gpuprov: neither runc nor crun is installed: install the package runc\n"

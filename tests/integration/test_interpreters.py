@@ -1,0 +1,118 @@
+"""The deployed runtime under every Python of this machine, and what is said where its Python is gone or too old."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.container_bench import Bench
+from tests.pythons import ABSENT, NAMED, PYTHONS, TOO_OLD
+
+pytestmark = pytest.mark.root
+ALL = "NVIDIA_VISIBLE_DEVICES=all"
+WAYS = {"runtime": "", "hook": "prestart", "CDI hook": "createContainer"}
+MakeBench = Callable[[str], Bench]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[MakeBench]:
+    """Deploy the runtime for a Python; the container goes when the test ends."""
+    benches: list[Bench] = []
+
+    def make(python: str) -> Bench:
+        benches.append(Bench(tmp_path, "runc", python))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.delete()
+
+
+def hooks(bench: Bench, stage: str) -> dict[str, Any]:
+    return {"hooks": {stage: [bench.hook_entry(stage)]}} if stage else {}
+
+
+def refusal(bench: Bench, stage: str, *words: str) -> str:
+    """Return what the start of a GPU container says, which must fail."""
+    bench.configure(ALL, **hooks(bench, stage))
+    done = bench.create(*words, runtime=bench.low_level if stage else "")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("version", NAMED)
+def test_the_versions_that_the_documentation_names_are_here(version: str) -> None:
+    if version in ABSENT:
+        pytest.skip(f"no Python {version} on this machine: the runtime was tried on others only")
+
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("way", ["runtime", "hook"])
+def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str) -> None:
+    bench = made(python)
+    # Each module says which Python loaded it.
+    for name in ("main", "hook_main"):
+        path = bench.deployed.folder / f"host/usr/lib/gpuprov/runtime_hook/{name}.py"
+        trace = f'open("{bench.folder}/ran", "w").write(sys.version)\n'
+        path.write_text(path.read_text().replace("\n_BUNDLE_FLAGS", f"\n{trace}_BUNDLE_FLAGS")
+                        .replace("\n_LARGEST_STATE", f"\n{trace}_LARGEST_STATE"))  # fmt: skip
+    shutil.rmtree(path.parent / "__pycache__")
+    lines = bench.report(ALL, by_hook=WAYS[way])
+    assert sum(re.match(r"node /dev/nvidia\d ", line) is not None for line in lines) == 2, lines
+    assert any(line.startswith("file /usr/lib/x86_64-linux-gnu/libcuda.so") for line in lines)
+    assert (bench.folder / "ran").read_text().startswith(f"{Path(python).name[len('python') :]}.")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_python_that_is_gone_is_named_in_one_line(made: MakeBench, way: str) -> None:
+    bench = made("/usr/bin/python3.10-gone")
+    said = refusal(bench, WAYS[way])
+    sentence = "gpuprov: the container runtime needs /usr/bin/python3.10-gone, which is missing: run gpuprov install"
+    assert sentence in said
+    if way == "runtime":
+        assert said.count("\n") == 1
+    bench.configure("A=1", arguments=["sh", "-c", ":"])
+    assert bench.create().returncode == 0
+
+
+@pytest.mark.parametrize("flag", [["--log={}"], ["--log", "{}"]], ids=["one word", "two words"])
+def test_the_engine_finds_that_line_in_its_log(made: MakeBench, tmp_path: Path, flag: list[str]) -> None:
+    bench, log = made("/usr/bin/python3.10-gone"), tmp_path / "engine log.json"
+    refusal(bench, "", *(word.format(log) for word in flag), "--log-format", "json")
+    entry = json.loads(log.read_text())
+    assert entry["level"] == "error"
+    assert entry["msg"].startswith("gpuprov: the container runtime needs /usr/bin/python3.10-gone, which is missing")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
+
+
+def test_a_log_that_cannot_be_written_leaves_the_line_on_stderr(made: MakeBench) -> None:
+    said = refusal(made("/usr/bin/python3.10-gone"), "", "--log", "/nowhere/log.json")
+    assert said.count("\n") == 1 and "which is missing" in said
+
+
+def test_settings_without_a_python_are_told_too(made: MakeBench) -> None:
+    bench = made("/usr/bin/python3.10-gone")
+    bench.settings.write_text("")
+    assert "which is missing" in refusal(bench, "")
+
+
+@pytest.mark.skipif(not TOO_OLD, reason="no Python older than 3.9 on this machine")
+@pytest.mark.parametrize("python", TOO_OLD, ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_python_that_is_too_old_is_named_in_one_line(made: MakeBench, python: str, way: str) -> None:
+    bench = made(python)
+    version = subprocess.run((python, "-V"), capture_output=True, text=True, check=True).stdout.split()[1]
+    sentence = (
+        f"gpuprov: the container runtime needs Python 3.9 or later, and {python} is {version}: run gpuprov install"
+    )
+    assert sentence in refusal(bench, WAYS[way])
+    bench.settings.write_text("")
+    assert sentence in refusal(bench, WAYS[way])

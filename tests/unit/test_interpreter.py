@@ -1,0 +1,152 @@
+"""The Python that runs as root at container starts: who could replace it, which one is taken, and what is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.core.system import System
+from gpuprov.facts.boot_files import NODES, UNITS
+from gpuprov.facts.host import gather
+from gpuprov.facts.interpreter import (
+    MISSING,
+    Interpreter,
+    bytecode_is_current,
+    compile_bytecode,
+    gather_interpreter,
+)
+from gpuprov.plan.steps import preflight
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, deployed_files, python_of, render_launcher
+from gpuprov.wire.spec import parse_spec
+from tests import simgpu
+from tests.pythons import PYTHONS
+from tests.unit.fake_host import PYTHON, FakeHost
+
+pytestmark = pytest.mark.root
+USUAL = f"/usr/bin/{PYTHON}"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path / "root")
+
+
+def another(host: FakeHost, path: str) -> str:
+    """Put a Python that runs at a path, in a folder of its own."""
+    place = host.path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text("")
+    place.chmod(0o755)
+    return path
+
+
+def test_links_are_followed_and_the_path_without_them_is_recorded(host: FakeHost) -> None:
+    found = gather_interpreter(host, "/usr/bin/python3")
+    assert (found.path, found.deployed, found.fault) == (USUAL, "/usr/bin/python3", "")
+
+
+SPOILS: dict[str, tuple[Callable[[FakeHost], object], str]] = {
+    "a user's program": (lambda host: os.chown(host.path(f"/opt/py/{PYTHON}"), 1000, 0), "belongs to user 1000"),
+    "a user's folder": (lambda host: os.chown(host.path("/opt"), 1000, 1000), "/opt belongs to user 1000"),
+    "everybody's folder": (lambda host: host.change_mode("/opt/py", 0o777), "/opt/py can be written"),
+    "a sticky folder": (lambda host: host.change_mode("/opt", 0o1777), "/opt can be written"),
+    "a group's folder": (
+        lambda host: (os.chown(host.path("/opt/py"), 0, 50), host.change_mode("/opt/py", 0o2775)),
+        "/opt/py can be written by other users than root (mode 2775)",
+    ),
+    "everybody's program": (lambda host: host.change_mode(f"/opt/py/{PYTHON}", 0o757), "(mode 0757)"),
+    "gone": (lambda host: host.remove(f"/opt/py/{PYTHON}"), MISSING),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_one_that_another_user_could_replace_is_not_run_and_the_distributions_is_taken(
+    host: FakeHost, spoil: str
+) -> None:
+    path = another(host, f"/opt/py/{PYTHON}")
+    assert gather_interpreter(host, path).path == path
+    host.commands.clear()
+    change, sentence = SPOILS[spoil]
+    change(host)
+    found = gather_interpreter(host, path)
+    assert (found.path, found.deployed) == (USUAL, path)
+    assert sentence in found.fault
+    assert path not in {argv[0] for argv in host.commands}
+
+
+def test_root_s_own_group_may_write(host: FakeHost) -> None:
+    host.change_mode("/usr/bin", 0o775)
+    assert gather_interpreter(host, "").path == USUAL
+
+
+@pytest.mark.parametrize("folder", ["/opt/a b", "/opt/$(id)", "/opt/é", "/opt/" + "x" * 200])
+def test_a_path_that_a_script_or_a_unit_cannot_hold_is_passed_over(host: FakeHost, folder: str) -> None:
+    found = gather_interpreter(host, another(host, f"{folder}/{PYTHON}"))
+    assert found.path == USUAL
+    assert "characters" in found.fault
+
+
+def test_the_one_in_use_stays_though_the_distributions_would_do(host: FakeHost) -> None:
+    path = another(host, f"/opt/py/{PYTHON}")
+    assert gather_interpreter(host, "").path == USUAL
+    assert gather_interpreter(host, path).path == path
+
+
+@pytest.mark.parametrize(("version", "will_do"), [("3.8.18", False), ("3.9.0", True), ("3.14.0", True)])
+def test_it_must_be_3_9(host: FakeHost, version: str, will_do: bool) -> None:
+    host.python_version = version
+    found = gather_interpreter(host, USUAL)
+    assert bool(found.path) is will_do
+    assert found.fault == ("" if will_do else f"it is Python {version}, older than 3.9")
+
+
+def test_a_standard_library_that_another_user_can_write_will_not_do(host: FakeHost) -> None:
+    os.chown(host.path("/usr/lib"), 1000, 0)
+    found = gather_interpreter(host, "")
+    assert found.path == ""
+    assert found.refused == (f"{USUAL}: its standard library /usr/lib: /usr/lib belongs to user 1000, not to root",)
+
+
+def test_without_one_nothing_is_planned_and_one_reads_why(host: FakeHost) -> None:
+    host.python_version = "3.6.8"
+    (problem,) = preflight(gather(host), parse_spec({"driver_version": simgpu.DRIVER_VERSION}))
+    assert problem.what.startswith("no Python on this host can run the container runtime")
+    assert f"{USUAL}: it is Python 3.6.8, older than 3.9" in problem.evidence
+    assert problem.next_step.endswith("apt-get install -y python3")
+
+
+def test_it_is_read_from_the_launcher_or_from_the_boot_unit(host: FakeHost) -> None:
+    unit = f"{UNITS}/{NODES}"
+    host.path(unit).parent.mkdir(parents=True)
+    host.path(unit).write_text("[Service]\nExecStart=/usr/bin/python3.9 -I /usr/lib/gpuprov/boot.pyz nodes\n")
+    assert gather(host).interpreter.deployed == "/usr/bin/python3.9"
+    host.path(LAUNCHER_PATH).write_text(render_launcher("/usr/bin/python3.10"))
+    found = gather(host).interpreter
+    assert (found.deployed, found.fault, found.path) == ("/usr/bin/python3.10", MISSING, USUAL)
+    host.path(LAUNCHER_PATH).write_text("#!/bin/sh\nexec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n")
+    assert gather(host).interpreter.deployed == "/usr/bin/python3"
+    assert python_of(b"#!/bin/sh\nexec python3\n") == ""
+
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+def test_byte_code_belongs_to_the_python_that_runs_it(tmp_path: Path, python: str) -> None:
+    """By that Python itself, where the agent runs on another."""
+    for path, _, content in deployed_files(python):
+        if path.endswith(".py"):
+            (tmp_path / path.rpartition("/")[2]).write_bytes(content)
+    ask = "import sys; print(sys.implementation.cache_tag)"
+    tag = subprocess.run((python, "-c", ask), capture_output=True, text=True, check=True).stdout.strip()
+    chosen = Interpreter(python, cache_tag=tag)
+    system, folder = System(), str(tmp_path)
+    assert not bytecode_is_current(system, chosen, folder)
+    compile_bytecode(system, chosen, folder)
+    assert bytecode_is_current(system, chosen, folder)
+    assert (tmp_path / f"__pycache__/main.{tag}").exists()
+    assert not bytecode_is_current(system, replace(chosen, cache_tag="another", path="/bin/false"), folder)
+    (tmp_path / "errors.py").write_text("")
+    assert not bytecode_is_current(system, chosen, folder)
