@@ -31,11 +31,16 @@ demo: setup  ## Start two lab hosts, install them over SSH, verify them.
 demo-down:  ## Remove every trace of the demo.
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo down; fi
 
-lint: setup  ## Format check, lint, types, import arrows, playbooks.
+# What runs on hosts, on whatever Python they have from this one on; the controller's folders may need a newer one.
+OLDEST_PYTHON := 3.9
+TRAVELS := $(filter-out gpuprov/__% gpuprov/py.typed gpuprov/cli gpuprov/fleet gpuprov/bundling,$(wildcard gpuprov/*)) playbooks/plugins/modules
+
+lint: setup  ## Format check, lint, types, import arrows, the oldest Python, playbooks.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vermin --quiet --violations --no-tips --target=$(OLDEST_PYTHON)- $(TRAVELS)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
 
 # Root file systems for hosts, by release: one core builds them while the other lints.

@@ -25,7 +25,7 @@ from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
-from tests.unit.fake_host import FakeHost, write_runfile
+from tests.unit.fake_host import PYTHON, FakeHost, write_runfile
 
 pytestmark = pytest.mark.root
 # The first two have nothing to do in a system container; test_nouveau.py holds the laws for them. Only a bundle gives
@@ -137,7 +137,7 @@ def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> Non
     assert finished(events).exit_code == ExitCode.DONE
     assert any(isinstance(event, Planned) and event.changes for event in events)
     assert host.state() == before
-    assert {command[0] for command in host.commands} <= {"dpkg-query", "docker"}
+    assert {command[0] for command in host.commands} <= {"dpkg-query", "docker", f"/usr/bin/{PYTHON}"}
 
 
 @pytest.mark.parametrize("name", STEP_NAMES)

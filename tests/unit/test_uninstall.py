@@ -12,12 +12,17 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY, read_runs
+from gpuprov.facts.boot_files import NODES, REFRESH, UNITS, nodes_text, refresh_text
+from gpuprov.facts.host import gather
+from gpuprov.facts.interpreter import MISSING
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
-from tests.unit.fake_host import FakeHost, Tree, write_runfile
+from tests.unit.fake_host import PYTHON, FakeHost, Tree, write_runfile
 
 pytestmark = pytest.mark.root
 DRIVER = "root/driver.run"
@@ -89,6 +94,48 @@ def test_a_runtime_that_was_upgraded_leaves_nothing(host: FakeHost) -> None:
     older = host.root / "usr/lib/gpuprov/runtime_hook/log.py"
     older.write_text("# of an older version\n")
     assert done(carry_out(host, "install")).changed == 1
+    done(carry_out(host, "uninstall"))
+    assert whole_tree(host) == before
+
+
+# What versions deployed that started /usr/bin/python3, whatever that was.
+_BEFORE_THE_RECORD = {
+    LAUNCHER_PATH: "#!/bin/sh\nexec /usr/bin/python3 -I -S -E -B -c 'import gc, sys\n' \"$@\"\n",
+    HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
+    NVIDIA_HOOK_PATH: "#!/usr/bin/python3 -ISEB\nfrom runtime_hook.hook_main import main\n",
+    f"{UNITS}/{NODES}": nodes_text("/usr/bin/python3"),
+    f"{UNITS}/{REFRESH}": refresh_text("/usr/bin/python3"),
+}
+
+
+def test_a_deployment_that_named_no_recorded_python_is_upgraded_and_comes_back(host: FakeHost) -> None:
+    before = whole_tree(host)
+    done(carry_out(host, "install"))
+    for path, text in _BEFORE_THE_RECORD.items():
+        host.path(path).write_text(text)
+    assert gather(host).interpreter.deployed == "/usr/bin/python3"
+    assert done(carry_out(host, "install")).changed == 2
+    recorded = gather(host).interpreter
+    assert (recorded.deployed, recorded.path, recorded.fault) == (f"/usr/bin/{PYTHON}", f"/usr/bin/{PYTHON}", "")
+    assert done(carry_out(host, "install")).changed == 0
+    done(carry_out(host, "rollback"))
+    assert {path: host.read_text(path) for path in _BEFORE_THE_RECORD} == _BEFORE_THE_RECORD
+    done(carry_out(host, "uninstall"))
+    assert whole_tree(host) == before
+
+
+def test_a_python_that_is_gone_is_replaced_by_the_next_run_and_all_can_be_undone(host: FakeHost) -> None:
+    before = whole_tree(host)
+    done(carry_out(host, "install"))
+    named = (LAUNCHER_PATH, HOOK_PATH, NVIDIA_HOOK_PATH, f"{UNITS}/{NODES}", f"{UNITS}/{REFRESH}")
+    for path in named:
+        text = host.read_text(path) or ""
+        assert f"/usr/bin/{PYTHON}" in text
+        host.path(path).write_text(text.replace(f"/usr/bin/{PYTHON}", "/opt/python3.12/bin/python3.12-gone"))
+    assert gather(host).interpreter.fault == MISSING
+    assert done(carry_out(host, "install", check=True)).changed == 2
+    assert done(carry_out(host, "install")).changed == 2
+    assert all("-gone" not in (host.read_text(path) or "") for path in named)
     done(carry_out(host, "uninstall"))
     assert whole_tree(host) == before
 
