@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.simgpu import cache, debian
+
 # The oldest, what Debian 12 and 13 have.
 NAMED = ("3.9", "3.11", "3.13")
 _FOLDERS = (Path("/usr/bin"), Path("/usr/local/bin"), *sorted((Path.home() / ".pyenv/versions").glob("*/bin")))
@@ -23,3 +25,28 @@ def _here(pattern: str) -> dict[str, str]:
 PYTHONS = tuple(_here(r"3\.(9|[1-9]\d)").values())
 TOO_OLD = tuple(_here(r"3\.[678]").values())
 ABSENT = tuple(version for version in NAMED if not any(path.endswith(f"python{version}") for path in PYTHONS))
+
+# What Debian's unstable release has, newer than any stable one's.
+NEWEST = "3.14"
+_NEWEST_PACKAGES = (
+    f"python{NEWEST}-minimal", f"libpython{NEWEST}-minimal", f"libpython{NEWEST}-stdlib",
+    "libc6", "zlib1g", "libexpat1",
+)  # fmt: skip
+# It needs a newer C library than this machine has: that one's own loader starts it.
+_STARTER = """#!/bin/sh
+exec {root}/usr/lib64/ld-linux-x86-64.so.2 --library-path {root}/usr/lib/x86_64-linux-gnu \\
+    --argv0 {root}/usr/bin/python{version} {root}/usr/bin/python{version} "$@"
+"""
+
+
+def newest() -> str:
+    """Return the path of Debian's newest Python, fetched once. Raises BuildError where that can't be had."""
+
+    def fetch(folder: Path) -> None:
+        debian.fetch(folder, "sid", "main", _NEWEST_PACKAGES)
+
+    folder = cache.built("python", cache.digest_of(("sid", *_NEWEST_PACKAGES)), fetch)
+    starter = folder / f"python{NEWEST}"
+    starter.write_text(_STARTER.format(root=folder / "unpacked", version=NEWEST))
+    starter.chmod(0o755)
+    return str(starter)

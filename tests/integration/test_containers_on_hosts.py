@@ -10,6 +10,8 @@ from tests.lab.shell import LabError
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 HOSTS = {"bullseye": 1, "main": 2, "trixie": 2}
+# Each release's own, which the container runtime runs on.
+PYTHONS = {"bullseye": "3.9", "main": "3.11", "trixie": "3.13"}
 # The host's own system as an image: a loader, ldconfig and Python, and nothing of the driver's.
 _IMAGE = r"""
 cd / && tar --exclude='*nvidia*' --exclude='*libcuda*' --exclude='*libnvcuvid*' --exclude='*dist-packages*' \
@@ -75,6 +77,26 @@ def test_a_refusal_is_dockers_error_line(host: Host, flags: str) -> None:
         run(host, f"{flags} -e 'NVIDIA_REQUIRE_CUDA=cuda>=13.0'", "true")
     assert "requires cuda>=13.0, this host's driver 550.163.01 supports 12.4: update the driver to" in str(caught.value)
     assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", _WAYS)
+def test_the_releases_own_python_is_recorded_and_a_start_without_it_is_refused(host: Host, flags: str) -> None:
+    python = f"/usr/bin/python{PYTHONS[host.name]}"
+    for program in ("gpuprov-container-runtime", "gpuprov-container-runtime-hook", "nvidia-container-runtime-hook"):
+        assert host.ssh(f"grep ^python= /usr/bin/{program}").stdout == f"python={python}\n"
+    for unit in ("gpuprov-nodes", "gpuprov-refresh"):
+        assert f"\nExecStart={python} -I /usr/lib/gpuprov/boot.pyz " in host.ssh(f"systemctl cat {unit}").stdout
+    assert run(host, flags, "nvidia-smi -L").count("UUID: GPU-") == HOSTS[host.name]
+    host.ssh(f"mv {python} {python}.away")
+    try:
+        with pytest.raises(LabError) as caught:
+            run(host, flags, "true")
+        assert f"gpuprov: the container runtime needs {python}, which is missing: run gpuprov install" in str(
+            caught.value
+        )
+        run(host, "", "true")
+    finally:
+        host.ssh(f"mv {python}.away {python}")
 
 
 def test_device_rules_survive_systemds_reload_with_the_runtime(host: Host) -> None:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.system import System
+from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from tests.integration.container_bench import Bench
-from tests.pythons import ABSENT, NAMED, PYTHONS, TOO_OLD
+from tests.pythons import ABSENT, NAMED, NEWEST, PYTHONS, TOO_OLD, newest
+from tests.simgpu.commands import BuildError
 
 pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
@@ -54,17 +57,36 @@ def test_the_versions_that_the_documentation_names_are_here(version: str) -> Non
         pytest.skip(f"no Python {version} on this machine: the runtime was tried on others only")
 
 
-@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+@pytest.fixture(params=[*PYTHONS, pytest.param(NEWEST, marks=pytest.mark.slow)], ids=lambda path: Path(path).name)
+def python(request: pytest.FixtureRequest) -> str:
+    """A Python that will do: this machine's, or Debian's newest."""
+    if request.param != NEWEST:
+        return str(request.param)
+    try:
+        return newest()
+    except BuildError as error:  # unstable moves, and may be broken for a day
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["byte code", "sources"])
 @pytest.mark.parametrize("way", ["runtime", "hook"])
-def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str) -> None:
+def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str, compiled: bool) -> None:
     bench = made(python)
-    # Each module says which Python loaded it.
-    for name in ("main", "hook_main"):
-        path = bench.deployed.folder / f"host/usr/lib/gpuprov/runtime_hook/{name}.py"
-        trace = f'open("{bench.folder}/ran", "w").write(sys.version)\n'
-        path.write_text(path.read_text().replace("\n_BUNDLE_FLAGS", f"\n{trace}_BUNDLE_FLAGS")
-                        .replace("\n_LARGEST_STATE", f"\n{trace}_LARGEST_STATE"))  # fmt: skip
-    shutil.rmtree(path.parent / "__pycache__")
+    library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
+    # Each entry says which Python loaded it.
+    trace = f'open("{bench.folder}/ran", "w").write(sys.version)\n'
+    for name, line in (("main", "\n_BUNDLE_FLAGS = "), ("hook_main", "\n_LARGEST_STATE = ")):
+        source = library / f"{name}.py"
+        source.write_text(source.read_text().replace(line, f"\n{trace}{line}", 1))
+    shutil.rmtree(library / "__pycache__")
+    if compiled:
+        ask = "import sys; print(sys.implementation.cache_tag)"
+        tag = subprocess.run((python, "-c", ask), capture_output=True, text=True, check=True).stdout.strip()
+        compile_bytecode(System(), Interpreter(python, cache_tag=tag), str(library))
+        assert {path.name for path in (library / "__pycache__").glob(f"*main.{tag}")} == {
+            f"main.{tag}",
+            f"hook_main.{tag}",
+        }
     lines = bench.report(ALL, by_hook=WAYS[way])
     assert sum(re.match(r"node /dev/nvidia\d ", line) is not None for line in lines) == 2, lines
     assert any(line.startswith("file /usr/lib/x86_64-linux-gnu/libcuda.so") for line in lines)

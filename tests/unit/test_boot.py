@@ -24,6 +24,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
+from tests.pythons import PYTHONS
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -126,7 +127,8 @@ def test_same_input_same_bytes() -> None:
     assert boot_program() == first
 
 
-def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+def test_the_program_needs_nothing_but_python(tmp_path: Path, python: str) -> None:
     """Every module in it can be imported from it alone."""
     path = tmp_path / "boot.pyz"
     path.write_bytes(boot_program())
@@ -134,9 +136,7 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path) -> None:
     ours = [name for name in names if name.startswith("gpuprov.") and not name.endswith("__init__")]
     assert {"gpuprov.boot.program_main", "gpuprov.cdi.generate", "gpuprov.cdi.nvml_child"} <= set(ours)
     code = f"import sys; sys.path[:0] = [{str(path)!r}]; import elftools.elf.elffile, {', '.join(ours)}"
-    done = subprocess.run(
-        ("/usr/bin/python3", "-I", "-S", "-c", code), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run((python, "-I", "-S", "-c", code), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
