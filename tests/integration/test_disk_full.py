@@ -58,7 +58,9 @@ def make_room(disk: Path) -> None:
 def small_disk(place: Path, size: str) -> Iterator[Path]:
     """Mount a disk of this size for the time of the block."""
     place.mkdir(exist_ok=True)
-    subprocess.run(("mount", "-t", "tmpfs", "-o", f"size={size},huge=never", "gpuprov-full", str(place)), check=True)
+    # As any host's root: a tmpfs is writable for everybody by default.
+    options = f"size={size},huge=never,mode=755"
+    subprocess.run(("mount", "-t", "tmpfs", "-o", options, "gpuprov-full", str(place)), check=True)
     try:
         yield place
     finally:

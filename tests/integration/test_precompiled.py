@@ -19,6 +19,7 @@ from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.interpreter import Interpreter
 from gpuprov.machine.machine import PciGpu
 from gpuprov.package_managers import offers
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
@@ -91,7 +92,7 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
     found = gather(host)
     kernel = replace(found.kernel, release=release, container="", takes_modules=True, secure_boot="disabled")
     bare = replace(found, kernel=kernel, driver=DriverFacts(), gpus=(PciGpu("0000:01:00.0", device),))
-    bare = replace(bare, docker=replace(found.docker, installed=True))
+    bare = replace(bare, docker=replace(found.docker, installed=True), interpreter=Interpreter("/usr/bin/python3"))
     names = availability.questions(bare, spec)
     if not names:
         return bare
