@@ -9,6 +9,7 @@ import marshal
 import pkgutil
 import py_compile
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType
 
@@ -82,7 +83,8 @@ _WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
 _KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 # All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
-# Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
+# Those that only some containers need are in it as bytes, and are unmarshalled when they are imported. Nothing lives
+# long enough to be collected. Without that file (another Python since) imports are as ever.
 _LOAD = """\
 import gc, sys
 gc.disable()
@@ -94,7 +96,16 @@ try:
         pass
     else:
         import marshal
-        for name, code in marshal.loads(file.read()[{digest_size}:]):
+        needed, later = marshal.loads(file.read()[{digest_size}:])
+        class Later:
+            def find_spec(name, path, target=None):
+                return type(sys.__spec__)(name, Later) if name in later else None
+            def create_module(spec):
+                return None
+            def exec_module(module):
+                exec(marshal.loads(later[module.__name__]), module.__dict__)
+        sys.meta_path.insert(0, Later)
+        for name, code in needed:
             module = sys.modules[name] = type(sys)(name)
             module.__package__ = "runtime_hook"
             module.__path__ = ["{library}/runtime_hook"]
@@ -170,13 +181,15 @@ def compile_bytecode(directory: str) -> None:
     folder = Path(directory)
     for source in sorted(folder.glob("*.py")):
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-    orders = {entry: _in_order(folder, entry) for entry in _ENTRIES if (folder / f"{entry}.py").exists()}
+    trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
     # The entries share most modules.
-    compiled = {
-        name: _compiled(folder / f"{name}.py") for name in {name for order in orders.values() for name in order}
-    }
-    for entry, order in orders.items():
-        codes = [(_dotted(name), compiled[name]) for name in order]
+    compiled = {name: _compiled(folder / f"{name}.py") for name in trees}
+    for entry in [one for one in _ENTRIES if one in trees]:
+        order, later = _in_order(trees, entry)
+        codes = (
+            [(_dotted(name), compiled[name]) for name in order],
+            {_dotted(name): marshal.dumps(compiled[name]) for name in later},
+        )
         # At once: containers start meanwhile, and half a file would refuse them.
         temporary = _bundle(folder, f"{entry}.new")
         temporary.write_bytes(_digest(folder) + marshal.dumps(codes))
@@ -215,22 +228,32 @@ def _digest(folder: Path) -> bytes:
     return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, *sources])).digest()
 
 
-def _in_order(folder: Path, entry: str) -> list[str]:
-    """Return the package and all modules that this one imports at once, each behind those that it needs itself."""
+def _in_order(trees: dict[str, ast.Module], entry: str) -> tuple[list[str], list[str]]:
+    """Return the package and all modules that this one imports at once, each behind those that it needs itself.
+
+    And those that functions import, with what they need.
+    """
     found: list[str] = []
 
-    def visit(name: str) -> None:
+    def visit(name: str, nodes: Callable[[ast.Module], Iterable[ast.AST]]) -> None:
         if name not in found:
-            for needed in _imported(ast.parse((folder / f"{name}.py").read_bytes())):
-                visit(needed)
+            found.append(name)
+            for needed in _imported(nodes(trees[name])):
+                visit(needed, nodes)
+            # Behind what it needs.
+            found.remove(name)
             found.append(name)
 
-    visit(entry)
-    return ["__init__", *found]
+    visit(entry, lambda tree: tree.body)
+    order = list(found)
+    for name in order:
+        for needed in _imported(ast.walk(trees[name])):
+            visit(needed, ast.walk)
+    return ["__init__", *order], [name for name in found if name not in order]
 
 
-def _imported(tree: ast.Module) -> list[str]:
-    relative = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
+def _imported(nodes: Iterable[ast.AST]) -> list[str]:
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1]
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 

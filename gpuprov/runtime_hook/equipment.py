@@ -11,7 +11,6 @@ from . import driver_files
 from .edits import merge_edits
 from .errors import Refused
 from .host_paths import is_trusted
-from .special_devices import special_edits
 from .specification import unusable
 
 TYPE_CHECKING = False
@@ -58,7 +57,12 @@ def choose(specifications: Specifications, request: Request, settings: Settings,
     Raises Refused if something that was asked for is not there, or if a specification is not one.
     """
     devices = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
-    parts = [*devices, *special_edits(specifications, request)]
+    special = []
+    if request.imex_channels or request.mig_config or request.mig_monitor or request.extras:
+        from .special_devices import special_edits  # few containers ask for these
+
+        special = special_edits(specifications, request)
+    parts = [*devices, *special]
     try:
         return _chosen(parts, request, settings, _Folders(root), specifications)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
