@@ -83,37 +83,41 @@ _WORDS = r"NVIDIA_|CUDA_VERSION|cdi\.k8s\.io|nvidia-container-devices"
 _KEYS = r"^[^#]*(swarm-resource|annotation-prefixes)"
 # -I -S -E: nothing of the environment, of the working folder (which may be a container's) or of site-packages counts.
 # All modules come from one file: the import system looks into folders, and reads, checks and closes a file for each.
-# Those that only some containers need are in it as bytes, and are unmarshalled when they are imported. Nothing lives
-# long enough to be collected. Without that file (another Python since) imports are as ever.
+# Nothing lives long enough to be collected. Without that file (another Python since) imports are as ever.
 _LOAD = """\
 import gc, sys
 gc.disable()
 sys.path.append("{library}")
 try:
     try:
-        file = open("{library}/runtime_hook/__pycache__/{name}." + sys.implementation.cache_tag, "rb")
+        file = open("{library}/runtime_hook/__pycache__/{name}.{format}." + sys.implementation.cache_tag, "rb")
     except OSError:
         pass
     else:
         import marshal
-        needed, later = marshal.loads(file.read()[{digest_size}:])
-        class Later:
-            def find_spec(name, path, target=None):
-                return type(sys.__spec__)(name, Later) if name in later else None
-            def create_module(spec):
-                return None
-            def exec_module(module):
-                exec(marshal.loads(later[module.__name__]), module.__dict__)
-        sys.meta_path.insert(0, Later)
-        for name, code in needed:
-            module = sys.modules[name] = type(sys)(name)
-            module.__package__ = "runtime_hook"
-            module.__path__ = ["{library}/runtime_hook"]
-            exec(code, module.__dict__)
+        starter, _NEEDED, _LATER = marshal.loads(file.read()[{digest_size}:])
+        exec(starter)
     from runtime_hook.{name} import main
 except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
+"""
+# What that file begins with. Modules that only some containers need are in it as bytes, unmarshalled when a function
+# imports them. It is code in the file and not text in the launcher, because text is compiled at every start.
+_STARTER = """\
+class _Later:
+    def find_spec(name, path, target=None):
+        return type(sys.__spec__)(name, _Later) if name in _LATER else None
+    def create_module(spec):
+        return None
+    def exec_module(module):
+        exec(marshal.loads(_LATER[module.__name__]), module.__dict__)
+sys.meta_path.insert(0, _Later)
+for _name, _code in _NEEDED:
+    _module = sys.modules[_name] = type(sys)(_name)
+    _module.__package__ = "runtime_hook"
+    _module.__path__ = [sys.path[-1] + "/runtime_hook"]
+    exec(_code, _module.__dict__)
 """
 # The engine looks for an error in the file that its arguments name.
 _KEEP = 'import sys; sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
@@ -124,6 +128,8 @@ _NONE = (
 # What a start begins with; each has a file with all modules that it imports.
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
+# Of the file with all modules: another one than the launcher knows is not read.
+_FORMAT = "2"
 
 
 def render_launcher(
@@ -149,7 +155,7 @@ def render_hook(python: str = "/usr/bin/python3", library: str = LIBRARY_PATH) -
 
 
 def _load(name: str, library: str) -> str:
-    return _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
+    return _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT)
 
 
 def is_ours(content: bytes) -> bool:
@@ -184,16 +190,19 @@ def compile_bytecode(directory: str) -> None:
     trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
     # The entries share most modules.
     compiled = {name: _compiled(folder / f"{name}.py") for name in trees}
+    starter = _without_lines(compile(_STARTER, "starter", "exec", dont_inherit=True, optimize=2))
     for entry in [one for one in _ENTRIES if one in trees]:
         order, later = _in_order(trees, entry)
-        codes = (
+        parts = (
+            starter,
             [(_dotted(name), compiled[name]) for name in order],
             {_dotted(name): marshal.dumps(compiled[name]) for name in later},
         )
         # At once: containers start meanwhile, and half a file would refuse them.
         temporary = _bundle(folder, f"{entry}.new")
-        temporary.write_bytes(_digest(folder) + marshal.dumps(codes))
+        temporary.write_bytes(_digest(folder) + marshal.dumps(parts))
         temporary.replace(_bundle(folder, entry))
+        (folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}").unlink(missing_ok=True)  # of the first format
 
 
 def bytecode_is_current(directory: str) -> bool:
@@ -219,13 +228,13 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _bundle(folder: Path, entry: str) -> Path:
-    return folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}"
+    return folder / f"__pycache__/{entry}.{_FORMAT}.{sys.implementation.cache_tag}"
 
 
 def _digest(folder: Path) -> bytes:
     """Return what changes when a module does, or the Python that compiles it."""
     sources = [source.read_bytes() for source in sorted(folder.glob("*.py"))]
-    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, *sources])).digest()
+    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, _STARTER.encode(), *sources])).digest()
 
 
 def _in_order(trees: dict[str, ast.Module], entry: str) -> tuple[list[str], list[str]]:

@@ -106,7 +106,7 @@ def _equip(state: dict[str, Any]) -> int:
     pid = state.get("pid")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         raise Refused("the OCI state on standard input names no process")
-    from .prestart import equip  # ctypes, which nobody else needs
+    from .prestart import equip  # with `_ctypes`, which no other stage needs
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
@@ -133,7 +133,7 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     ]
     pairs = [word.split("::", 1) for flag, word in zip(arguments, arguments[1:]) if flag == "--link" and "::" in word]
     driver = next((word for flag, word in zip(arguments, arguments[1:]) if flag == "--host-driver-version"), "")
-    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], None, driver)
+    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], driver)
     try:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
@@ -146,7 +146,7 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
 def _in_user_namespace() -> bool:
     """Say whether this process is in the container's own user namespace, where its root user is number 0."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
             return file.read().split()[:2] != ["0", "0"]
     except OSError:
         return False

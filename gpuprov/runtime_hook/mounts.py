@@ -61,16 +61,16 @@ def act_as(owner: tuple[int, int]) -> None:
     _acting[0] = owner
 
 
-def bind(source: str, directory: int, name: str, options: list[str]) -> None:
+def bind(source: str, directory: int, name: str, options: list[str], *, folder: bool = False) -> None:
     """Bind a file of the host to a name in a directory of the container (a descriptor). Raises OSError.
 
-    What stands there must be of the source's kind already, no link, and no volume: a mount on one may spread to the
-    host.
+    Or a `folder`, with all that is mounted in it. What stands there must be of the source's kind already, no link, and
+    no volume: a mount on one may spread to the host.
     """
     target = _open_target(directory, name)
     try:
         try:
-            _move(source, target, _flags(options))
+            _move(source, target, _flags(options), _AT_RECURSIVE if folder else 0)
         except OSError as error:
             if error.errno not in (_ENOSYS, _EINVAL, _EPERM):
                 raise
@@ -100,8 +100,7 @@ def _flags(options: list[str]) -> int:
     return flags
 
 
-def _move(source: str, target: int, flags: int) -> None:
-    recursive = _AT_RECURSIVE if posix.stat(source).st_mode & 0o170000 == 0o040000 else 0
+def _move(source: str, target: int, flags: int, recursive: int) -> None:
     tree = system_call(_OPEN_TREE, _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | posix.O_CLOEXEC | recursive)
     try:
         wanted = pack(_MOUNT_ATTRIBUTES, flags, 0, _MS_PRIVATE, 0)

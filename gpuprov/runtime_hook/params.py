@@ -110,7 +110,7 @@ def _write(text: str) -> None:
 def is_rootless() -> bool:
     """Say whether the engine itself runs in a user namespace."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
             return file.read().split() != ["0", "0", "4294967295"]
     except OSError:
         return False

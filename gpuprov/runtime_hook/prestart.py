@@ -152,15 +152,16 @@ def _add_mount(root: Root, mount: dict[str, Any]) -> None:
     path, source = mount["containerPath"], mount["hostPath"]
     folder, _, name = path.rpartition("/")
     status = posix.stat(source)
+    is_folder = status.st_mode & _TYPE == _DIRECTORY
     try:
         act_as(root.owner)
         directory = root.open_writable(folder)
-        if status.st_mode & _TYPE == _DIRECTORY:
+        if is_folder:
             root.open_writable(path)
         else:
             _make_file(root, directory, name)
         act_as(_HOST)
-        bind(source, directory, name, mount.get("options") or [])
+        bind(source, directory, name, mount.get("options") or [], folder=is_folder)
     except OSError as error:
         if error.errno != _EXDEV or not is_same_file(root, path, status):
             raise

@@ -133,6 +133,14 @@ class Root(Walk):
         self._link(target, _TEMPORARY, directory)
         self._replace(path, name, directory)
 
+    def has_link(self, path: str, target: str) -> bool:
+        """Say whether a symbolic link with this text is there."""
+        folder, _, name = path.rpartition("/")
+        try:
+            return posix.readlink(name, dir_fd=self.open_directory(folder)) == target
+        except (OSError, ValueError):
+            return False
+
     def remove(self, path: str) -> None:
         """Take a file or a link away, if there is one. Raises OSError."""
         folder, _, name = path.rpartition("/")
