@@ -31,7 +31,7 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. Raises Refused
     if the copy can't be written.
     """
-    if not _has_own_proc(config) or has_user_namespace(config):
+    if not has_own_proc(config) or has_user_namespace(config):
         return None
     copy = masked_copy()
     if not copy:
@@ -47,7 +47,8 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     }  # fmt: skip
 
 
-def _has_own_proc(config: dict[str, Any]) -> bool:
+def has_own_proc(config: dict[str, Any]) -> bool:
+    """Say whether /proc is a procfs that the low-level runtime mounts for this container."""
     mounts = config.get("mounts")
     found = [
         mount
