@@ -12,53 +12,61 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-try:
-    from _ctypes import (
-        FUNCFLAG_CDECL,
-        FUNCFLAG_USE_ERRNO,
-        CFuncPtr,
-        _SimpleCData,
-        addressof,
-        dlopen,
-        dlsym,
-        get_errno,
-    )
 
-    class _Character(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
+class _Library:
+    """The C library: what makes a function of its name, syscall(2), two types, and two functions of the interpreter."""
+
+    __slots__ = ("address", "character", "errno", "function", "long", "syscall")
+
+    def __init__(self, function: Any, syscall: Any, character: Any, long: Any, address: Any, errno: Any) -> None:
+        self.function = function
+        self.syscall = syscall
+        self.character = character
+        self.long = long
+        self.address = address
+        self.errno = errno
+
+
+def _by_c_module() -> _Library:
+    from _ctypes import FUNCFLAG_CDECL, FUNCFLAG_USE_ERRNO, CFuncPtr, _SimpleCData, addressof, dlopen, dlsym, get_errno
+
+    class Character(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
         _type_ = "c"
 
-    class _Integer(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
+    class Integer(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
         _type_ = "i"
 
-    class _Long(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
+    class Long(_SimpleCData):  # type: ignore[type-arg,unused-ignore]
         _type_ = "l"
 
-    class _Function(CFuncPtr):
+    class Function(CFuncPtr):
         _flags_ = FUNCFLAG_CDECL | FUNCFLAG_USE_ERRNO
-        _restype_ = _Integer
+        _restype_ = Integer
 
-    class _SystemCall(CFuncPtr):
+    class SystemCall(CFuncPtr):
         _flags_ = FUNCFLAG_CDECL | FUNCFLAG_USE_ERRNO
-        _restype_ = _Long
+        _restype_ = Long
 
-    _LIBRARY = dlopen(None, 0)
+    handle = dlopen(None, 0)  # type: ignore[arg-type,unused-ignore]
+    syscall = SystemCall(dlsym(handle, "syscall"))
+    return _Library(lambda name: Function(dlsym(handle, name)), syscall, Character, Long, addressof, get_errno)
 
-    def _function(name: str) -> Any:
-        return _Function(dlsym(_LIBRARY, name))
 
-    _syscall = _SystemCall(dlsym(_LIBRARY, "syscall"))
-except (ImportError, AttributeError):
+def _by_package() -> _Library:
     import ctypes
-    from ctypes import addressof, get_errno
 
-    _Character, _Long = ctypes.c_char, ctypes.c_long
-    _PACKAGE = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
+    syscall = library["syscall"]
+    syscall.restype = ctypes.c_long
+    return _Library(
+        library.__getitem__, syscall, ctypes.c_char, ctypes.c_long, ctypes.addressof, ctypes.get_errno
+    )  # fmt: skip
 
-    def _function(name: str) -> Any:
-        return _PACKAGE[name]
 
-    _syscall = _PACKAGE["syscall"]
-    _syscall.restype = _Long
+try:
+    _LIBRARY = _by_c_module()
+except (ImportError, AttributeError):
+    _LIBRARY = _by_package()
 
 
 def call(name: str, *arguments: Any) -> int:
@@ -66,7 +74,7 @@ def call(name: str, *arguments: Any) -> int:
 
     An argument is a number, bytes that the kernel only reads, None, or memory from `room`.
     """
-    result: int = _function(name)(*_passed(arguments))
+    result: int = _LIBRARY.function(name)(*_passed(arguments))
     if result == -1:
         raise _error()
     return result
@@ -74,7 +82,7 @@ def call(name: str, *arguments: Any) -> int:
 
 def system_call(number: int, *arguments: Any) -> int:
     """Call the kernel by a number, with arguments as for `call`. Raises OSError."""
-    result: int = _syscall(_Long(number), *_passed(arguments))
+    result: int = _LIBRARY.syscall(_LIBRARY.long(number), *_passed(arguments))
     if result < 0:
         raise _error()
     return result
@@ -82,19 +90,19 @@ def system_call(number: int, *arguments: Any) -> int:
 
 def room(content: bytes, size: int = 0) -> Any:
     """Return memory of a size, or of the content's, which begins with this content; `.raw` is what it holds."""
-    return (_Character * max(size, len(content))).from_buffer_copy(content.ljust(size, b"\0"))
+    return (_LIBRARY.character * max(size, len(content))).from_buffer_copy(content.ljust(size, b"\0"))
 
 
 def address(memory: Any) -> int:
     """Return where memory from `room` lies; it must be kept as long as the address is used."""
-    return int(addressof(memory))
+    return int(_LIBRARY.address(memory))
 
 
 def _passed(arguments: tuple[Any, ...]) -> list[Any]:
     # A variadic function takes a number as wide as a register.
-    return [_Long(one) if isinstance(one, int) else one for one in arguments]
+    return [_LIBRARY.long(one) if isinstance(one, int) else one for one in arguments]
 
 
 def _error() -> OSError:
-    number = get_errno()
+    number = _LIBRARY.errno()
     return OSError(number, posix.strerror(number))

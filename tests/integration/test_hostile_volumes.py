@@ -263,16 +263,15 @@ def podman(bench: Bench, low_level: str, folder: str, *words: str) -> subprocess
     configuration = bench.folder / "containers.conf"
     configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
     argv = (
-        "podman", f"--root={folder}/store", f"--runroot={folder}/run", f"--runtime={low_level}", f"--hooks-dir={hooks}",
+        # Its mounts go with this namespace, however long podman's own cleaning takes.
+        "unshare", "-m", "podman", f"--root={folder}/store", f"--runroot={folder}/run", f"--runtime={low_level}",
+        f"--hooks-dir={hooks}",
         "run", "--rm", "--network=none", "--no-hosts", "--log-driver=none", "--ulimit=nofile=256:256",
         "--ulimit=nproc=100:100", "--env=NVIDIA_VISIBLE_DEVICES=1", *words, "--rootfs", str(bench.root), "sh", "-c",
         f"{REPORT}\n:",
     )  # fmt: skip
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
-    # After a refusal podman is still busy with it.
-    subprocess.run(("umount", "--lazy", f"{folder}/store/overlay"), capture_output=True, check=False)
-    return done
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 @pytest.mark.skipif(shutil.which("podman") is None, reason="requires podman: apt-get install podman")

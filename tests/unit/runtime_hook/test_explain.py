@@ -117,7 +117,7 @@ def test_a_host_version_that_is_none_is_a_usage_error(option: str) -> None:
     assert option in done.output and "'new' is no version" in done.output
 
 
-def bundle_with(tmp_path: Path, *mounts: dict[str, object]) -> Path:
+def bundle_with(tmp_path: Path, *mounts: dict[str, Any]) -> Path:
     (tmp_path / "rootfs/usr/lib64").mkdir(parents=True)
     for name in ("host", "host/ld.so.conf.d"):
         (tmp_path / name).mkdir()
@@ -147,7 +147,12 @@ def test_a_volume_that_has_a_container_refused_is_named(
     settings: Path, tmp_path: Path, destination: str, link: str, refused: str
 ) -> None:
     """With the runtime's own words."""
-    volume = {"destination": destination, "type": "bind", "source": str(tmp_path / "host"), "options": ["rbind", "ro"]}
+    volume: dict[str, Any] = {
+        "destination": destination,
+        "type": "bind",
+        "source": str(tmp_path / "host"),
+        "options": ["rbind", "ro"],
+    }
     bundle = bundle_with(tmp_path, volume)
     if link:
         (bundle / "rootfs/mnt").symlink_to(link)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,14 +52,13 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
 
 
-MADE = {
-    "a file": lambda root: root.write_file("/volume/file", b"ours", 0o644),
-    "a link": lambda root: root.make_link("/volume/link", "target"),
-    "a link in a file's place": lambda root: root.make_link("/volume/file", "target"),
-    "a folder": lambda root: root.open_directory("/volume/new", make=True),
-    "the folder itself": lambda root: root.open_writable("/volume"),
-    "a removal": lambda root: root.remove("/volume/file"),
-}  # fmt: skip
+MADE: dict[str, Callable[[Root, str], object]] = {
+    "a file": lambda root, path: root.write_file(path, b"ours", 0o644),
+    "a link": lambda root, path: root.make_link(path, "target"),
+    "a folder": lambda root, path: root.open_directory(f"{path}.d", make=True),
+    "the folder itself": lambda root, path: root.open_writable(path.rpartition("/")[0]),
+    "a removal": lambda root, path: root.remove(path),
+}
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -69,7 +68,7 @@ def test_nothing_is_made_on_another_mount_though_its_device_is_the_roots(mounted
     )  # fmt: skip
     for _ in range(2):  # what was refused once is not known as allowed
         with pytest.raises(OSError, match=ANOTHER) as caught:
-            MADE[what](mounted)
+            MADE[what](mounted, "/volume/file")
         assert caught.value.errno == EXDEV
         assert str(caught.value).startswith(f"[Errno {EXDEV}] /volume ")
     assert contents(host) == {"file": "the host's"}
@@ -135,13 +134,9 @@ def test_a_folder_of_a_volume_to_come_is_refused_though_its_mount_is_the_roots(c
 def test_a_name_that_a_volume_will_cover_is_refused_and_its_neighbours_are_not(tree: Path, covered: Root) -> None:
     covered.cover("/etc/file", "")
     covered.write_file("/etc/other", b"ours", 0o644)
-    for make in (
-        lambda: covered.write_file("/etc/file", b"ours", 0o644),
-        lambda: covered.make_link("/etc/file", "target"),
-        lambda: covered.remove("/etc/file"),
-    ):
+    for what in ("a file", "a link", "a removal"):
         with pytest.raises(OSError, match="the volume over /etc/file"):
-            make()
+            MADE[what](covered, "/etc/file")
     covered.write_file("/etc/file.d", b"ours", 0o644)
     assert contents(tree / "etc") == {"file": "the image's", "other": "ours", "file.d": "ours"}
 
