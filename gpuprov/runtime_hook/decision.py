@@ -8,7 +8,6 @@ from . import config_keys, jsonio, log
 from .equipment import Equipment, choose
 from .errors import Refused
 from .request import Request, parse_request
-from .requirements import require
 from .rootfs import Root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
@@ -65,6 +64,8 @@ def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision 
 def _decided(config: dict[str, Any], request: Request, settings: Settings, bundle: str) -> Decision:
     specifications = Specifications(settings)
     if request.requirements:
+        from .requirements import require  # images without CUDA have none
+
         require(request.requirements, specifications.own.host)
     path, volumes = root_of(config, bundle), volumes_of(config, bundle)
     try:

@@ -10,6 +10,7 @@ import pkgutil
 import py_compile
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType
 
@@ -130,25 +131,41 @@ gc.disable()
 sys.path.append("{library}")
 try:
     try:
-        file = open("{library}/runtime_hook/__pycache__/{name}." + sys.implementation.cache_tag, "rb")
+        file = open("{library}/runtime_hook/__pycache__/{name}.{format}." + sys.implementation.cache_tag, "rb")
     except OSError:
         pass
     else:
         import marshal
-        for name, code in marshal.loads(file.read()[{digest_size}:]):
-            module = sys.modules[name] = type(sys)(name)
-            module.__package__ = "runtime_hook"
-            module.__path__ = ["{library}/runtime_hook"]
-            exec(code, module.__dict__)
+        starter, _NEEDED, _LATER = marshal.loads(file.read()[{digest_size}:])
+        exec(starter)
     from runtime_hook.{name} import main
 except Exception as error:
     fault = type(error).__name__ + ": " + str(error)
     sys.exit("gpuprov: the container runtime in {library} is broken (" + fault + "): run gpuprov install on this host")
 """
 _KEEP = 'sys.path.insert(0, "{library}"); from runtime_hook.low_level import keep; keep(sys.argv[1:])'
+# What that file begins with. Modules that only some containers need are in it as bytes, unmarshalled when a function
+# imports them. It is code in the file and not text in the launcher, because text is compiled at every start.
+_STARTER = """\
+class _Later:
+    def find_spec(name, path, target=None):
+        return type(sys.__spec__)(name, _Later) if name in _LATER else None
+    def create_module(spec):
+        return None
+    def exec_module(module):
+        exec(marshal.loads(_LATER[module.__name__]), module.__dict__)
+sys.meta_path.insert(0, _Later)
+for _name, _code in _NEEDED:
+    _module = sys.modules[_name] = type(sys)(_name)
+    _module.__package__ = "runtime_hook"
+    _module.__path__ = [sys.path[-1] + "/runtime_hook"]
+    exec(_code, _module.__dict__)
+"""
 # What a start begins with; each has a file with all modules that it imports.
 _ENTRIES = ("main", "hook_main")
 _DIGEST_SIZE = 32
+# Of the file with all modules: another one than the launcher knows is not read.
+_FORMAT = "2"
 
 
 def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")) -> str:
@@ -179,7 +196,7 @@ def python_of(launcher: bytes) -> str:
 
 
 def _load(name: str, library: str) -> str:
-    return _NEW_ENOUGH + _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE)
+    return _NEW_ENOUGH + _LOAD.format(name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT)
 
 
 def is_ours(content: bytes) -> bool:
@@ -213,17 +230,22 @@ def compile_bytecode(directory: str) -> None:
     folder = Path(directory)
     for source in sorted(folder.glob("*.py")):
         py_compile.compile(str(source), doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-    orders = {entry: _in_order(folder, entry) for entry in _ENTRIES if (folder / f"{entry}.py").exists()}
+    trees = {source.stem: ast.parse(source.read_bytes()) for source in folder.glob("*.py")}
     # The entries share most modules.
-    compiled = {
-        name: _compiled(folder / f"{name}.py") for name in {name for order in orders.values() for name in order}
-    }
-    for entry, order in orders.items():
-        codes = [(_dotted(name), compiled[name]) for name in order]
+    compiled = {name: _compiled(folder / f"{name}.py") for name in trees}
+    starter = _without_lines(compile(_STARTER, "starter", "exec", dont_inherit=True, optimize=2))
+    for entry in [one for one in _ENTRIES if one in trees]:
+        order, later = _in_order(trees, entry)
+        parts = (
+            starter,
+            [(_dotted(name), compiled[name]) for name in order],
+            {_dotted(name): marshal.dumps(compiled[name]) for name in later},
+        )
         # At once: containers start meanwhile, and half a file would refuse them.
         temporary = _bundle(folder, f"{entry}.new")
-        temporary.write_bytes(_digest(folder) + marshal.dumps(codes))
+        temporary.write_bytes(_digest(folder) + marshal.dumps(parts))
         temporary.replace(_bundle(folder, entry))
+        (folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}").unlink(missing_ok=True)  # of the first format
 
 
 def bytecode_is_current(directory: str) -> bool:
@@ -249,31 +271,41 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _bundle(folder: Path, entry: str) -> Path:
-    return folder / f"__pycache__/{entry}.{sys.implementation.cache_tag}"
+    return folder / f"__pycache__/{entry}.{_FORMAT}.{sys.implementation.cache_tag}"
 
 
 def _digest(folder: Path) -> bytes:
     """Return what changes when a module does, or the Python that compiles it."""
     sources = [source.read_bytes() for source in sorted(folder.glob("*.py"))]
-    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, *sources])).digest()
+    return hashlib.sha256(b"\0".join([importlib.util.MAGIC_NUMBER, _STARTER.encode(), *sources])).digest()
 
 
-def _in_order(folder: Path, entry: str) -> list[str]:
-    """Return the package and all modules that this one imports at once, each behind those that it needs itself."""
+def _in_order(trees: dict[str, ast.Module], entry: str) -> tuple[list[str], list[str]]:
+    """Return the package and all modules that this one imports at once, each behind those that it needs itself.
+
+    And those that functions import, with what they need.
+    """
     found: list[str] = []
 
-    def visit(name: str) -> None:
+    def visit(name: str, nodes: Callable[[ast.Module], Iterable[ast.AST]]) -> None:
         if name not in found:
-            for needed in _imported(ast.parse((folder / f"{name}.py").read_bytes())):
-                visit(needed)
+            found.append(name)
+            for needed in _imported(nodes(trees[name])):
+                visit(needed, nodes)
+            # Behind what it needs.
+            found.remove(name)
             found.append(name)
 
-    visit(entry)
-    return ["__init__", *found]
+    visit(entry, lambda tree: tree.body)
+    order = list(found)
+    for name in order:
+        for needed in _imported(ast.walk(trees[name])):
+            visit(needed, ast.walk)
+    return ["__init__", *order], [name for name in found if name not in order]
 
 
-def _imported(tree: ast.Module) -> list[str]:
-    relative = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level == 1]
+def _imported(nodes: Iterable[ast.AST]) -> list[str]:
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1]
     return [name for node in relative for name in ([node.module] if node.module else [one.name for one in node.names])]
 
 

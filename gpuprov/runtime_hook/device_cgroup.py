@@ -8,17 +8,16 @@ Source: Linux, Documentation/admin-guide/cgroup-v1/devices.rst and cgroup-v2.rst
 
 from __future__ import annotations
 
-import ctypes
 import posix
 from _struct import pack, unpack_from
 
 from .errors import Refused
+from .system_calls import address, room, system_call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _BPF = {"x86_64": 321, "aarch64": 280}
 _PROG_LOAD, _PROG_ATTACH, _PROG_GET_FD_BY_ID, _OBJ_GET_INFO_BY_FD, _PROG_QUERY = 5, 8, 13, 15, 16
 _TYPE_CGROUP_DEVICE = 15
@@ -118,59 +117,50 @@ def _replace_programs(folder: str, nodes: list[dict[str, Any]]) -> None:
 
 def _attached(cgroup: int) -> tuple[list[int], int]:
     """Return the numbers of the programs on a cgroup itself, and how they are attached."""
-    numbers = (ctypes.c_uint32 * _MOST_PROGRAMS)()
+    numbers = room(b"", 4 * _MOST_PROGRAMS)
     # Linux 6.17 writes the revision, bytes 56 to 64, whatever size it is told.
-    attributes = bytearray(
-        pack("=IIIIQI36x", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, ctypes.addressof(numbers), _MOST_PROGRAMS)
-    )
-    attributes = _bpf_in_place(_PROG_QUERY, attributes)
+    attributes = room(pack("=IIIIQI36x", cgroup, _ATTACH_CGROUP_DEVICE, 0, 0, address(numbers), _MOST_PROGRAMS))
+    _bpf(_PROG_QUERY, attributes)
     _, _, _, flags, _, count = unpack_from("=IIIIQI", attributes)
-    return list(numbers[:count]), flags
+    return list(unpack_from(f"={count}I", numbers)), flags
 
 
 def _instructions(handle: int) -> bytes:
     """Return a program's instructions. Raises Refused if the kernel does not tell (lockdown)."""
     size = unpack_from("=I", _information(handle, 0), 20)[0]
-    room = ctypes.create_string_buffer(max(size, _SIZE))
-    _information(handle, size, ctypes.addressof(room))
-    code = room.raw[:size]
-    if not code or not any(code):
+    code = room(b"", max(size, _SIZE))
+    _information(handle, size, address(code))
+    found: bytes = code.raw[:size]
+    if not any(found):
         raise Refused("this kernel does not show the device cgroup's program: use --runtime=nvidia, not --gpus")
-    return code
+    return found
 
 
-def _information(handle: int, size: int, address: int = 0) -> bytes:
+def _information(handle: int, size: int, place: int = 0) -> bytes:
     # struct bpf_prog_info: of it, lengths and addresses of the instructions stand in the first 40 bytes.
-    room = ctypes.create_string_buffer(pack("=II8sIIQQ", 0, 0, b"", 0, size, 0, address), 80)
-    _bpf(_OBJ_GET_INFO_BY_FD, pack("=IIQ", handle, len(room), ctypes.addressof(room)))
-    return room.raw
+    information = room(pack("=II8sIIQQ", 0, 0, b"", 0, size, 0, place), 80)
+    _bpf(_OBJ_GET_INFO_BY_FD, pack("=IIQ", handle, len(information), address(information)))
+    found: bytes = information.raw
+    return found
 
 
 def _load(code: bytes) -> int:
-    room = ctypes.create_string_buffer(code, len(code))
-    license_ = ctypes.create_string_buffer(b"Apache-2.0")
+    instructions, license_ = room(code), room(b"Apache-2.0\0")
     count = len(code) // _SIZE
     return _bpf(
         _PROG_LOAD,
-        pack("=IIQQIIQ", _TYPE_CGROUP_DEVICE, count, ctypes.addressof(room), ctypes.addressof(license_), 0, 0, 0),
+        pack("=IIQQIIQ", _TYPE_CGROUP_DEVICE, count, address(instructions), address(license_), 0, 0, 0),
     )
 
 
-def _bpf(command: int, attributes: bytes) -> int:
-    room = ctypes.create_string_buffer(attributes, len(attributes))
-    result: int = _LIBC.syscall(ctypes.c_long(_number()), command, room, len(room))
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"bpf command {command}: {posix.strerror(number)}")
-    return result
-
-
-def _bpf_in_place(command: int, attributes: bytearray) -> bytearray:
-    room = (ctypes.c_char * len(attributes)).from_buffer(attributes)
-    if _LIBC.syscall(ctypes.c_long(_number()), command, room, len(attributes)) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"bpf command {command}: {posix.strerror(number)}")
-    return attributes
+def _bpf(command: int, attributes: Any) -> int:
+    """Call bpf(2) with attributes as bytes, which are copied, or in memory from `room`, which it changes."""
+    # It may write into what it is given: never into bytes, which Python shares.
+    memory = room(attributes) if isinstance(attributes, bytes) else attributes
+    try:
+        return system_call(_number(), command, memory, len(memory))
+    except OSError as error:
+        raise OSError(error.errno, f"bpf command {command}: {error.strerror}") from None
 
 
 def _number() -> int:

@@ -11,7 +11,6 @@ from . import driver_files
 from .edits import merge_edits
 from .errors import Refused
 from .host_paths import is_trusted
-from .special_devices import special_edits
 from .specification import unusable
 
 TYPE_CHECKING = False
@@ -33,19 +32,16 @@ _RHEL_32_BIT = "/usr/lib"
 class Equipment:
     """What a container gets.
 
-    `edits`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `hook`: the one that makes
-    these, for roots in which nothing can be made beforehand; `libraries`: their paths in the container;
-    `host_driver`: the driver's version, "" if unknown; `decisions`: sentences that say which rule decided.
+    `edits`: CDI's edits, ready to be applied; `links` (target, path) to be made in its root; `libraries`: their paths
+    in the container; `host_driver`: the driver's version, "" if unknown; `decisions`: sentences that say which rule
+    decided.
     """
 
-    __slots__ = ("decisions", "edits", "hook", "host_driver", "libraries", "links")
+    __slots__ = ("decisions", "edits", "host_driver", "libraries", "links")
 
-    def __init__(
-        self, edits: dict[str, Any], links: list[tuple[str, str]], hook: dict[str, Any] | None, host_driver: str
-    ) -> None:
+    def __init__(self, edits: dict[str, Any], links: list[tuple[str, str]], host_driver: str) -> None:
         self.edits = edits
         self.links = links
-        self.hook = hook
         self.host_driver = host_driver
         mounted = [mount["containerPath"] for mount in edits.get("mounts") or ()]
         self.libraries = [path for path in mounted if ".so" in path.rpartition("/")[2]]
@@ -58,7 +54,12 @@ def choose(specifications: Specifications, request: Request, settings: Settings,
     Raises Refused if something that was asked for is not there, or if a specification is not one.
     """
     devices = specifications.edits_of(request.devices or [], by_annotation=request.by_annotation)
-    parts = [*devices, *special_edits(specifications, request)]
+    special = []
+    if request.imex_channels or request.mig_config or request.mig_monitor or request.extras:
+        from .special_devices import special_edits  # few containers ask for these
+
+        special = special_edits(specifications, request)
+    parts = [*devices, *special]
     try:
         return _chosen(parts, request, settings, _Folders(root), specifications)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -79,7 +80,7 @@ def _chosen(
     others = [hook for hook in hooks if not _is_own(hook)]
     if others:
         edits["hooks"] = others
-    equipment = Equipment(edits, links, own and _with_links(own, links), _host_driver(specifications, links))
+    equipment = Equipment(edits, links, _host_driver(specifications, links))
     mounts = len(edits.get("mounts") or ())
     equipment.decisions = [
         f"{mounts} files, {len(links)} links for the driver capabilities {', '.join(sorted(capabilities)) or 'none'}",
@@ -133,13 +134,6 @@ def _links(hook: dict[str, Any], capabilities: frozenset[str], folders: _Folders
     arguments = hook.get("args") or []
     pairs = [value.split("::", 1) for flag, value in zip(arguments, arguments[1:]) if flag == "--link"]
     return [(target, folders.in_container(path)) for target, path in pairs if _is_wanted(path, capabilities)]
-
-
-def _with_links(hook: dict[str, Any], links: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the hook for these links instead of all that the specification has, at their places on the host."""
-    words = hook.get("args") or []
-    kept = [word for word, before in zip(words, ["", *words]) if "--link" not in (word, before)]
-    return {**hook, "args": [*kept, *(word for target, path in links for word in ("--link", f"{target}::{path}"))]}
 
 
 class _Folders:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from . import compat
 from .decision import owner_of, root_of
 from .edits import merge_edits
-from .equipment import choose
+from .equipment import Equipment, choose
 from .errors import Refused
-from .links import statement_on_loader
+from .links import CACHE, statement_on_loader
 from .request import Request, parse_request
 from .requirements import require
 from .rootfs import Root
 from .specification import Specifications
+from .volumes import cover, mounts_to_make, volumes_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,9 +56,15 @@ def _edits(config: dict[str, Any], request: Request, settings: Settings, bundle:
         request.decisions.append("the host satisfies every requirement")
     root = _root(config, bundle) if bundle else None
     try:
+        volumes = volumes_of(config, bundle)
+        if root is not None:
+            cover(root, volumes)
         equipment = choose(specifications, request, settings, root)
         request.decisions += equipment.decisions
         if root is not None:
+            mounts = equipment.edits.get("mounts") or []
+            equipment.edits["mounts"] = mounts_to_make(root, volumes, mounts)
+            request.decisions += _in_volumes(root, equipment, cuda_compat=settings.cuda_compat)
             statement = statement_on_loader(root)
             request.decisions += [statement] if statement else []
     finally:
@@ -64,6 +72,30 @@ def _edits(config: dict[str, Any], request: Request, settings: Settings, bundle:
             root.close()
     links = [f"{target}::{path}" for target, path in equipment.links]
     return {**merge_edits([equipment.edits]), "links": links}
+
+
+def _in_volumes(root: Root, equipment: Equipment, *, cuda_compat: bool) -> list[str]:
+    """Return what stays as it is because a volume has it. Raises Refused for what must be made in a volume."""
+    for target, path in equipment.links:
+        if _covered(root, path) and not root.has_link(path, target):
+            raise Refused(_refusal(root, path))
+    folder, _ = compat.compatibility_libraries(root, equipment.host_driver) if cuda_compat else ("", [])
+    for path in (compat.CONFIGURATION, CACHE) if folder else ():
+        if _covered(root, path):
+            raise Refused(_refusal(root, path))
+    if (equipment.links or equipment.libraries) and _covered(root, CACHE):
+        return [f"{CACHE} stays as it is: {root.volume_over(root.resolve(CACHE))}"]
+    return []
+
+
+def _covered(root: Root, path: str) -> bool:
+    folder, _, name = path.rpartition("/")
+    return root.cover_of(f"{root.resolve(folder)}/{name}") is not None
+
+
+def _refusal(root: Root, path: str) -> str:
+    folder = path.rpartition("/")[0]
+    return f"{path} can't be made in the container's root file system: {root.volume_over(root.resolve(folder))}"
 
 
 def _root(config: dict[str, Any], bundle: str) -> Root | None:

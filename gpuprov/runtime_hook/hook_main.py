@@ -1,7 +1,8 @@
 """gpuprov-container-runtime-hook: what an engine runs as an OCI hook.
 
 prestart, createRuntime: the whole work of the runtime, by hand (`docker run --gpus` with plain runc).
-createContainer: the links and the loader's cache, after an engine has applied the CDI specification itself.
+createContainer: the links, the loader's cache and the driver's parameters, after an engine has applied the CDI
+specification itself.
 poststart, poststop: nothing. Source: OCI runtime specification 1.1, "POSIX-platform Hooks"; the state is on stdin.
 """
 
@@ -14,10 +15,12 @@ import sys
 from . import config_keys, jsonio, log, record
 from .decision import config_id, decide, load_config, owner_of, root_of
 from .dev_char import link_nodes
+from .edits import has_user_namespace
 from .equipment import Equipment
 from .errors import Refused
 from .links import prepare_root
 from .main import printable
+from .params import masked_copy
 from .rootfs import Root
 from .settings import read_settings
 from .volumes import volumes_of, watch
@@ -106,7 +109,7 @@ def _equip(state: dict[str, Any]) -> int:
     pid = state.get("pid")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         raise Refused("the OCI state on standard input names no process")
-    from .prestart import equip  # ctypes, which nobody else needs
+    from .prestart import equip  # with `_ctypes`, which no other stage needs
 
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
@@ -133,20 +136,30 @@ def _finish(state: dict[str, Any], arguments: list[str]) -> int:
     ]
     pairs = [word.split("::", 1) for flag, word in zip(arguments, arguments[1:]) if flag == "--link" and "::" in word]
     driver = next((word for flag, word in zip(arguments, arguments[1:]) if flag == "--host-driver-version"), "")
-    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], None, driver)
+    equipment = Equipment({"mounts": mounted}, [(target, path) for target, path in pairs], driver)
     try:
         root = Root(root_of(config, bundle), (0, 0) if _in_user_namespace() else owner_of(config))
     except OSError as error:
         raise Refused(f"the container's root folder can't be opened: {error.strerror}") from None
     watch(root, volumes_of(config, bundle))
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
+    if not _in_user_namespace() and not has_user_namespace(config):
+        _mask_params(root, config)
     return 0
+
+
+def _mask_params(root: Root, config: dict[str, Any]) -> None:
+    copy = masked_copy()
+    if copy:
+        from .prestart import mask_params  # with `_ctypes`
+
+        mask_params(root, copy, config)
 
 
 def _in_user_namespace() -> bool:
     """Say whether this process is in the container's own user namespace, where its root user is number 0."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
             return file.read().split()[:2] != ["0", "0"]
     except OSError:
         return False

@@ -11,15 +11,17 @@ import posix
 _TYPE, _LINK, _SOCKET = 0o170000, 0o120000, 0o140000
 _WRITABLE_BY_ALL = 0o002
 _MOST_COMPONENTS = 100
-# Below it are accounts of services: nvidia-persistenced's socket and its folder are that account's (login.defs(5)).
+# nvidia-persistenced drops root's rights: the socket and its folder belong to an account of the system's, which are
+# numbered below the users' (login.defs(5)).
+_PERSISTENCED = "/run/nvidia-persistenced/socket"
 _FIRST_USER = 1000
 
 
 def is_trusted(path: str) -> bool:
     """Say whether a file is there, is no link, and belongs to root with every folder above it.
 
-    A socket, and the folder that it is in, may belong to a service's account. A link on the way counts if it is root's
-    and nobody else may write where it is.
+    nvidia-persistenced's socket, and the folder that it is in, may belong to a service's account. A link on the way
+    counts if it is root's and nobody else may write where it is.
     """
     todo = path.split("/")[::-1]
     real = ""
@@ -49,7 +51,7 @@ def is_trusted(path: str) -> bool:
         owners.append(status.st_uid)
         writable = bool(status.st_mode & _WRITABLE_BY_ALL)
         if not todo:
-            return not any(owners) or (kind == _SOCKET and _is_services(owners))
+            return not any(owners) or (kind == _SOCKET and path.endswith(_PERSISTENCED) and _is_services(owners))
     return False
 
 

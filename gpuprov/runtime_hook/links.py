@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .equipment import Equipment
 
-_CACHE = "/etc/ld.so.cache"
+CACHE = "/etc/ld.so.cache"
 _EXDEV = 18
 _FLAGS = ldcache.FLAGS.get(posix.uname().machine, 0x0003)
 # Folders that loaders search; those below them (vdpau, gbm) belong to other programs.
@@ -42,7 +42,7 @@ def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) 
             equipment.decisions.append(f"the image's {folder} is newer than driver {equipment.host_driver}: it is used")
         else:
             _remove(root, path)
-        path = _CACHE
+        path = CACHE
         entries = [*_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)]
         try:
             _write_cache(root, entries)
@@ -85,10 +85,10 @@ def _entries(equipment: Equipment) -> list[tuple[str, str, int]]:
 
 
 def _write_cache(root: Root, entries: list[tuple[str, str, int]]) -> None:
-    old = root.read_file(_CACHE, ldcache.LARGEST) or b""
+    old = root.read_file(CACHE, ldcache.LARGEST) or b""
     new = ldcache.merge(old, entries)
     if new != old:
-        root.write_file(_CACHE, new, 0o644)
+        root.write_file(CACHE, new, 0o644)
 
 
 def _remove(root: Root, path: str) -> None:

@@ -1,4 +1,4 @@
-"""System calls that Python has no door to: namespaces and mounts on descriptors; by ctypes, for the hook alone.
+"""Namespaces and mounts on descriptors, for the hook alone.
 
 Kernels from 5.12 on clone a mount, set its attributes, and move it to its place, each on a descriptor: it is never seen
 writable, and no path is looked up twice. Older ones (RHEL 8's 4.18) bind, look what is there, and restrict it.
@@ -6,13 +6,13 @@ writable, and no path is looked up twice. Older ones (RHEL 8's 4.18) bind, look 
 
 from __future__ import annotations
 
-import ctypes
 import posix
+from _struct import pack
 
 from .errors import Refused
-from .rootfs import mount_id
+from .root_walk import mount_id
+from .system_calls import call, system_call
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 # The same numbers on x86-64 and AArch64, as for all calls since Linux 5.1.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 _OPENAT2 = 437
@@ -29,18 +29,13 @@ _FLAGS = {"ro": _MS_RDONLY, "nosuid": _MS_NOSUID, "nodev": _MS_NODEV, "noexec": 
 _ENOSYS, _EINVAL, _EPERM, _EXDEV = 38, 22, 1, 18
 _RESOLVE_NO_XDEV = 1
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
-
-
-class _MountAttributes(ctypes.Structure):
-    """struct mount_attr (mount_setattr(2)); its flags are those of mount(2) for these four."""
-
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
-
-
-class _OpenHow(ctypes.Structure):
-    """struct open_how (openat2(2))."""
-
-    _fields_ = [(name, ctypes.c_uint64) for name in ("flags", "mode", "resolve")]
+# struct open_how (openat2(2)): flags, mode, resolve.
+_OPEN_TARGET = pack("=QQQ", _PATH, 0, _RESOLVE_NO_XDEV)
+# struct mount_attr (mount_setattr(2)): flags to set and to clear, propagation, user namespace. The flags used here have
+# the numbers that they have in mount(2).
+_MOUNT_ATTRIBUTES = "=QQQQ"
+# Who makes files at the moment: a start without a user namespace never changes it.
+_acting = [(0, 0)]
 
 
 def enter_mount_namespace(pid: int) -> None:
@@ -49,27 +44,33 @@ def enter_mount_namespace(pid: int) -> None:
         handle = posix.open(f"/proc/{pid}/ns/mnt", posix.O_RDONLY | posix.O_CLOEXEC)
     except OSError as error:
         raise Refused(f"the container's process {pid} is gone: {error.strerror}") from None
-    if _LIBC.setns(handle, _CLONE_NEWNS) != 0:
-        raise Refused(f"the container's mount namespace can't be entered: {_error().strerror}")
+    try:
+        call("setns", handle, _CLONE_NEWNS)
+    except OSError as error:
+        raise Refused(f"the container's mount namespace can't be entered: {error.strerror}") from None
     posix.close(handle)
 
 
 def act_as(owner: tuple[int, int]) -> None:
     """Make files as this user and group from now on: a user namespace's file systems know no other (setfsuid(2))."""
-    _LIBC.setfsgid(owner[1])
-    _LIBC.setfsuid(owner[0])
+    if owner == _acting[0]:
+        return
+    # They return the previous number, and no error.
+    call("setfsgid", owner[1])
+    call("setfsuid", owner[0])
+    _acting[0] = owner
 
 
-def bind(source: str, directory: int, name: str, options: list[str]) -> None:
+def bind(source: str, directory: int, name: str, options: list[str], *, folder: bool = False) -> None:
     """Bind a file of the host to a name in a directory of the container (a descriptor). Raises OSError.
 
-    What stands there must be of the source's kind already, no link, and no volume: a mount on one may spread to the
-    host.
+    Or a `folder`, with all that is mounted in it. What stands there must be of the source's kind already, no link, and
+    no volume: a mount on one may spread to the host.
     """
     target = _open_target(directory, name)
     try:
         try:
-            _move(source, target, _flags(options))
+            _move(source, target, _flags(options), _AT_RECURSIVE if folder else 0)
         except OSError as error:
             if error.errno not in (_ENOSYS, _EINVAL, _EPERM):
                 raise
@@ -79,9 +80,8 @@ def bind(source: str, directory: int, name: str, options: list[str]) -> None:
 
 
 def _open_target(directory: int, name: str) -> int:
-    how = _OpenHow(flags=_PATH, resolve=_RESOLVE_NO_XDEV)
     try:
-        return _call(_OPENAT2, directory, name.encode(), ctypes.byref(how), ctypes.c_size_t(ctypes.sizeof(how)))
+        return system_call(_OPENAT2, directory, name.encode(), _OPEN_TARGET, len(_OPEN_TARGET))
     except OSError as error:
         # Linux before 5.6, or a filter around the engine.
         if error.errno not in (_ENOSYS, _EPERM):
@@ -100,14 +100,12 @@ def _flags(options: list[str]) -> int:
     return flags
 
 
-def _move(source: str, target: int, flags: int) -> None:
-    recursive = _AT_RECURSIVE if posix.stat(source).st_mode & 0o170000 == 0o040000 else 0
-    tree = _call(_OPEN_TREE, _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | posix.O_CLOEXEC | recursive)
+def _move(source: str, target: int, flags: int, recursive: int) -> None:
+    tree = system_call(_OPEN_TREE, _AT_FDCWD, source.encode(), _OPEN_TREE_CLONE | posix.O_CLOEXEC | recursive)
     try:
-        wanted = _MountAttributes(attr_set=flags, propagation=_MS_PRIVATE)
-        size = ctypes.c_size_t(ctypes.sizeof(wanted))
-        _call(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH | recursive, ctypes.byref(wanted), size)
-        _call(_MOVE_MOUNT, tree, b"", target, b"", _MOVE_EMPTY_PATHS)
+        wanted = pack(_MOUNT_ATTRIBUTES, flags, 0, _MS_PRIVATE, 0)
+        system_call(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH | recursive, wanted, len(wanted))
+        system_call(_MOVE_MOUNT, tree, b"", target, b"", _MOVE_EMPTY_PATHS)
     finally:
         posix.close(tree)
 
@@ -128,18 +126,4 @@ def _bind_and_restrict(source: str, target: int, directory: int, name: str, flag
 
 
 def _mount(source: str, target: str, flags: int, kind: str) -> None:
-    result = _LIBC.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), None)
-    if result != 0:
-        raise _error()
-
-
-def _call(number: int, *arguments: object) -> int:
-    result: int = _LIBC.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        raise _error()
-    return result
-
-
-def _error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, posix.strerror(number))
+    call("mount", source.encode(), target.encode(), kind.encode(), flags, None)

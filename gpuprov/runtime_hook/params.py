@@ -31,7 +31,7 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. Raises Refused
     if the copy can't be written.
     """
-    if not _has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels():
+    if not has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels():
         return None
     copy = masked_copy()
     if not copy:
@@ -47,7 +47,8 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     }  # fmt: skip
 
 
-def _has_own_proc(config: dict[str, Any]) -> bool:
+def has_own_proc(config: dict[str, Any]) -> bool:
+    """Say whether /proc is a procfs that the low-level runtime mounts for this container."""
     mounts = config.get("mounts")
     found = [
         mount
@@ -118,7 +119,7 @@ def _write(text: str) -> None:
 def is_rootless() -> bool:
     """Say whether the engine itself runs in a user namespace."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
             return file.read().split() != ["0", "0", "4294967295"]
     except OSError:
         return False

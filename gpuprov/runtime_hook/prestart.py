@@ -14,7 +14,7 @@ from .edits import node_identity
 from .errors import Refused
 from .links import prepare_root
 from .mounts import act_as, bind, enter_mount_namespace
-from .params import PARAMS, is_rootless, masked_copy
+from .params import PARAMS, has_own_proc, is_rootless, masked_copy
 from .rootfs import Root
 from .volumes import is_same_file, watch
 
@@ -61,13 +61,28 @@ def equip(pid: int, decision: Decision) -> None:
         _attempt(node["path"], _add_node, root, node, bound)
     for mount in equipment.edits.get("mounts") or ():
         _attempt(mount["containerPath"], _add_mount, root, mount)
-    if params and root.exists(PARAMS):
-        _attempt(PARAMS, _add_mount, root, {"hostPath": params, "containerPath": PARAMS, "options": ["ro", "nosuid"]})
+    mask_params(root, params, decision.config)
     posix.umask(0o022)
     act_as(owner)
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     act_as(_HOST)
     root.close()
+
+
+def mask_params(root: Root, copy: str, config: dict[str, Any]) -> None:
+    """Mount a copy of the driver's parameters over them, in a procfs of the container's own. Raises Refused.
+
+    They stay as they are where something else is mounted below /proc: a volume, or a folder that crun has made
+    read-only by then.
+    """
+    if not copy or not has_own_proc(config) or not root.exists(PARAMS):
+        return
+    try:
+        root.open_writable(PARAMS.rpartition("/")[0])
+    except OSError:
+        return
+    mount = {"hostPath": copy, "containerPath": PARAMS, "options": ["ro", "nosuid", "nodev", "noexec"]}
+    _attempt(PARAMS, _add_mount, root, mount)
 
 
 def _open_root(decision: Decision, owner: tuple[int, int]) -> Root:
@@ -152,15 +167,16 @@ def _add_mount(root: Root, mount: dict[str, Any]) -> None:
     path, source = mount["containerPath"], mount["hostPath"]
     folder, _, name = path.rpartition("/")
     status = posix.stat(source)
+    is_folder = status.st_mode & _TYPE == _DIRECTORY
     try:
         act_as(root.owner)
         directory = root.open_writable(folder)
-        if status.st_mode & _TYPE == _DIRECTORY:
+        if is_folder:
             root.open_writable(path)
         else:
             _make_file(root, directory, name)
         act_as(_HOST)
-        bind(source, directory, name, mount.get("options") or [])
+        bind(source, directory, name, mount.get("options") or [], folder=is_folder)
     except OSError as error:
         if error.errno != _EXDEV or not is_same_file(root, path, status):
             raise

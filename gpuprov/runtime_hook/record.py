@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 FOLDER = "/run/gpuprov/containers"
 FORMAT = 1
 _LONGEST_NAME = 128
-_MOST_LOOKED_AT = 64
+# At one start: each is read and parsed.
+_MOST_LOOKED_AT = 8
 _MOST_BYTES = 1 << 20
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_TRUNC | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
@@ -36,7 +37,7 @@ def keep(container: str, bundle: str, decision: Decision, way: str) -> None:
             container,
             jsonio.dumps({"format": FORMAT, "container": container, "bundle": bundle, **_told(decision, way)}),
         )
-        _sweep()
+        _sweep(container)
     except (OSError, ValueError):
         pass  # a full disk, or a rootless engine: the container is none the worse for it
 
@@ -119,9 +120,11 @@ def _write(container: str, text: str) -> None:
         raise
 
 
-def _sweep() -> None:
-    """Remove the files of containers whose bundle is gone."""
-    for name in names()[:_MOST_LOOKED_AT]:
+def _sweep(own: str) -> None:
+    """Remove the files of containers whose bundle is gone; where there are many, some at each start."""
+    others = [name for name in names() if name != own]
+    first = posix.getpid() % max(len(others), 1)
+    for name in [*others[first:], *others[:first]][:_MOST_LOOKED_AT]:
         found = read(name)
         try:
             if found is None:

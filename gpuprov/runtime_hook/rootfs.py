@@ -1,33 +1,17 @@
-"""A container's root file system: hostile, so walked on descriptors; nothing outside of it is ever opened or made.
+"""A container's root file system as the runtime and the hook use it: what is read from it, and what is made in it.
 
-Each component is opened below the one before it, without following links; a link's text is read and walked from the
-root's own descriptor, and `..` never goes above it. So a link that is absolute, climbs, leads into /proc or is swapped
-meanwhile ends inside the root or nowhere (CVE-2024-0132, CVE-2025-23359, CVE-2025-23267). No openat2: Python has no
-door to it without ctypes, and kernels before 5.6 lack it.
-
-A link inside the root may also lead into a volume, which is the host's. So a folder is written to only if it belongs to
-the mount of the root itself (or to one that volumes.py allows); mount ids decide, because a bind mount has the same
-st_dev. A folder whose descriptor is on the root's mount is below the root: its id covers all components above it.
+Every path is walked by root_walk.py; nothing outside of the root is ever opened or made.
 """
 
 from __future__ import annotations
 
 import posix
 
-from .paths import normal_path
+from .root_walk import MOST_LINKS, PATH, Walk, mount_id
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Callable
-
-_PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
-_DIRECTORY = _PATH | posix.O_DIRECTORY
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 # A lease of another process's would block an open for 45 s (fcntl(2), F_SETLEASE); without waiting it fails.
 _READ = posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC
-# As the kernel's own limit (path_resolution(7)).
-_MOST_LINKS = 40
-_MOST_COMPONENTS = 1000
 _TYPE = 0o170000
 _REGULAR = 0o100000
 _LINK = 0o120000
@@ -36,83 +20,28 @@ _ENOENT, _EBUSY, _EXDEV, _EINVAL, _ELOOP = 2, 16, 18, 22, 40
 _TEMPORARY = ".gpuprov~"
 
 
-class Root:
-    """The root file system in a folder. `owner` is the user and group of what is made there. Raises OSError.
+class Root(Walk):
+    """The root file system in a folder, with its files. Made as a Walk is."""
 
-    `volumes` gives, for a path in the container, what to say of the volume that covers it. `allowed_mounts` returns the
-    ids of further mounts in which files may be made. Both are called only when a folder is not on the root's mount.
-    """
-
-    __slots__ = ("_covers", "_handles", "_known", "_mount", "_writable", "allowed_mounts", "owner", "volume_over")
-
-    def __init__(self, path: str, owner: tuple[int, int] = (0, 0)) -> None:
-        handle = posix.open(path, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
-        # By its path without links, "" for the root.
-        self._handles = {"": handle}
-        self._known: dict[str, str] = {}
-        self._writable: set[str] = set()
-        self._covers: dict[str, str] = {}
-        self._mount = b""
-        self.owner = owner
-        self.allowed_mounts: Callable[[], set[bytes]] = set
-        self.volume_over: Callable[[str], str] = _another_mount
-        if posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
-            self.close()
-            # runc refuses it too, but only after this would have written.
-            raise OSError(_ELOOP, "a symbolic link leads there", path)
-
-    def close(self) -> None:
-        """Close every descriptor."""
-        for handle in self._handles.values():
-            posix.close(handle)
-        self._handles = {}
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Device and inode of the root folder."""
-        status = posix.fstat(self._handles[""])
-        return status.st_dev, status.st_ino
-
-    def cover(self, destination: str, source: str) -> None:
-        """Walk from now on as if `source` were mounted at a destination; an empty source has nothing in it.
-
-        For volumes that are not mounted yet. Nothing is made in them. Raises OSError if it covers the root itself.
-        """
-        real = self.resolve(destination)
-        if not real:
-            raise OSError(_EXDEV, f"the volume at {destination} covers it", destination)
-        for below in [one for one in self._handles if one == real or one.startswith(f"{real}/")]:
-            posix.close(self._handles.pop(below))
-        self._known = {}
-        self._covers = {one: old for one, old in self._covers.items() if not one.startswith(f"{real}/")}
-        self._covers[real] = source
-
-    def resolve(self, path: str) -> str:
-        """Return a path with its links resolved in the container, as runc does: what is missing stays as it is."""
-        return self._walk(path, make=False, lenient=True)
-
-    def cover_of(self, real: str) -> str | None:
-        """Return the source of the volume, not mounted yet, at or above a path without links; None if there is none."""
-        found = [one for one in self._covers if real == one or real.startswith(f"{one}/")]
-        return self._covers[max(found, key=len)] if found else None
+    __slots__ = ()
 
     def open_directory(self, path: str, *, make: bool = False) -> int:
         """Return a descriptor (O_PATH) of a folder, made with those above it if `make`; it stays the root's to close.
 
         Raises OSError if there is none, or no folder.
         """
-        return self._handles[self._directory(path, make)]
+        return self.handles[self.directory(path, make)]
 
     def open_writable(self, path: str) -> int:
         """Return a descriptor of a folder in which files may be made and replaced; the folder is made if need be.
 
         Raises OSError, naming the volume, if the folder is in one.
         """
-        return self._writable_handle(self._directory(path, True))
+        return self.writable_handle(self.directory(path, True))
 
     def real_path(self, path: str) -> str:
         """Return a folder's path in the container with no link in it. Raises OSError."""
-        return self._directory(path, False) or "/"
+        return self.directory(path, False) or "/"
 
     def is_directory(self, path: str, *, through_links: bool = True) -> bool:
         """Say whether there is a folder; without `through_links`, reached over folders alone."""
@@ -174,7 +103,7 @@ class Root:
     def write_file(self, path: str, content: bytes, mode: int) -> None:
         """Put a file there at once, whatever stood under its name but a folder. Raises OSError."""
         folder, _, name = path.rpartition("/")
-        directory = self._writable_handle(self._directory(folder, True), name)
+        directory = self.writable_handle(self.directory(folder, True), name)
         self._clear(directory)
         handle = posix.open(_TEMPORARY, _CREATE, 0o600, dir_fd=directory)
         try:
@@ -189,14 +118,14 @@ class Root:
     def make_link(self, path: str, target: str) -> None:
         """Put a symbolic link there at once, unless it says that already. Raises OSError, for a folder there too."""
         folder, _, name = path.rpartition("/")
-        real = self._directory(folder, True)
+        real = self.directory(folder, True)
         try:
-            if posix.readlink(name, dir_fd=self._handles[real]) == target:
+            if posix.readlink(name, dir_fd=self.handles[real]) == target:
                 return
             there = True
         except OSError as error:
             there = error.errno != _ENOENT
-        directory = self._writable_handle(real, name)
+        directory = self.writable_handle(real, name)
         if not there:
             self._link(target, name, directory)
             return
@@ -204,13 +133,21 @@ class Root:
         self._link(target, _TEMPORARY, directory)
         self._replace(path, name, directory)
 
+    def has_link(self, path: str, target: str) -> bool:
+        """Say whether a symbolic link with this text is there."""
+        folder, _, name = path.rpartition("/")
+        try:
+            return posix.readlink(name, dir_fd=self.open_directory(folder)) == target
+        except (OSError, ValueError):
+            return False
+
     def remove(self, path: str) -> None:
         """Take a file or a link away, if there is one. Raises OSError."""
         folder, _, name = path.rpartition("/")
         try:
-            real = self._directory(folder, False)
-            posix.stat(name, dir_fd=self._handles[real], follow_symlinks=False)
-            posix.unlink(name, dir_fd=self._writable_handle(real, name))
+            real = self.directory(folder, False)
+            posix.stat(name, dir_fd=self.handles[real], follow_symlinks=False)
+            posix.unlink(name, dir_fd=self.writable_handle(real, name))
         except FileNotFoundError:
             pass
 
@@ -234,33 +171,12 @@ class Root:
         except FileNotFoundError:
             pass
 
-    def _writable_handle(self, real: str, name: str = "") -> int:
-        """Return a folder's descriptor. Raises OSError if it, or the name in it, is in a volume."""
-        handle = self._handles[real]
-        if real not in self._writable:
-            if self.cover_of(real) is not None or not self._is_ours(handle):
-                raise OSError(_EXDEV, self.volume_over(real), real)
-            self._writable.add(real)
-        if self._covers and self.cover_of(f"{real}/{name}") is not None:
-            raise OSError(_EXDEV, self.volume_over(f"{real}/{name}"), real)
-        return handle
-
-    def _is_ours(self, handle: int) -> bool:
-        found = mount_id(handle)
-        return found == self.mount or found in self.allowed_mounts()
-
-    @property
-    def mount(self) -> bytes:
-        """The id of the mount that the root folder is on."""
-        self._mount = self._mount or mount_id(self._handles[""])
-        return self._mount
-
     def _open_file(self, path: str, most: int) -> int:
         """Open a regular file for reading; a device or a pipe is not even touched."""
-        for _ in range(_MOST_LINKS):
+        for _ in range(MOST_LINKS):
             folder, _, name = path.rpartition("/")
-            real = self._directory(folder, False)
-            handle = posix.open(name, _PATH, dir_fd=self._handles[real])
+            real = self.directory(folder, False)
+            handle = posix.open(name, PATH, dir_fd=self.handles[real])
             try:
                 status = posix.fstat(handle)
                 kind = status.st_mode & _TYPE
@@ -277,97 +193,3 @@ class Root:
                 posix.close(handle)
             path = target if target.startswith("/") else f"{real}/{target}"
         raise OSError(_ELOOP, "too many links", path)
-
-    def _directory(self, path: str, make: bool) -> str:
-        known = self._known.get(path)
-        if known is None:
-            known = self._known[path] = self._walk(path, make=make, lenient=False)
-        return known
-
-    def _walk(self, path: str, *, make: bool, lenient: bool) -> str:
-        """Return the folder's path in the container without links, "" for the root; its descriptor is open then.
-
-        If `lenient`, the path may end in anything, or nowhere.
-        """
-        todo = path.split("/")[::-1]
-        real = ""
-        links = 0
-        for _ in range(_MOST_COMPONENTS):
-            if not todo:
-                return real
-            name = todo.pop()
-            if name in ("", "."):
-                continue
-            if name == "..":
-                real = real.rpartition("/")[0]
-                continue
-            below = f"{real}/{name}"
-            if below not in self._handles and not (lenient and real not in self._handles):
-                target = self._open(below, real, name, make, lenient)
-                if target:
-                    links += 1
-                    if links > _MOST_LINKS:
-                        break
-                    real = "" if target.startswith("/") else real
-                    todo += target.split("/")[::-1]
-                    continue
-            real = below
-        raise OSError(_ELOOP, "too many links", path)
-
-    def _open(self, below: str, real: str, name: str, make: bool, lenient: bool) -> str:
-        """Open a component; return the text of the link that it is, nothing for a folder."""
-        try:
-            if below in self._covers:
-                self._handles[below] = _open_source(self._covers[below])
-            else:
-                self._handles[below] = self._step(real, name, make)
-            return ""
-        except NotADirectoryError:
-            try:
-                if below not in self._covers:
-                    return posix.readlink(name, dir_fd=self._handles[real])  # EINVAL: no link, and no folder either
-            except OSError:
-                pass
-            if not lenient:
-                raise
-        except OSError:
-            if not lenient:
-                raise
-        return ""
-
-    def _step(self, real: str, name: str, make: bool) -> int:
-        above = self._handles[real]
-        try:
-            return posix.open(name, _DIRECTORY, dir_fd=above)
-        except FileNotFoundError:
-            if not make:
-                raise
-        self._writable_handle(real)
-        try:
-            posix.mkdir(name, 0o755, dir_fd=above)
-            if self.owner != (0, 0):
-                posix.chown(name, *self.owner, dir_fd=above, follow_symlinks=False)
-        except FileExistsError:
-            pass
-        return posix.open(name, _DIRECTORY, dir_fd=above)
-
-
-def mount_id(handle: int) -> bytes:
-    """Return by which number the kernel knows the mount that an open file is on (proc_pid_fdinfo(5), Linux 3.15)."""
-    info = posix.open(f"/proc/self/fdinfo/{handle}", posix.O_RDONLY | posix.O_CLOEXEC)
-    try:
-        lines = posix.read(info, 4096).splitlines()
-    finally:
-        posix.close(info)
-    return next(line for line in lines if line.startswith(b"mnt_id:"))
-
-
-def _open_source(source: str) -> int:
-    # A link at its end is the engine's to follow.
-    if not source:
-        raise FileNotFoundError(_ENOENT, "nothing is known of what is in there")
-    return posix.open(source, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
-
-
-def _another_mount(path: str) -> str:
-    return f"{path or '/'} is on another mount than the container's root file system"

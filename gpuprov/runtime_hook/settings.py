@@ -5,7 +5,7 @@ Both are read at every start of a container that may want GPUs: an edit takes ef
 
 from __future__ import annotations
 
-from . import driver_files, toml
+from . import driver_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def read_settings(own: str = SETTINGS_PATH, nvidia: str = NVIDIA_SETTINGS_PATH) 
 def _read(path: str, *, strict: bool) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
+            from . import toml  # most hosts have neither file
+
             document = toml.parse(file.read())
     except FileNotFoundError:
         return {}

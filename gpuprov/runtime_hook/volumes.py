@@ -11,7 +11,7 @@ import posix
 
 from .errors import Refused
 from .paths import normal_path
-from .rootfs import mount_id
+from .root_walk import mount_id
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def _between(root: Path, path: Path) -> list[Path]:
 def equipment() -> Equipment:
     mounts = [{"containerPath": f"{LIBRARIES}/libcuda.so.550.163.01"}, {"containerPath": "/usr/bin/nvidia-smi"}]
     links = [("libcuda.so.550.163.01", f"{LIBRARIES}/libcuda.so.1"), ("libcuda.so.1", f"{LIBRARIES}/libcuda.so")]
-    return Equipment({"mounts": mounts}, links, None, "550.163.01")
+    return Equipment({"mounts": mounts}, links, "550.163.01")
 
 
 def prepare(path: Path) -> bool:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from gpuprov.cli.main import cli
 from gpuprov.runtime_hook import deploy
-from tests.integration.container_bench import LIBRARIES, Bench, low_level_runtime
+from tests.integration.container_bench import LIBRARIES, REPORT, Bench, low_level_runtime
 from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: device nodes, runc")]
@@ -247,3 +249,54 @@ def test_a_hook_that_is_kept_waiting_gives_up_and_says_so(bench: Bench, stage: s
         hook.kill()
         hook.communicate()
     assert said == "gpuprov: the container's files were not ready after 1 s: something does not answer\n"
+
+
+def podman(bench: Bench, low_level: str, folder: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a container of podman's, equipped by the prestart hook in a folder of OCI hooks; `words` are its volumes."""
+    hooks = bench.folder / "hooks.d"
+    hooks.mkdir()
+    configured = CliRunner().invoke(cli, [
+        "runtime", "configure", "--runtime=podman", "--config-mode=hook", f"--hook-path={hooks}/nvidia.json",
+        f"--nvidia-runtime-hook-path={bench.deployed.hook}", f"--config={bench.folder}/containers.conf",
+    ])  # fmt: skip
+    assert configured.exit_code == 0, configured.output
+    configuration = bench.folder / "containers.conf"
+    configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
+    argv = (
+        # Its mounts go with this namespace, however long podman's own cleaning takes.
+        "unshare", "-m", "podman", f"--root={folder}/store", f"--runroot={folder}/run", f"--runtime={low_level}",
+        f"--hooks-dir={hooks}",
+        "run", "--rm", "--network=none", "--no-hosts", "--log-driver=none", "--ulimit=nofile=256:256",
+        "--ulimit=nproc=100:100", "--env=NVIDIA_VISIBLE_DEVICES=1", *words, "--rootfs", str(bench.root), "sh", "-c",
+        f"{REPORT}\n:",
+    )  # fmt: skip
+    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+
+
+@pytest.mark.skipif(shutil.which("podman") is None, reason="requires podman: apt-get install podman")
+@pytest.mark.parametrize("link", ["", "etc", LIBRARIES[1:]])
+def test_podman_with_a_folder_of_hooks_writes_nothing_into_the_hosts_root(bench: Bench, host: Path, link: str) -> None:
+    """`podman run -v /:/rootfs:ro` with an image whose link leads there; an image without one gets its GPU."""
+    for name in ("hostname", "resolv.conf", "hosts"):
+        # The mounts of podman's own, whose targets the low-level runtime would make.
+        (host / "etc" / name).touch()
+    if link:
+        # Before there is a volume, podman follows the link to this.
+        (bench.root / "rootfs" / link).mkdir(parents=True)
+        shutil.rmtree(bench.root / link, ignore_errors=True)
+        (bench.root / link).symlink_to(f"/rootfs/{link}")
+    (bench.root / "rootfs").mkdir(exist_ok=True)
+    before = state(host)
+    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
+    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+        done = podman(bench, bench.low_level, folder, "-v", f"{host}:/rootfs:ro")
+    assert state(host) == before
+    assert "Traceback" not in done.stderr
+    if link == LIBRARIES[1:]:
+        assert done.returncode != 0
+        # crun keeps what its hooks say.
+        assert "crun" in bench.low_level or "in the volume at /rootfs, and nothing is written into" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "node /dev/nvidia1" in done.stdout

@@ -39,15 +39,52 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     made.delete()
 
 
-@pytest.mark.parametrize("by_hook", ["", "prestart"], ids=["runtime", "hook"])
+@pytest.mark.parametrize("by_hook", ["", "prestart", "createContainer"], ids=["runtime", "hook", "CDI hook"])
 def test_containers_see_a_copy_that_forbids_to_make_nodes_and_cannot_change_it(bench: Bench, by_hook: str) -> None:
-    report = bench.report(ALL, by_hook=by_hook, arguments=["sh", "-c", SCRIPT])
+    # What stands for the parameters lies in a folder that is read-only otherwise: crun mounts it before these hooks.
+    linux = {**bench.pristine["linux"], "readonlyPaths": []}
+    report = bench.report(ALL, by_hook=by_hook, arguments=["sh", "-c", SCRIPT], linux=linux)
     assert report[0] == "ModifyDeviceFiles: 0"
     assert {"ro", "nosuid"} <= set(report[1].split()[3].split(","))
     assert report[-1] == "ro"
     assert (bench.folder / "run/params").read_text() == "ModifyDeviceFiles: 0\n"
     assert (bench.folder / "run/params").stat().st_mode & 0o777 == 0o644
     assert Path(STANDS_FOR_PARAMS).read_text() == "Linux\n"
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createContainer"])
+@pytest.mark.parametrize("proc", ["of the host", "in a user namespace"])
+def test_the_hook_leaves_the_hosts_procfs_and_user_namespaces_as_they_are(bench: Bench, stage: str, proc: str) -> None:
+    """A volume at /proc refuses no container: what is seen there is the host's.
+
+    The prestart hook is outside of the container's user namespace, and masks the parameters there too.
+    """
+    linux, mounts = dict(bench.pristine["linux"]), bench.pristine["mounts"]
+    if proc == "of the host":
+        of_the_host = {"destination": "/proc", "type": "bind", "source": "/proc", "options": ["rbind"]}
+        mounts = [of_the_host if one["destination"] == "/proc" else one for one in mounts]
+        linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "pid"]
+    else:
+        linux, mounts = in_user_namespace(bench)
+    changes: dict[str, Any] = {"linux": linux, "mounts": mounts}
+    asks = [ALL] if stage == "prestart" else []
+    assert bench.report(*asks, by_hook=stage, arguments=["cat", STANDS_FOR_PARAMS], **changes) == [
+        "ModifyDeviceFiles: 0" if (stage, proc) == ("prestart", "in a user namespace") else "Linux"
+    ]
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createContainer"])
+def test_a_mount_below_proc_is_left_as_it_is_and_the_container_starts(bench: Bench, stage: str) -> None:
+    folder = STANDS_FOR_PARAMS.rpartition("/")[0]
+    volume = {"destination": folder, "type": "bind", "source": folder, "options": ["rbind", "ro"]}
+    mounts = [*bench.pristine["mounts"], volume]
+    bench.configure(ALL, mounts=mounts, hooks={stage: [bench.hook_entry(stage)]}, arguments=["cat", STANDS_FOR_PARAMS])
+    done = bench.create(runtime=bench.low_level)
+    if done.returncode:  # runc mounts nothing there
+        assert "/proc" in done.stderr
+        assert "gpuprov" not in done.stderr
+    else:
+        assert bench.output() == ["Linux"]
 
 
 def edited(bench: Bench, *environment: str, **changes: Any) -> list[str]:

@@ -108,13 +108,6 @@ def test_files_alone_come_without_the_groups_that_may_open_nodes(tmp_path: Path,
     assert not chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none").edits.get("additionalGids")
 
 
-def test_our_own_hook_has_an_environment_of_its_own_too_where_it_runs(tmp_path: Path, common: dict[str, Any]) -> None:
-    del common["hooks"][0]["env"]
-    hook = chosen(tmp_path, common).hook
-    assert hook is not None
-    assert hook["env"] == []
-
-
 def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
     tmp_path: Path, common: dict[str, Any]
 ) -> None:

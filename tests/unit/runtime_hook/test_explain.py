@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from gpuprov.cli.hook import hook
+from gpuprov.runtime_hook.errors import Refused
+from gpuprov.runtime_hook.main import prepare
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 # As a host has it: the table under `--host-*` stands in the hook's arguments.
@@ -112,3 +115,75 @@ def test_a_host_version_that_is_none_is_a_usage_error(option: str) -> None:
     done = CliRunner().invoke(hook, ["requirements", option, "new", "cuda>=12"])
     assert done.exit_code == 2
     assert option in done.output and "'new' is no version" in done.output
+
+
+def bundle_with(tmp_path: Path, *mounts: dict[str, Any]) -> Path:
+    (tmp_path / "rootfs/usr/lib64").mkdir(parents=True)
+    for name in ("host", "host/ld.so.conf.d"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({
+        "process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "root": {"path": "rootfs"}, "mounts": mounts,
+    }))  # fmt: skip
+    return tmp_path
+
+
+def of_bundle(settings: Path, bundle: Path) -> dict[str, Any]:
+    done = CliRunner().invoke(hook, ["explain", "--config", str(settings), "--bundle", str(bundle), "--json"])
+    found: dict[str, Any] = json.loads(done.output)
+    return found
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("destination", "link", "refused"),
+    [
+        ("/usr/lib64", "", "/usr/lib64/libcuda.so.1 can't be made in the container's root file system"),
+        ("/mnt", "usr/lib64", "/usr/lib64/libcuda.so.1 can't be made in the container's root file system"),
+        ("/usr/bin", "", "/usr/bin/nvidia-smi can't be put into the container"),
+        ("/mnt", ".", "the container's root file system can't be used"),
+    ],
+)
+def test_a_volume_that_has_a_container_refused_is_named(
+    settings: Path, tmp_path: Path, destination: str, link: str, refused: str
+) -> None:
+    """With the runtime's own words."""
+    volume: dict[str, Any] = {
+        "destination": destination,
+        "type": "bind",
+        "source": str(tmp_path / "host"),
+        "options": ["rbind", "ro"],
+    }
+    bundle = bundle_with(tmp_path, volume)
+    if link:
+        (bundle / "rootfs/mnt").symlink_to(link)
+    specification = json.loads(json.dumps(SPECIFICATION))
+    specification["containerEdits"]["mounts"][0]["hostPath"] = "/usr/bin/env"
+    (settings.parent / "cdi/nvidia.json").write_text(json.dumps(specification))
+    found = of_bundle(settings, bundle)
+    assert found["error"].startswith(refused)
+    assert f"the volume at {destination}" in found["error"]
+    with pytest.raises(Refused) as caught:
+        prepare(str(bundle), (str(settings), "/none"))
+    assert str(caught.value) == found["error"]
+    assert sorted(path.name for path in (tmp_path / "host").iterdir()) == ["ld.so.conf.d"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_volume_over_the_loaders_cache_is_told_and_refused_only_with_compatibility_libraries(
+    settings: Path, tmp_path: Path, compat: bool
+) -> None:
+    bundle = bundle_with(tmp_path, {"destination": "/etc", "type": "bind", "source": str(tmp_path / "host")})
+    if compat:
+        folder = bundle / "rootfs/usr/local/cuda/compat"
+        folder.mkdir(parents=True)
+        (folder / "libcuda.so.580.65.06").write_text("compat")
+    found = of_bundle(settings, bundle)
+    if compat:
+        assert found["error"].startswith("/etc/ld.so.conf.d/00-gpuprov-compat.conf can't be made in the container's")
+    else:
+        assert found["error"] is None
+        assert (
+            "/etc/ld.so.cache stays as it is: it is in the volume at /etc, and nothing is written into volumes"
+            in (found["decisions"])
+        )

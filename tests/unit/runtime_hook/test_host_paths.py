@@ -55,11 +55,11 @@ def test_a_link_on_the_way_counts_if_it_is_roots_where_nobody_else_writes(shared
     ("folder_owner", "owner", "trusted"), [(0, 0, True), (120, 120, True), (0, 120, True), (120, 121, False),
     (1000, 1000, False), (1000, 0, False)],
 )  # fmt: skip
-def test_a_services_socket_may_belong_to_its_account(
+def test_persistenceds_socket_may_belong_to_its_account(
     tmp_path: Path, folder_owner: int, owner: int, trusted: bool
 ) -> None:
-    folder = tmp_path / "nvidia-persistenced"
-    folder.mkdir()
+    folder = tmp_path / "run/nvidia-persistenced"
+    folder.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(folder / "socket"))
     os.chown(folder, folder_owner, folder_owner)
@@ -67,7 +67,24 @@ def test_a_services_socket_may_belong_to_its_account(
     assert is_trusted(str(folder / "socket")) is trusted
 
 
-def test_a_services_account_has_no_say_over_anything_but_its_socket(tmp_path: Path) -> None:
-    (tmp_path / "socket").write_text("a file")
-    os.chown(tmp_path / "socket", 120, 120)
-    assert not is_trusted(str(tmp_path / "socket"))
+@pytest.mark.parametrize("name", ["nvidia-fabricmanager/socket", "nvidia-mps/socket", "nvidia-persistenced/other"])
+def test_no_other_services_socket_may(tmp_path: Path, name: str) -> None:
+    place = tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(place))
+    assert is_trusted(str(place))
+    os.chown(place, 120, 120)
+    assert not is_trusted(str(place))
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder"])
+def test_a_services_account_has_no_say_over_anything_but_its_socket(tmp_path: Path, what: str) -> None:
+    place = tmp_path / "run/nvidia-persistenced/socket"
+    place.parent.mkdir(parents=True)
+    if what == "a file":
+        place.write_text("a file")
+    else:
+        place.mkdir()
+    os.chown(place, 120, 120)
+    assert not is_trusted(str(place))

@@ -25,7 +25,7 @@ def equipment(driver: str = "550.163.01", folder: str = MULTIARCH) -> Equipment:
         for name in (f"libcuda.so.{driver}", f"libnvidia-eglcore.so.{driver}", f"vdpau/libvdpau_nvidia.so.{driver}")
     ]
     links = [(f"libcuda.so.{driver}", f"{folder}/libcuda.so.1"), ("libcuda.so.1", f"{folder}/libcuda.so")]
-    return Equipment({"mounts": [*mounts, {"containerPath": "/usr/bin/nvidia-smi"}]}, links, None, driver)
+    return Equipment({"mounts": [*mounts, {"containerPath": "/usr/bin/nvidia-smi"}]}, links, driver)
 
 
 def cached(root: Path) -> dict[str, str]:
