@@ -27,7 +27,7 @@ from gpuprov.driver import (
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import derivative_note, machine_problems
+from gpuprov.machine.distros import ExtraRepository, derivative_note, machine_problems
 from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
@@ -73,15 +73,17 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.plan_repositories(facts, cuda_repository.with_repository(facts, spec), docker, past)
+    return facts.package_manager.plan_repositories(facts, spec, _extra_repositories(facts, spec))
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.bundle:
         return ()
-    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.repository_problems(facts, cuda_repository.with_repository(facts, spec), docker, past)
+    return facts.package_manager.repository_problems(facts, spec, _extra_repositories(facts, spec))
+
+
+def _extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+    return (*cuda_repository.repositories(facts, spec), *software.extra_repositories(facts, spec))
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
