@@ -141,9 +141,9 @@ def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[Ho
         found = [one for spec in specs for one in _repositories(row, wanted, spec)]
         sources = wanted.sources or default_sources(row.id, row.version, architecture)
         return {"sources": sources, "repositories": _distinct(found)}
-    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
+    hosts = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
     own = rpm_sources(row.id, version, architecture, wanted.sources)
-    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
+    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(hosts))}
 
 
 def _distribution(distro: str) -> Distribution:
@@ -162,7 +162,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
-    more = (
+    others = (
         name
         for spec in specs
         for name in (
@@ -172,7 +172,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
             *software.hold_packages(row, spec),
         )
     )
-    return tuple(sorted({*docker, *headers, *build, *more, *wanted.packages}))
+    return tuple(sorted({*docker, *headers, *build, *others, *wanted.packages}))
 
 
 def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:

@@ -144,9 +144,9 @@ def _collect(
             if own != real:
                 names.append(own)
             # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
-            beside = f"{place}{below}/{real.rpartition('/')[2]}"
-            if pattern is _LIBRARY and beside not in (real, *names):
-                names.append(beside)
+            linked = f"{place}{below}/{real.rpartition('/')[2]}"
+            if pattern is _LIBRARY and linked not in (real, *names):
+                names.append(linked)
             if not below:
                 found[real] = names
     for real, names in found.items():

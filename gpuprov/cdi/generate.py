@@ -179,14 +179,14 @@ def _links(library: Library) -> list[tuple[str, str]]:
     place = _place(library)
     folder, _, file_name = place.rpartition("/")
     names = {path: path.rpartition("/")[2] for path in library.links if path != place}
-    beside = sorted(name for path, name in names.items() if path.rpartition("/")[0] == folder and ".so." in name)
+    sonames = sorted(name for path, name in names.items() if path.rpartition("/")[0] == folder and ".so." in name)
     found = []
     for path, name in sorted(names.items()):
         if path.rpartition("/")[0] != folder:
             # From another folder (gbm's back ends), the way to the file.
             found.append((place, path))
         else:
-            found.append((beside[0] if name.endswith(".so") and beside else file_name, path))
+            found.append((sonames[0] if name.endswith(".so") and sonames else file_name, path))
     return found
 
 

@@ -94,7 +94,7 @@ def bundle() -> None:
 @options_of_inventories(help_of_hosts="Take along what these hosts ask for: driver, toolkit, repositories, packages.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
-def create(sign_key: str, output: str, **given: Any) -> None:
+def create(sign_key: str, output: str, **options: Any) -> None:
     """Collect packages with all that they depend on, keys, the driver and gpuprov's agent into one file.
 
     Needs apt (dnf and createrepo_c for rpm's distributions), gpg, a network, and no root.
@@ -108,9 +108,9 @@ def create(sign_key: str, output: str, **given: Any) -> None:
     from gpuprov.core.system import System
     from gpuprov.driver.mirror import resolved
 
-    inventory = {name: given.pop(name) for name in INVENTORY_FIELDS}
-    changed = _changed(given.pop("driver"), given.pop("driver_file"), given.pop("cuda_file"))
-    wanted = Wanted(**given)
+    inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
+    changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))
+    wanted = Wanted(**options)
     specs = tuple(resolved(System(), spec, wanted.architecture) for spec in _specs(inventory, changed))
     recipe = make_recipe(wanted, specs)
     contents = _create(recipe, sign_key, Path(output))

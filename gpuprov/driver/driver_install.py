@@ -63,7 +63,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             signing_key=spec.module_signing_key,
             signing_certificate=spec.module_signing_certificate,
             unloading=way.unloading,
-            beside=way.beside,
+            keep_loaded=way.keep_loaded,
             gpu_device_ids=facts.gpu_device_ids,
             asked_module_type=spec.kernel_module_type,
         ),
@@ -74,7 +74,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 class InstallDriver(Change):
     """The driver of this version shall be installed from a .run file on the host.
 
-    `unloading`: what a driver that is loaded needs before; `beside`: it stays loaded, a reboot brings the new one.
+    `unloading`: what a driver that is loaded needs before; `keep_loaded`: it stays loaded, a reboot brings the new one.
     """
 
     version: str
@@ -88,7 +88,7 @@ class InstallDriver(Change):
     signing_key: str = ""
     signing_certificate: str = ""
     unloading: Unloading | None = None
-    beside: bool = False
+    keep_loaded: bool = False
     gpu_device_ids: tuple[str, ...] = ()
     asked_module_type: str = "auto"
 
@@ -101,7 +101,7 @@ class InstallDriver(Change):
         instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
         stops = (*self.unloading.containers, *self.unloading.units) if self.unloading is not None else ()
         meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
-        later = "; the loaded one stays until the reboot" if self.beside else ""
+        later = "; the loaded one stays until the reboot" if self.keep_loaded else ""
         return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
 
     @property
@@ -143,7 +143,7 @@ class InstallDriver(Change):
 
     def then(self, outcome: Json) -> Then:
         """With the old driver still loaded, the reboot comes before any change that needs the driver."""
-        return Then.PLAN_AGAIN if self.beside or not outcome.get("installed", True) else Then.CONTINUE
+        return Then.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else Then.CONTINUE
 
     def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
         """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
@@ -188,7 +188,7 @@ class InstallDriver(Change):
         try:
             arguments = installer.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
-                has_libgl=self.has_libgl, beside=self.beside,
+                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded,
                 temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip
             # An old log must not be taken for this run's.

@@ -75,12 +75,12 @@ def install_arguments(
     temporary: str,
     log: str,
     signing: tuple[str, str] = ("", ""),
-    beside: bool = False,
+    keep_loaded: bool = False,
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
     `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
-    `beside`: another version is loaded, and stays so.
+    `keep_loaded`: another version is loaded, and stays so.
     `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
     quotes, so that no path may hold blanks.
     """
@@ -94,7 +94,7 @@ def install_arguments(
         arguments += _module_type(version, module_type)
     if kernel_modules and all(signing):
         arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
-    if beside:
+    if keep_loaded:
         arguments += ["--allow-installation-with-running-driver", "--skip-module-load"]
     # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
     # on a missing libGL.so.1 even on a headless host, and with exit code 0.

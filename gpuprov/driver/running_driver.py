@@ -116,13 +116,13 @@ def _asks_for_gpus(row: Any) -> bool:
 
 @dataclass(frozen=True)
 class Way:
-    """How another driver gets past the one that runs: `unloading` it first, or install `beside` it for the next boot.
+    """How another driver replaces the loaded one: by `unloading` it first, or at the next boot (`keep_loaded`).
 
     With `obstacles` it is neither: a sentence for each.
     """
 
     unloading: Unloading | None = None
-    beside: bool = False
+    keep_loaded: bool = False
     obstacles: tuple[str, ...] = ()
 
 
@@ -132,9 +132,9 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
     if running is None or not is_in_the_way(facts, spec):
         return Way()
     found = _obstacles(running, spec)
-    beside = _may_wait_for_a_reboot(facts, spec)
-    if beside and (found or _could_not_unload(facts)):
-        return Way(beside=True)
+    can_wait = _may_wait_for_a_reboot(facts, spec)
+    if can_wait and (found or _could_not_unload(facts)):
+        return Way(keep_loaded=True)
     if found:
         return Way(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
@@ -145,7 +145,7 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
             units=(*display, *running.units),
             containers=tuple(sorted(running.containers.values())),
             devices=_drm_nodes(facts),
-            boot_id=facts.reboot.boot_id if beside else "",
+            boot_id=facts.reboot.boot_id if can_wait else "",
         )
     )
 

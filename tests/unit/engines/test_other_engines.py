@@ -13,8 +13,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, plan, problems
-from gpuprov.engines.wish import Request as ConfigureRequest
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -165,7 +164,7 @@ def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, f
     for path, text in files.items():
         (host.root / path).parent.mkdir(parents=True, exist_ok=True)
         (host.root / path).write_text(text)
-    found = configuration(host, ConfigureRequest(engine, RuntimeWish(path=LAUNCHER_PATH)))
+    found = configuration(host, ConfigureRequest(engine, RuntimeEntry(path=LAUNCHER_PATH)))
     (change,) = plan(gather(host, (engine,)), LAUNCHER_PATH)
     assert isinstance(change, ConfigureEngine)
     assert change.edits == tuple(edit for edit in found.edits if edit.changes) != ()
