@@ -101,7 +101,7 @@ def inject(names: tuple[str, ...], bundle: str | None, source: str, output: str,
       gpuprov cdi inject --device nvidia.com/gpu=all < config.json
       gpuprov cdi inject --device nvidia.com/gpu=0 --bundle . --output config.json
     """
-    from gpuprov.cdi.inject import inject as injected
+    from gpuprov.cdi.registry import inject as injected
 
     name = f"{bundle}/config.json" if bundle else source
     try:

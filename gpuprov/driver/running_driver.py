@@ -21,7 +21,7 @@ from gpuprov.driver.unload import MODULES, StartContainers, Unloading, stopped_c
 from gpuprov.driver_run import installs
 from gpuprov.facts.boot_files import PERSISTENCE
 from gpuprov.facts.fabric import UNIT
-from gpuprov.facts.holders import Holder, RunningDriver, gather_holders
+from gpuprov.facts.holders import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.wire.errors import Problem
@@ -169,7 +169,7 @@ def _obstacles(running: RunningDriver, spec: HostSpec) -> tuple[str, ...]:
     return (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
 
 
-def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
+def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
     """Return the processes that belong to nothing that may be stopped."""
     display = running.display_manager if spec.stop_display_manager else ""
     found = []

@@ -25,10 +25,11 @@ _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
 
 
 def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return Docker's own repository and the archive of past kernels, if the spec asks for them."""
+    """Return NVIDIA's CUDA repository, Docker's own and an archive of past kernels, if the spec asks for them."""
     row = facts.distribution
     docker = docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
-    return (*((docker,) if docker else ()), *past_releases(facts, spec))
+    found = (*cuda_repository.repositories(facts, spec), docker, *past_releases(facts, spec))
+    return tuple(one for one in found if one is not None)
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

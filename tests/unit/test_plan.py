@@ -20,7 +20,8 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu, gather_displays
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
-from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.toolkit import HandOverHook, InstallRuntime

@@ -24,7 +24,8 @@ from gpuprov.packaging.rpm_repos import (
     RpmRepository,
     repositories,
 )
-from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec, SiteRepository, parse_spec
 from tests.unit.fake_host import FakeHost

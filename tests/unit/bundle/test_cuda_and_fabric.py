@@ -17,7 +17,8 @@ from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.rpm_repos import InstallRpmKey
-from gpuprov.plan.steps import StepChange, _once, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import StepChange, _once
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import Event, Finished
 from gpuprov.wire.request import Request
