@@ -13,7 +13,7 @@ from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -118,7 +118,7 @@ def _covered(x: Examined) -> Finding | None:
 
 def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
-    if not docker.active or not specifications(x) or version_key(docker.version) < (25,):
+    if not docker.active or not specifications(x) or version_numbers(docker.version) < (25,):
         return None
     # Who has the runtime needs it not, unless it was switched off by hand.
     setting = cdi_setting(x)

@@ -11,7 +11,7 @@ from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
 from gpuprov.engines.other_engines import ENGINES as KNOWN
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 
@@ -55,7 +55,7 @@ def _down(x: Examined) -> Finding | None:
 
 def _old_podman(x: Examined) -> Finding | None:
     version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
-    if not version or version_key(version) >= _FIRST_PODMAN_WITH_CDI:
+    if not version or version_numbers(version) >= _FIRST_PODMAN_WITH_CDI:
         return None
     return Finding(
         f"podman {version} knows no CDI, so it can't give containers GPUs", f"package podman: {version}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuprov.core.commands import first_match
 from gpuprov.package_managers.interface import Commands
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {
@@ -62,7 +62,7 @@ def _assigned(text: str, name: str) -> str:
 
 def knows(version: str, option: str) -> bool:
     """Say whether the installer of that version knows an option."""
-    return version_key(version) >= _OPTION_SINCE.get(option, (0,))
+    return version_numbers(version) >= _OPTION_SINCE.get(option, (0,))
 
 
 def install_arguments(

@@ -15,7 +15,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
 _WITH_KMODS = re.compile(r"rhel(8|9|10)")
@@ -81,7 +81,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     if not fitting and facts.offers is not None:
         fitting = _found(row, facts, spec, kind, _plain(facts.offers.found))
     served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
-    return max(served, key=lambda one: version_key(one.driver), default=None)
+    return max(served, key=lambda one: version_numbers(one.driver), default=None)
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

@@ -69,12 +69,8 @@ class _File:
     others: tuple[_Line, ...]
 
 
-def matching_keys(text: str, name: str, path: str = "") -> tuple[KnownKey, ...]:
-    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
-    return _keys_for(_arranged(text), name, path)
-
-
 def _keys_for(file: _File, name: str, path: str) -> tuple[KnownKey, ...]:
+    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
     lines = (*file.by_name.get(name.lower(), ()), *(line for line in file.others if _names(line.patterns, name)))
     found = []
     for line in sorted(lines, key=lambda line: line.number):

@@ -17,7 +17,6 @@ from gpuprov.wire.errors import Problem
 
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
-ENVELOPE = ("schema", "host", "event")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from gpuprov.fleet.host_keys import (
     KeyCheck,
     KnownHosts,
     fingerprint,
-    matching_keys,
     preferred_key_types,
 )
+from tests.unit.fleet.known_hosts import matching_keys
 
 NAME = "lab-a"
 FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
