@@ -31,7 +31,7 @@ def masking_hook(config: dict[str, Any], root_path: str) -> dict[str, Any] | Non
     mount(8) follows below it is the kernel's. Nor in a user namespace, where nobody makes device nodes. Raises Refused
     if the copy can't be written.
     """
-    if not _has_own_proc(config) or has_user_namespace(config):
+    if not _has_own_proc(config) or has_user_namespace(config) or not _is_the_kernels():
         return None
     copy = masked_copy()
     if not copy:
@@ -59,6 +59,14 @@ def _has_own_proc(config: dict[str, Any]) -> bool:
     options = found[-1].get("options")
     # proc(5), subset=pid: no driver is seen there.
     return not any(str(one).startswith("subset=") for one in (options if isinstance(options, list) else ()))
+
+
+def _is_the_kernels() -> bool:
+    """Return whether procfs itself has the file: one that is mounted over it is in no procfs of a container."""
+    try:
+        return posix.stat(PARAMS).st_dev == posix.stat("/proc").st_dev
+    except OSError:
+        return False
 
 
 def masked_copy() -> str:

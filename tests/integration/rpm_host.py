@@ -62,6 +62,11 @@ class RpmHost(System):
         """Return the command that runs `argv` on this host."""
         return ("unshare", "--mount", "sh", "-c", _ENTER, "sh", str(self.root), *argv)
 
+    def end_agents(self) -> None:
+        """End the gpg-agents that dnf leaves behind when it is interrupted."""
+        for home in self.root.glob("var/cache/dnf/*/pubring"):
+            self.run(("gpgconf", "--homedir", f"/{home.relative_to(self.root)}", "--kill", "all"))
+
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         done = super().run(self.entered(argv), **more)
         return replace(done, argv=tuple(argv))

@@ -89,8 +89,10 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(params=EACH_HOST)
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> RpmHost:
-    return RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RpmHost]:
+    made = RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
+    yield made
+    made.end_agents()
 
 
 def tell(message: str, done: int, total: int) -> None:

@@ -80,6 +80,7 @@ def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(params, "masked_copy", lambda: "/copy")
+    monkeypatch.setattr(params, "PARAMS", "/proc/version")
     config = {"linux": bench.pristine["linux"], "mounts": bench.pristine["mounts"]}
     hook = params.masking_hook(config, "/root")
     assert hook is not None
@@ -92,3 +93,6 @@ def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
         assert params.masking_hook({**config, "mounts": mounts}, "/root") is None
     linux, mounts = in_user_namespace(bench)
     assert params.masking_hook({"linux": linux, "mounts": mounts}, "/root") is None
+    # Mounted over the host's procfs, as in a simulation: no container's own procfs has it.
+    monkeypatch.setattr(params, "PARAMS", "/etc/passwd")
+    assert params.masking_hook(config, "/root") is None
