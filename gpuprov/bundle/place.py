@@ -34,7 +34,7 @@ TAKE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
 
 @dataclass(frozen=True)
 class Place:
-    """A bundle of this digest and size, on whatever host."""
+    """A bundle of this digest and size, on any host."""
 
     digest: str
     size: int

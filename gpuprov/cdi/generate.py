@@ -114,7 +114,8 @@ def _first_difference(found: Specification, wanted: Specification) -> str:
     for flag in _FLAGS:
         theirs, ours = (host_facts(one).get(flag, "nothing") for one in (found, wanted))
         if theirs != ours:
-            return f"{flag.removeprefix('--').removeprefix('host-')} is {theirs} there, {ours} here"
+            name = flag.removeprefix("--").removeprefix("host-")
+            return f"{name}: the specification says {theirs}, the host has {ours}"
     there, here = ({device.name: device.edits for device in one.devices} for one in (found, wanted))
     for name in (*here, *there):
         if there.get(name) != here.get(name):

@@ -1,4 +1,4 @@
-"""`gpuprov runtime configure`: an engine told of the runtime, or made to forget it; flags as nvidia-ctk has them."""
+"""`gpuprov runtime configure`: register the runtime with an engine, or remove it; the flags are nvidia-ctk's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Options:
             raise _usage("--nvidia-runtime-name is no name of a runtime", repr(self.name), hint)
 
 
-@click.group(short_help="Tell container engines of the runtime.")
+@click.group(short_help="Register the runtime with container engines.")
 def runtime() -> None:
     """Container engines and the runtime that gives containers their GPUs.
 
@@ -138,7 +138,7 @@ def runtime() -> None:
     "--set-as-default",
     "set_default",
     is_flag=True,
-    help="Containers get the runtime unasked.",
+    help="Make it the engine's default runtime.",
 )
 @click.option("--cdi.enabled", "--cdi.enable", "--enable-cdi", "cdi", is_flag=True, help="Let the engine read CDI.")
 @click.option("--unset", is_flag=True, help="Take out what was put in, and nothing else.")
@@ -153,7 +153,7 @@ def runtime() -> None:
     help="No engine is ever restarted; the command that does it is told.",
 )
 def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **options: Any) -> None:  # fmt: skip
-    """Tell an engine of the runtime. Run twice, it changes no byte the second time.
+    """Register the runtime with an engine. Run twice, it changes no byte the second time.
 
     Comments, order and keys of others stay; the default runtime and CDI change only when asked for. No engine is
     restarted.

@@ -176,7 +176,7 @@ class System:
         disk.append_whole(self.path(path), content)
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written, by whatever program. Raises OSError if it can't take it.
+        """Wait until the disk has all that was written, by any program. Raises OSError if it can't take it.
 
         Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
         """

@@ -78,7 +78,7 @@ def _persistence_failed(x: Examined) -> Finding | None:
     if unit is None or unit.active != "failed":
         return None
     return Finding(
-        "nvidia-persistenced has failed: GPUs are started anew for each container, which takes seconds",
+        "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
         f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
         ASIDE,

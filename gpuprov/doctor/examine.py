@@ -1,4 +1,4 @@
-"""One examination of a host, told as events: what was looked at, and each cause, the first to mend first."""
+"""One examination of a host, told as events: what was looked at, and each cause, the first to fix first."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _libraries(x: Examined) -> str:
 
 
 def _nodes(x: Examined) -> str:
-    return f"{len(x.driver.present)} there"
+    return f"{len(x.driver.present)} present"
 
 
 def _toolkit(x: Examined) -> str:

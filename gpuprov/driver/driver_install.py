@@ -220,7 +220,7 @@ class InstallDriver(Change):
         found = discover(system).library_version
         if found != self.version:
             raise GpuprovError(
-                f"the installer reported success, but driver {self.version} is not there",
+                f"the installer reported success, but driver {self.version} is missing",
                 f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
                 f"see {INSTALLER_LOG}",
             )
@@ -238,7 +238,7 @@ class InstallDriver(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
+        """Uninstall. A driver that was replaced can't be brought back; no driver remains installed."""
         nothing_done = outcome is not None and not outcome.get("installed", True)
         if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
             _uninstall(system, before)
@@ -254,7 +254,7 @@ class InstallDriver(Change):
         replaced, version = before.get("replaces", ""), before["version"]
         if replaced in ("", version, *(one["version"] for one in earlier)):
             return ()
-        return (f"driver {replaced}, which {version} replaced, does not come back: no driver will be installed",)
+        return (f"driver {replaced}, which {version} replaced, is not restored: no driver will remain installed",)
 
 
 def _former_is_whole(system: System, before: Json) -> bool:
@@ -277,6 +277,6 @@ def _uninstall(system: System, before: Json) -> None:
     system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
     system.run(command, timeout=_UNINSTALL_SECONDS)
     system.remove_tree(_UNPACK)
-    # In a system container the modules are the outer machine's.
+    # In a system container the modules are the container host's.
     if before.get("kernel_modules"):
         unload_unused(system)

@@ -117,7 +117,7 @@ def last_branch(device_ids: Sequence[str]) -> str:
 
 
 def newest_of(version: str) -> str:
-    """Return a version for comparisons, of the branch that is asked for: what is newest in it others say."""
+    """Return a version for comparisons, of a branch the highest: another table has its newest release."""
     return f"{version}.999" if version.isdigit() else version
 
 

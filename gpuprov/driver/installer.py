@@ -123,7 +123,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
         "the .run file is damaged: its checksum is wrong",
-        "remove it and run the same command again; it is then downloaded anew",
+        "remove it and run the same command again; it is then downloaded again",
     ),
     (
         r"Unable to find the development tool `(cc|gcc|make)`",
@@ -235,7 +235,7 @@ def explain_failure(
     return what, decisive.strip(), next_step
 
 
-# nvidia-persistenced of the .run is linked against it and brings it not (packages.debian.org, packages.ubuntu.com).
+# nvidia-persistenced of the .run needs it and does not include it (packages.debian.org, packages.ubuntu.com).
 _LIBTIRPC = {
     "libtirpc3": (("debian", "11"), ("debian", "12"), ("ubuntu", "20.04"), ("ubuntu", "22.04")),
     "libtirpc3t64": (("debian", "13"), ("ubuntu", "24.04"), ("ubuntu", "26.04")),

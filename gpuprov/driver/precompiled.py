@@ -1,4 +1,4 @@
-"""Kernel modules that come compiled, in packages for one kernel each: whether there are some for this host. Pure.
+"""Precompiled kernel modules, in packages for one kernel each: whether there are some for this host. Pure.
 
 Sources: github.com/NVIDIA/yum-packaging-precompiled-kmod (package names, streams, DISTROS.md) for Red Hat's family;
 documentation.suse.com, "NVIDIA GPU driver on SLES", and the package nvidia-open-driver-G06-signed for SUSE's.
@@ -59,8 +59,8 @@ def kind_of(facts: HostFacts, spec: HostSpec) -> str:
 def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether compiled modules are to be used if there are some.
 
-    Unasked where they are made for the very kernels; the others' of Red Hat's family are built anew from its sources.
-    Who has a key of his own for Secure Boot wants modules that he signs. A host stays with those that it has.
+    By default only where packages match the distribution's kernels; rebuilds of Red Hat's sources do not.
+    With a user-supplied key for Secure Boot modules are built and signed. A host stays with those that it has.
     """
     if spec.driver != "packages" or facts.bundle is not None:
         return False

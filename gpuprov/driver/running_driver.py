@@ -127,7 +127,7 @@ class Way:
 
 
 def way(facts: HostFacts, spec: HostSpec) -> Way:
-    """Return how the asked driver gets past what runs now."""
+    """Return how the asked driver replaces the loaded driver."""
     running = facts.running
     if running is None or not is_in_the_way(facts, spec):
         return Way()

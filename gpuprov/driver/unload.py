@@ -170,7 +170,7 @@ def _unload_module(system: System, name: str) -> None:
 
 
 def unload_unused(system: System) -> None:
-    """Take the modules of a driver that is gone from the disk out of the kernel, as far as nobody uses them."""
+    """Take the modules of a driver that is gone from the disk out of the kernel, if unused."""
     for name in MODULES:
         if system.exists(f"/sys/module/{name}"):
             system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)

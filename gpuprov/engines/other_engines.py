@@ -172,9 +172,9 @@ class ConfigureEngine(Change):
             if trouble:
                 self.undo(system, before, None)
                 raise GpuprovError(
-                    f"{self.engine} did not come up with its new configuration; the old one is back",
+                    f"{self.engine} failed to start with its new configuration; the old one is back",
                     trouble,
-                    f"mend what {self.engine} names, then run the same command again",
+                    f"fix what {self.engine} names, then run the same command again",
                 )
         return {}
 

@@ -131,7 +131,7 @@ def _load(
     hosts = manager.get_hosts()
     if not hosts:
         raise _usage(
-            f"--limit {limit} leaves no host of the inventory {', '.join(sources)}", "",
+            f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "",
             ask_ansible(sources[0]),
         )  # fmt: skip
     found: list[tuple[str, Mapping[str, Any]]] = []

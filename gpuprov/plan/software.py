@@ -101,7 +101,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = facts.distribution
     engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
-    # A system container's profiles are the outer machine's.
+    # A system container's profiles are the container host's.
     confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),

@@ -93,7 +93,7 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host) -> None:
     host.starts = False
     (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
-    with pytest.raises(GpuprovError, match="did not come up with its new configuration; the old one is back") as caught:
+    with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
         change.apply(host, lambda *_: None)
     assert "error: no such plugin" in str(caught.value)
     assert host.config.read_text() == CONTAINERD
