@@ -120,7 +120,7 @@ def require_digest(system: System, path: str, sha256: str, what: str, variable: 
         raise GpuprovError(
             f"{what} is not the one that was asked for",
             f"{path} has SHA-256 {digest}, {variable} is {sha256}",
-            "get the file anew, or correct the digest",
+            "get the file again, or correct the digest",
         )
 
 

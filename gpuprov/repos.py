@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
@@ -12,11 +12,12 @@ from gpuprov.packaging.keys import InstallKey, problems_of_any
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
-    from gpuprov.machine.distros import DockerRepository
+    from gpuprov.machine.distros import ExtraRepository
+    from gpuprov.wire.spec import SiteRepository
 
 _SOURCES = "/etc/apt/sources.list.d"
 _KEYRINGS = "/etc/apt/keyrings"
@@ -67,12 +68,15 @@ class AptRepository:
         return "".join(f"{line}\n" for line in lines)
 
 
-def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]:
-    """Return the repositories that a host needs besides its distribution's."""
+def repositories(
+    spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
+) -> tuple[AptRepository, ...]:
+    """Return the repositories that a host needs besides its distribution's: the user's, the toolkit's, and `extra`."""
     debian = _DEBIAN_ARCHITECTURES.get(architecture, architecture)
+    known: tuple[SiteRepository | ExtraRepository, ...] = (*spec.repositories, *extra)
     found = [
-        AptRepository(own.name, own.uri, own.suite, own.components, own.key_url, own.key_fingerprint, debian)
-        for own in spec.repositories
+        AptRepository(one.name, one.uri, one.suite, one.components, one.key_url, one.key_fingerprint, debian)
+        for one in known
     ]
     # docs.nvidia.com, Container Toolkit installation guide: one flat repository for all Debian and Ubuntu releases.
     found += [
@@ -82,18 +86,11 @@ def repositories(spec: HostSpec, architecture: str) -> tuple[AptRepository, ...]
     return tuple(found)
 
 
-def with_docker(spec: HostSpec, docker: DockerRepository | None) -> HostSpec:
-    """Return the spec with Docker's own repository among its repositories, if there is one to add."""
-    if docker is None:
-        return spec
-    key = (docker.key_url, docker.key_fingerprint)
-    one = SiteRepository("docker-ce", docker.uri, *key, docker.suite, docker.components)
-    return replace(spec, repositories=(*spec.repositories, one))
-
-
-def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Problem, ...]:
+def problems(
+    files: Mapping[str, FileFact], spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
+) -> tuple[Problem, ...]:
     """Return what gpuprov can't correct in the host's or the user's sources."""
-    wanted = repositories(spec, architecture)
+    wanted = repositories(spec, architecture, extra)
     mixed = tuple(
         Problem(
             f"{path} names {entry.uri} too, among others; apt would report conflicting values for Signed-By",
@@ -106,9 +103,11 @@ def problems(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -
     return problems_of_any(wanted) + mixed
 
 
-def plan_repositories(files: Mapping[str, FileFact], spec: HostSpec, architecture: str) -> tuple[Change, ...]:
+def plan_repositories(
+    files: Mapping[str, FileFact], spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
+) -> tuple[Change, ...]:
     """Return the keys and sources to write, and the conflicting ones to remove."""
-    wanted = repositories(spec, architecture)
+    wanted = repositories(spec, architecture, extra)
     changes: list[Change] = []
     for one in wanted:
         key = files.get(one.key_path)

@@ -23,7 +23,7 @@ from gpuprov.core.changes import (
 from gpuprov.core.system import System
 from gpuprov.driver.cuda_repository import plan_driver
 from gpuprov.driver_run import installs
-from gpuprov.engines.wish import NVIDIA_RUNTIME
+from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.runtime_hook import deploy

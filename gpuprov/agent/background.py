@@ -43,7 +43,7 @@ class Job:
         return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": str(self.path)}
 
 
-_REPORT = "controller and agent do not understand each other: make the collection anew, or report it"
+_REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
 
 
 def job_to_line(job: Job) -> str:
@@ -103,7 +103,7 @@ def _result(job: Job, events: tuple[Event, ...]) -> dict[str, Any]:
             GpuprovError(
                 "the agent ended without a result",
                 "the job's process was killed, or the host went down",
-                "run the same task again; it takes up what was begun",
+                "run the same task again; it resumes that run",
             )
         )
     return task_result(job.command, events, job.local_facts)

@@ -18,8 +18,7 @@ from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.plan import with_bundle
-from gpuprov.plan.facts_for import gather_for
-from gpuprov.plan.resolve import resolve
+from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
 from gpuprov.wire.advisories import TOOLKIT_PACKAGE
 from gpuprov.wire.errors import ExitCode, GpuprovError

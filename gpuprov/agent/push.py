@@ -31,7 +31,7 @@ def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False
         return Problem(
             "the connection to the host dropped during the run",
             done.stderr.strip().rpartition("\n")[2],
-            "the agent on the host goes on; run the same command again to take up its result",
+            "the agent on the host continues; run the same command again to get its result",
         )
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
@@ -40,7 +40,7 @@ def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False
         )  # fmt: skip
     return Problem(
         "the agent ended without a result", said(done, strays, ended=ended),
-        "run the same command again; it takes up what was begun",
+        "run the same command again; it resumes that run",
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def refresh(system: System) -> str:
             system.write(path, content, mode=0o644, owner=(0, 0))
     if not changed:
         return "nothing has changed"
-    return f"written anew: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
+    return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
 
 
 if __name__ == "__main__":

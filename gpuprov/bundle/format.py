@@ -30,7 +30,7 @@ _SIZE_FIELD = slice(124, 136)
 _LARGEST_OCTAL = 8**11
 _CHUNK = 1 << 20
 _LARGEST_SIGNATURE = 1 << 16
-_NEXT = "get the bundle again, whole; or make it anew: gpuprov bundle create"
+_NEXT = "get the whole bundle again, or recreate it: gpuprov bundle create"
 
 # Told after each chunk: bytes done, bytes in all.
 Progress = Callable[[int, int], None]
@@ -51,7 +51,7 @@ class Contents:
 
 
 def header(name: str, size: int) -> bytes:
-    """Return the tar header of a plain file of root's, readable by all, of no time."""
+    """Return the tar header of a plain file of root's, readable by all, with a fixed timestamp."""
     block = bytearray(_BLOCK)
     encoded = name.encode("ascii")
     if not 0 < len(encoded) <= LONGEST_PATH or size < 0:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
-from gpuprov.core.system import sha256_of
 from gpuprov.wire.errors import GpuprovError
 
 # 2: the repository is signed. 3: the CUDA toolkit may be in it.
@@ -112,11 +111,6 @@ def manifest_to_bytes(manifest: Manifest) -> bytes:
     """Return the manifest as JSON; the same manifest, the same bytes."""
     data = {"format": FORMAT, **asdict(manifest)}
     return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
-
-
-def digest_of(manifest: Manifest) -> str:
-    """Return the bundle's digest."""
-    return sha256_of(manifest_to_bytes(manifest))
 
 
 def manifest_from_bytes(content: bytes) -> Manifest:

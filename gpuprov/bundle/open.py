@@ -51,7 +51,7 @@ def opened(
             verify_files(file, contents, progress)
             _require_repository_key(file, contents)
         except GpuprovError:
-            # What an upload left damaged would be found again by the next run, and never be mended.
+            # What an upload left damaged would be found again by the next run, and never be fixed.
             if path.startswith(f"{CACHE}/"):
                 system.remove(path)
             raise
@@ -63,7 +63,7 @@ def _require_digest(contents: Contents, path: str, digest: str) -> None:
         raise GpuprovError(
             "this is not the bundle that was asked for",
             f"{path}: the manifest's SHA-256 is {contents.digest}, expected {digest}",
-            "run the same command again: the bundle is uploaded anew",
+            "run the same command again: the bundle is uploaded again",
         )
 
 

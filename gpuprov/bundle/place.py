@@ -34,7 +34,7 @@ TAKE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
 
 @dataclass(frozen=True)
 class Place:
-    """A bundle of this digest and size, on whatever host."""
+    """A bundle of this digest and size, on any host."""
 
     digest: str
     size: int
@@ -47,9 +47,9 @@ class Place:
     def path(self) -> str:
         return f"{CACHE}/{self.name}"
 
-    def command(self, script: str, *more: str) -> tuple[str, ...]:
+    def command(self, script: str, *arguments: str) -> tuple[str, ...]:
         """Return the words that run one of the scripts above."""
-        return ("sh", "-c", script, "sh", self.name, str(self.size), *more)
+        return ("sh", "-c", script, "sh", self.name, str(self.size), *arguments)
 
 
 @dataclass(frozen=True)

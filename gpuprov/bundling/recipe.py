@@ -18,6 +18,7 @@ from gpuprov.facts.fabric import FabricFacts
 from gpuprov.machine.distros import (
     ROWS,
     Distribution,
+    ExtraRepository,
     docker_repository,
     find_distribution,
     kernel_headers,
@@ -29,7 +30,7 @@ from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
-from gpuprov.repos import AptRepository, repositories, with_docker
+from gpuprov.repos import AptRepository, repositories
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec
 
@@ -140,9 +141,9 @@ def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[Ho
         found = [one for spec in specs for one in _repositories(row, wanted, spec)]
         sources = wanted.sources or default_sources(row.id, row.version, architecture)
         return {"sources": sources, "repositories": _distinct(found)}
-    more = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
+    hosts = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
     own = rpm_sources(row.id, version, architecture, wanted.sources)
-    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(more))}
+    return {"sources": (), "repositories": (), "rpm_sources": (*own, *_distinct(hosts))}
 
 
 def _distribution(distro: str) -> Distribution:
@@ -161,7 +162,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
-    more = (
+    others = (
         name
         for spec in specs
         for name in (
@@ -171,7 +172,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
             *software.hold_packages(row, spec),
         )
     )
-    return tuple(sorted({*docker, *headers, *build, *more, *wanted.packages}))
+    return tuple(sorted({*docker, *headers, *build, *others, *wanted.packages}))
 
 
 def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
@@ -186,22 +187,22 @@ def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
 
 def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:
     """Return the repositories besides the distribution's own: the site's, NVIDIA's, Docker's."""
-    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
-    return repositories(with_docker(_with_cuda(row, wanted, spec), docker), wanted.architecture)
+    return repositories(spec, wanted.architecture, _extra_repositories(row, wanted, spec))
 
 
 def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
     """Return the same for dnf, which chooses zypper's packages too."""
-    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
-    return rpm_repos.repositories(DNF, _with_cuda(row, wanted, spec), wanted.architecture, docker)
+    return rpm_repos.repositories(DNF, spec, wanted.architecture, _extra_repositories(row, wanted, spec))
 
 
-def _with_cuda(row: Distribution, wanted: Wanted, spec: HostSpec) -> HostSpec:
-    """Return the specification with NVIDIA's CUDA repository in it, if something comes from there."""
+def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+    """Return NVIDIA's CUDA repository and Docker's, if something comes from them."""
     _require_runfile(spec)
     if wanted.fabric_manager and (problems := cuda_repository.repository_problems(row, wanted.architecture, spec)):
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
-    return cuda_repository.with_repository_of(row, wanted.architecture, spec, more=wanted.fabric_manager)
+    cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=wanted.fabric_manager)
+    docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
+    return (*cuda, docker) if docker else cuda
 
 
 def _require_runfile(spec: HostSpec) -> None:

@@ -152,7 +152,7 @@ def _sign(system: System, place: str, key: RepositoryKey) -> None:
 
 
 def _index(system: System, folder: str, key: RepositoryKey, places: dict[str, str]) -> None:
-    """Write and sign the metadata, in gzip, which every release reads, and of no time of its own."""
+    """Write and sign the metadata, in gzip, which every release reads, and with a fixed timestamp."""
     options = (
         "--quiet", "--no-database", "--simple-md-filenames", "--checksum", "sha256", "--general-compress-type", "gz",
         "--revision", str(SIGNED_AT), "--set-timestamp-to-revision",

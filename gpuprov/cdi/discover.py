@@ -20,13 +20,26 @@ from gpuprov.cdi.files import (
     find_programs,
     find_x_modules,
 )
-from gpuprov.cdi.mig import MigDevice, find_mig_devices
 from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_present, parse_information
 from gpuprov.core.system import System
 
 _PROC = "/proc/driver/nvidia"
 # Sockets of services that programs in containers talk to; MPS has a folder of them.
 _SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket", "/tmp/nvidia-mps")
+
+
+@dataclass(frozen=True)
+class MigDevice:
+    """A MIG device: its number among its GPU's, the ids of its GPU and compute instance, its UUID, its capabilities.
+
+    NVML alone knows UUIDs; the numbers count in the order of the ids, as NVML's do.
+    """
+
+    index: int
+    gpu_instance: int
+    compute_instance: int
+    uuid: str = ""
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,7 @@ def _gpus(system: System) -> tuple[Gpu, ...]:
     return tuple(
         Gpu(
             index, minor, uuid, bus_id, model,
-            drm_nodes=_drm_nodes(system, bus_id), mig=find_mig_devices(system, minor),
+            drm_nodes=_drm_nodes(system, bus_id), mig=_mig_devices(system, minor),
         )
         for index, (bus_id, minor, uuid, model) in enumerate(found)
     )  # fmt: skip
@@ -171,3 +184,30 @@ def _completed(gpu: Gpu, answer: nvml.GpuAnswer) -> Gpu:
     return replace(
         gpu, uuid=gpu.uuid or answer.uuid, brand=answer.brand, compute_capability=answer.compute_capability, mig=mig
     )
+
+
+def _mig_devices(system: System, minor: int) -> tuple[MigDevice, ...]:
+    """Return the MIG devices of the GPU with that minor; none for one that is whole. Opens no device.
+
+    Source: nvidia-container-toolkit, internal/discover and go-nvlib (a device is the GPU's node and two capabilities).
+    """
+    folder = f"{_PROC}/capabilities/gpu{minor}/mig"
+    found = [
+        (instance, compute)
+        for instance in _numbers(system, folder, "gi")
+        for compute in _numbers(system, f"{folder}/gi{instance}", "ci")
+    ]
+    return tuple(
+        MigDevice(
+            index, instance, compute,
+            nodes=capability_nodes(
+                system, (f"gpu{minor}/gi{instance}/access", f"gpu{minor}/gi{instance}/ci{compute}/access")
+            ),
+        )
+        for index, (instance, compute) in enumerate(found)
+    )  # fmt: skip
+
+
+def _numbers(system: System, folder: str, prefix: str) -> list[int]:
+    names = (re.fullmatch(prefix + r"(\d{1,3})", name) for name in system.list_directory(folder))
+    return sorted(int(found[1]) for found in names if found)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpuprov.cdi.elf import soname
 from gpuprov.cdi.loader_cache import CACHE, CachedLibrary, parse_cache
 from gpuprov.core.system import System
 
@@ -19,6 +18,8 @@ LIBRARY_DIRECTORIES = (
 )  # fmt: skip
 _32_BIT_DIRECTORIES = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
 _NVML = "libnvidia-ml.so.1"
+# No library of a driver has a name as long as this; a hostile one may.
+_LONGEST_SONAME = 128
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d+)+)$")
 _LIBRARY = re.compile(r"lib(nv|cuda|GLX_nv|EGL_nv|GLES|vdpau_nv)[\w+.-]*?\.so(\.[\d.]+)?")
 # Folders below the loader's that others look into: VDPAU's back ends, and Mesa's for GBM (a link to the allocator).
@@ -144,9 +145,9 @@ def _collect(
             if own != real:
                 names.append(own)
             # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
-            beside = f"{place}{below}/{real.rpartition('/')[2]}"
-            if pattern is _LIBRARY and beside not in (real, *names):
-                names.append(beside)
+            linked = f"{place}{below}/{real.rpartition('/')[2]}"
+            if pattern is _LIBRARY and linked not in (real, *names):
+                names.append(linked)
             if not below:
                 found[real] = names
     for real, names in found.items():
@@ -220,3 +221,20 @@ def _present(system: System, paths: Iterable[str]) -> tuple[DriverFile, ...]:
 
 def _parent(path: str) -> str:
     return path.rpartition("/")[0]
+
+
+def soname(system: System, path: str) -> str:
+    """Return the DT_SONAME of a library (gABI, "Dynamic Section"); nothing for a file that is none or has none."""
+    # Here, because most hosts have all links and nobody need read a library.
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        with system.open(path) as file:
+            segments = ELFFile(file).iter_segments("PT_DYNAMIC")  # type: ignore[no-untyped-call]
+            names = [tag.soname for segment in segments for tag in segment.iter_tags("DT_SONAME")]
+    # What a broken file makes the library stumble over is not only its own error.
+    except (OSError, ELFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, EOFError):
+        return ""
+    name = str(names[0]) if names else ""
+    return name if 0 < len(name) <= _LONGEST_SONAME and "/" not in name and name.isprintable() else ""

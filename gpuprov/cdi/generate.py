@@ -114,7 +114,8 @@ def _first_difference(found: Specification, wanted: Specification) -> str:
     for flag in _FLAGS:
         theirs, ours = (host_facts(one).get(flag, "nothing") for one in (found, wanted))
         if theirs != ours:
-            return f"{flag.removeprefix('--').removeprefix('host-')} is {theirs} there, {ours} here"
+            name = flag.removeprefix("--").removeprefix("host-")
+            return f"{name}: the specification says {theirs}, the host has {ours}"
     there, here = ({device.name: device.edits for device in one.devices} for one in (found, wanted))
     for name in (*here, *there):
         if there.get(name) != here.get(name):
@@ -179,14 +180,14 @@ def _links(library: Library) -> list[tuple[str, str]]:
     place = _place(library)
     folder, _, file_name = place.rpartition("/")
     names = {path: path.rpartition("/")[2] for path in library.links if path != place}
-    beside = sorted(name for path, name in names.items() if path.rpartition("/")[0] == folder and ".so." in name)
+    sonames = sorted(name for path, name in names.items() if path.rpartition("/")[0] == folder and ".so." in name)
     found = []
     for path, name in sorted(names.items()):
         if path.rpartition("/")[0] != folder:
             # From another folder (gbm's back ends), the way to the file.
             found.append((place, path))
         else:
-            found.append((beside[0] if name.endswith(".so") and beside else file_name, path))
+            found.append((sonames[0] if name.endswith(".so") and sonames else file_name, path))
     return found
 
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpuprov.core.system import FileStatus, System
+from gpuprov.core.files import FileStatus
+from gpuprov.core.system import System
 
 # Device majors by their names in /proc/devices; the driver's own is registered, the others are dynamic.
 NVIDIA_MAJOR = 195

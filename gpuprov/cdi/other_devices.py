@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 
 # Mode → kind; folder and names of its device nodes; files and folders that go with them.
-_MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
+MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
     "gds": ("nvidia.com/gds", (("/dev", r"nvidia-fs\d*"),), ("/run/udev", "/etc/cufile.json")),
     "mofed": ("nvidia.com/mofed", (("/dev/infiniband", r"uverbs\d+|rdma_cm"),), ()),
     "gdrcopy": ("nvidia.com/gdrcopy", (("/dev", "gdrdrv"),), ()),
@@ -30,7 +30,6 @@ _MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
         (),
     ),
 }  # fmt: skip
-MODES = tuple(_MODES)
 # What an installation writes by itself; management is for the tools of whoever runs a cluster.
 _WRITTEN = ("gds", "mofed", "gdrcopy", "nvswitch", "imex")
 _FOLDER = "/etc/cdi"
@@ -44,7 +43,7 @@ def specifications(system: System) -> Mapping[str, bytes]:
     """
     found = {}
     for mode, path in zip(_WRITTEN, PATHS):
-        kind, places, _ = _MODES[mode]
+        kind, places, _ = MODES[mode]
         if any(True for _ in _nodes(system, places)) and not _is_elsewhere(system, kind, path):
             found[path] = render_json(specification_of(system, mode))
     return found
@@ -59,7 +58,7 @@ def _is_elsewhere(system: System, kind: str, path: str) -> bool:
 
 def specification_of(system: System, mode: str) -> Specification:
     """Return the specification of a mode. Raises GpuprovError where nothing of the kind is on this host."""
-    kind, places, files = _MODES[mode]
+    kind, places, files = MODES[mode]
     nodes = tuple(_nodes(system, places))
     if not nodes:
         looked = ", ".join(folder for folder, _ in places)

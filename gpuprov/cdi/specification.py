@@ -163,7 +163,7 @@ def parse_json(content: bytes) -> Specification:
             raise ValueError("cdiVersion is missing")
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise GpuprovError("this is no CDI specification", reason, "gpuprov install writes it anew") from None
+        raise GpuprovError("this is no CDI specification", reason, "gpuprov install refreshes it") from None
     return found
 
 

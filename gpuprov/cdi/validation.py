@@ -27,26 +27,13 @@ _DEVICE_TYPES = ("", "b", "c", "u", "p")
 _LONGEST_CLOS_ID = 4096
 
 
-def split_qualified(name: str) -> tuple[str, str, str]:
-    """Return (vendor, class, device) of vendor/class=device, unchecked; ("", "", name) if it is not qualified."""
-    kind, equals, device = name.partition("=")
-    vendor, slash, class_ = kind.partition("/")
-    return (vendor, class_, device) if equals and slash and vendor and class_ and device else ("", "", name)
-
-
-def is_qualified(name: str) -> bool:
-    """Say whether a name is a valid qualified one, such as nvidia.com/gpu=0."""
-    vendor, class_, device = split_qualified(name)
-    return is_kind(f"{vendor}/{class_}") and is_device_name(device)
-
-
-def is_kind(text: str) -> bool:
+def _is_kind(text: str) -> bool:
     """Say whether a text is a valid kind, such as nvidia.com/gpu."""
     vendor, _, class_ = text.partition("/")
     return bool(_KIND_PART.fullmatch(vendor) and _KIND_PART.fullmatch(class_))
 
 
-def is_device_name(text: str) -> bool:
+def _is_device_name(text: str) -> bool:
     """Say whether a text can be the name of a device."""
     return bool(_DEVICE_NAME.fullmatch(text))
 
@@ -58,7 +45,7 @@ def problems(specification: Specification) -> tuple[str, ...]:
 
 def _problems(specification: Specification) -> Iterator[str]:
     yield from _version_problems(specification)
-    if not is_kind(specification.kind):
+    if not _is_kind(specification.kind):
         yield f"{specification.kind!r} is no kind such as nvidia.com/gpu"
     yield from _annotation_problems("the specification", specification.annotations)
     if not specification.devices:
@@ -69,7 +56,7 @@ def _problems(specification: Specification) -> Iterator[str]:
     yield from _edit_problems("all devices", specification.edits)
     for device in specification.devices:
         where = f"device {device.name!r}"
-        if not is_device_name(device.name):
+        if not _is_device_name(device.name):
             yield f"{device.name!r} is no name for a device"
         if device.edits == Edits():
             yield f"{where} brings nothing"

@@ -87,21 +87,21 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
     path = Path(source).expanduser()
     try:
         if not path.is_dir():
-            yield source, _checked(source, path.read_bytes(), sha256 or _beside(path))
+            yield source, _checked(source, path.read_bytes(), sha256 or _published_digest(path))
             return
         for file in sorted(path.rglob("*.json")):
             content = file.read_bytes()
             # Beside each bulletin lie records of its CVEs, one a file.
             if b'"dataType"' in content and b'"CVE_RECORD"' in content:
                 continue
-            yield str(file), _checked(str(file), content, _beside(file))
+            yield str(file), _checked(str(file), content, _published_digest(file))
     except OSError as error:
         raise from_os_error(f"{source} can't be read", error, "check the path") from None
 
 
-def _beside(path: Path) -> str:
-    beside = path.with_name(f"{path.name}.sha256")
-    return _digest_in(beside.read_text(encoding="ascii", errors="replace"), str(beside)) if beside.is_file() else ""
+def _published_digest(path: Path) -> str:
+    file = path.with_name(f"{path.name}.sha256")
+    return _digest_in(file.read_text(encoding="ascii", errors="replace"), str(file)) if file.is_file() else ""
 
 
 def _digest_in(text: str, origin: str) -> str:

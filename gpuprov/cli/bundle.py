@@ -94,7 +94,7 @@ def bundle() -> None:
 @options_of_inventories(help_of_hosts="Take along what these hosts ask for: driver, toolkit, repositories, packages.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
               help="The file to write.")  # fmt: skip
-def create(sign_key: str, output: str, **given: Any) -> None:
+def create(sign_key: str, output: str, **options: Any) -> None:
     """Collect packages with all that they depend on, keys, the driver and gpuprov's agent into one file.
 
     Needs apt (dnf and createrepo_c for rpm's distributions), gpg, a network, and no root.
@@ -108,9 +108,9 @@ def create(sign_key: str, output: str, **given: Any) -> None:
     from gpuprov.core.system import System
     from gpuprov.driver.mirror import resolved
 
-    inventory = {name: given.pop(name) for name in INVENTORY_FIELDS}
-    changed = _changed(given.pop("driver"), given.pop("driver_file"), given.pop("cuda_file"))
-    wanted = Wanted(**given)
+    inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
+    changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))
+    wanted = Wanted(**options)
     specs = tuple(resolved(System(), spec, wanted.architecture) for spec in _specs(inventory, changed))
     recipe = make_recipe(wanted, specs)
     contents = _create(recipe, sign_key, Path(output))
@@ -213,10 +213,38 @@ def show(file: str, as_json: bool) -> None:
       gpuprov bundle show bundle.tar
       gpuprov bundle show bundle.tar --json | jq -r '.packages[].name'
     """
-    from gpuprov.bundle.show import as_json_text, as_text
-
     with _read(file) as (_, contents):
-        click.echo(as_json_text(contents) if as_json else as_text(contents))
+        click.echo(_as_json_text(contents) if as_json else _as_text(contents))
+
+
+def _as_text(contents: Contents) -> str:
+    """Return what a bundle is for and what it holds, a line for each package."""
+    manifest = contents.manifest
+    size = sum(one.size for one in manifest.files)
+    rows = [
+        ("for", manifest.target),
+        ("made by", f"gpuprov {manifest.gpuprov}"),
+        ("digest", contents.digest),
+        ("signed", "yes" if contents.signature else "no"),
+        ("driver", manifest.driver_version or "none"),
+        ("cuda", f"{manifest.cuda_version}, .run" if manifest.cuda_file else "no .run"),
+        ("kernels", ", ".join(manifest.inputs.get("kernels", ())) or "none"),
+        ("images", ", ".join(one.reference for one in manifest.images) or "none"),
+        ("files", f"{len(manifest.files)}, {size / 2**20:.1f} MiB"),
+        ("packages", str(len(manifest.packages))),
+    ]
+    lines = [f"{name:10}{value}" for name, value in rows]
+    asked = {str(name).partition("=")[0] for name in manifest.inputs.get("packages", ())}
+    for one in manifest.packages:
+        mark = "  asked for" if one.name in asked else ""
+        lines.append(f"  {one.name} {one.version} {one.architecture}{mark}")
+    return "\n".join(lines)
+
+
+def _as_json_text(contents: Contents) -> str:
+    """Return the manifest, with the bundle's digest and whether it is signed."""
+    data = json.loads(contents.manifest_bytes)
+    return json.dumps({**data, "digest": contents.digest, "signed": bool(contents.signature)}, indent=2)
 
 
 @bundle.command(short_help="Check every digest, and the signature if a key is given.")

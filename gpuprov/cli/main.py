@@ -65,7 +65,7 @@ def cli() -> None:
 def install(reboot: str | None, **options: Any) -> None:
     """Bring driver, docker and container toolkit to what the inventory says.
 
-    Run twice, it changes nothing the second time; interrupted, the next run takes up where it stopped.
+    Run twice, it changes nothing the second time; interrupted, the next run resumes it.
 
     \b
     Examples:
@@ -93,10 +93,10 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
     _run("verify", options, verify_image=image, torch_image=torch_image)
 
 
-@cli.command(short_help="Say why containers do not see the GPUs, and what to type.")
+@cli.command(short_help="Diagnose why containers do not see the GPUs, and suggest commands.")
 @_run_options("doctor")
 def doctor(**options: Any) -> None:
-    """Say why containers do not see the GPUs: causes with their evidence and what to type, the first to mend first.
+    """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
 
     Only looks, and changes nothing; the table of causes is in docs/doctor.md. Ends with 0 where nothing is wrong.
 

@@ -1,10 +1,10 @@
-"""`gpuprov runtime configure`: an engine told of the runtime, or made to forget it; flags as nvidia-ctk has them."""
+"""`gpuprov runtime configure`: register the runtime with an engine, or remove it; the flags are nvidia-ctk's."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,51 @@ from gpuprov.fleet.options import FILE
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
-    from gpuprov.engines.wish import Configuration, FileEdit
+    from gpuprov.core.system import System
+    from gpuprov.engines.runtime_entry import Configuration, FileEdit
 
 _ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
 _NOTHING_TELLS = ("docker", "podman")
 
 
-@click.group(short_help="Tell container engines of the runtime.")
+@dataclass(frozen=True)
+class _Options:
+    """The options of `gpuprov runtime configure` that decide what the files say, by the names of the click options."""
+
+    engine: str | None
+    config: str
+    drop_in: str | None
+    source: str
+    executable: str
+    mode: str
+    hook_file: str
+    hook_program: str
+    name: str
+    path: str
+    set_default: bool
+    cdi: bool
+    unset: bool
+
+    @property
+    def is_hook(self) -> bool:
+        return self.mode in ("hook", "oci-hook")
+
+    def require_valid(self) -> None:
+        """Raise GpuprovError (exit code 2) for a relative path, a directory in place of a file, or a wrong name."""
+        files = {"--config": self.config, "--drop-in-config": self.drop_in, "--hook-path": self.hook_file}
+        programs = {"--nvidia-runtime-path": self.path, "--nvidia-runtime-hook-path": self.hook_program}
+        for option, value in {**files, **programs}.items():
+            if value and not value.startswith("/"):
+                raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
+        for option, value in files.items():
+            if value and Path(value).exists() and not Path(value).is_file():
+                raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
+            raise _usage("--nvidia-runtime-name is no name of a runtime", repr(self.name), hint)
+
+
+@click.group(short_help="Register the runtime with container engines.")
 def runtime() -> None:
     """Container engines and the runtime that gives containers their GPUs.
 
@@ -100,7 +138,7 @@ def runtime() -> None:
     "--set-as-default",
     "set_default",
     is_flag=True,
-    help="Containers get the runtime unasked.",
+    help="Make it the engine's default runtime.",
 )
 @click.option("--cdi.enabled", "--cdi.enable", "--enable-cdi", "cdi", is_flag=True, help="Let the engine read CDI.")
 @click.option("--unset", is_flag=True, help="Take out what was put in, and nothing else.")
@@ -115,7 +153,7 @@ def runtime() -> None:
     help="No engine is ever restarted; the command that does it is told.",
 )
 def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **options: Any) -> None:  # fmt: skip
-    """Tell an engine of the runtime. Run twice, it changes no byte the second time.
+    """Register the runtime with an engine. Run twice, it changes no byte the second time.
 
     Comments, order and keys of others stay; the default runtime and CDI change only when asked for. No engine is
     restarted.
@@ -134,7 +172,7 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
     from gpuprov.engines.configure import write
 
     system = System("/")
-    found = _configuration(system, **options)
+    found = _configuration(system, _Options(**options))
     if not dry_run:
         write(system, found.edits)
     if as_json:
@@ -147,33 +185,24 @@ def configure(dry_run: bool, diff: bool, as_json: bool, restart_mode: str, **opt
     _say_what_follows(found, dry_run=dry_run)
 
 
-def _configuration(
-    system: Any, *, engine: str | None, config: str, drop_in: str | None, source: str, executable: str, mode: str,
-    hook_file: str, hook_program: str, name: str, path: str, set_default: bool, cdi: bool, unset: bool,
-) -> Configuration:  # fmt: skip
+def _configuration(system: System, options: _Options) -> Configuration:
     from gpuprov.engines import configure as engines
-    from gpuprov.engines.wish import Request, RuntimeWish
+    from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 
-    is_hook = mode in ("hook", "oci-hook")
+    options.require_valid()
     # nvidia-ctk takes no engine with a hook: podman and CRI-O read the same folder.
-    engine = engine or ("podman" if is_hook else "docker")
-    files = {"--config": config, "--drop-in-config": drop_in, "--hook-path": hook_file}
-    programs = {"--nvidia-runtime-path": path, "--nvidia-runtime-hook-path": hook_program}
-    for option, value in {**files, **programs}.items():
-        if value and not value.startswith("/"):
-            raise _usage(f"{option} must be an absolute path", value, f"{option} {Path(value).absolute()}")
-    for option, value in files.items():
-        if value and Path(value).exists() and not Path(value).is_file():
-            raise _usage(f"{option} must name a file", f"{value} is a directory or a device", f"{option} FILE")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        hint = "letters, digits, dots, dashes and underscores: --nvidia-runtime-name nvidia"
-        raise _usage("--nvidia-runtime-name is no name of a runtime", repr(name), hint)
-    if is_hook:
-        return engines.hook(system, engine, hook_file, hook_program or engines.usual_hook(system), unset=unset)
-    wish = RuntimeWish(name, path or engines.usual_runtime(system), set_default, cdi)
-    request = Request(engine, wish, config, drop_in, source == "command", executable, unset)
+    engine = options.engine or ("podman" if options.is_hook else "docker")
+    if options.is_hook:
+        program = options.hook_program or engines.usual_hook(system)
+        return engines.hook(system, engine, options.hook_file, program, unset=options.unset)
+    path = options.path or engines.usual_runtime(system)
+    from_command = options.source == "command"
+    request = ConfigureRequest(
+        engine, RuntimeEntry(options.name, path, options.set_default, options.cdi), options.config, options.drop_in,
+        from_command, options.executable, options.unset,
+    )  # fmt: skip
     found = engines.configuration(system, request)
-    if engine in _NOTHING_TELLS and (source == "command" or executable):
+    if engine in _NOTHING_TELLS and (from_command or options.executable):
         note = f"{engine} has no command that prints its configuration: its file is read"
         return replace(found, notes=(note, *found.notes))
     return found
@@ -208,8 +237,8 @@ def _say_what_follows(found: Configuration, *, dry_run: bool) -> None:
     if dry_run:
         click.echo("nothing was written (--dry-run)", err=True)
         return
-    if found.take_up:
-        click.echo(f"nothing was restarted; the engine reads this after: {found.take_up}", err=True)
+    if found.reload_command:
+        click.echo(f"nothing was restarted; the engine reads this after: {found.reload_command}", err=True)
     else:
         click.echo("nothing needs a restart: the next container reads this", err=True)
 
@@ -227,5 +256,5 @@ def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
         "written": not dry_run and any(edit.changes for edit in found.edits),
         "files": files,
         "notes": list(found.notes),
-        "restart": found.take_up,
+        "restart": found.reload_command,
     }

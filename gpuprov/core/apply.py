@@ -83,7 +83,7 @@ def _undo_failed(
         problem = Problem(
             f"what this had begun could not be undone: {change.summary()}",
             str(second),
-            "mend the first, then run the same command again: it begins by undoing this",
+            "fix the first, then run the same command again: it begins by undoing this",
         )
         raise GpuprovError.several((*told.problems, problem)) from told
 

@@ -44,7 +44,7 @@ def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell
     resumed = system.status(part) is not None
     _bring(system, url, part, tell)
     if resumed and system.sha256(part) != sha256:
-        tell("what an earlier download left does not belong to this file, beginning anew", 0, 0)
+        tell("what an earlier download left does not belong to this file; starting again", 0, 0)
         system.remove(part)
         _bring(system, url, part, tell)
     _require_digest(system, url, part, sha256)

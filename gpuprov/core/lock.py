@@ -16,7 +16,7 @@ LOCK_PATH = "/run/gpuprov.lock"
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Who holds the lock. `alive` is False if that run was killed and only a command of its own still runs."""
 
     pid: int
@@ -102,7 +102,7 @@ def _refuse_other_users(openers: list[_Opener]) -> None:
         )
 
 
-def read_holder(system: System) -> Holder | None:
+def read_holder(system: System) -> LockHolder | None:
     """Return who wrote its name into the lock file last, or None if that can't be read.
 
     It is alive if that process still has the file open: its number may have gone to another since.
@@ -113,7 +113,7 @@ def read_holder(system: System) -> Holder | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     alive = _is_running(system, pid) and _has_open(system, pid)
-    return Holder(pid, command, since, alive=alive)
+    return LockHolder(pid, command, since, alive=alive)
 
 
 def _is_running(system: System, pid: int) -> bool:

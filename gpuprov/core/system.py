@@ -6,56 +6,22 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
 import stat as stat_module
-import struct
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Callable, TextIO
 
-from gpuprov.core import disk
+from gpuprov.core import disk, files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, run_command
 from gpuprov.wire.errors import GpuprovError
 
-_CHUNK = 1 << 16
 # Where runs, and the programs that they start, write; each may be a file system of its own.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
-# No configuration, log or list that is read whole is as large; a sparse file of another user's is.
-_LARGEST_READ = 1 << 28
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-
-
-class NotRegularError(OSError):
-    """What lies there is no regular file: a FIFO, a device node, a socket."""
-
-
-_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError)
-_MOST_LINKS = 40  # as the kernel (path_resolution(7))
-
-
-@dataclass(frozen=True)
-class FileStatus:
-    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other.
-
-    `modified`: when its content changed last, in seconds since 1970.
-    """
-
-    kind: str
-    mode: int
-    uid: int
-    gid: int
-    size: int
-    target: str = ""
-    major: int = 0
-    minor: int = 0
-    modified: float = 0.0
 
 
 class System:
@@ -77,8 +43,8 @@ class System:
         """
         try:
             with self.open(path) as file:
-                return _whole(file)
-        except _NO_FILE:
+                return files.read_whole(file)
+        except files.NO_FILE:
             return None
 
     def read_foreign(self, path: str, size: int) -> str:
@@ -86,14 +52,7 @@ class System:
 
         A link is not followed, and what can't be read (FUSE, a network) is no error.
         """
-        try:
-            handle = os.open(self.path(path), _READ | os.O_NOFOLLOW)
-            with os.fdopen(handle, "rb") as file:
-                regular = stat_module.S_ISREG(os.fstat(handle).st_mode)
-                content = file.read(size + 1) if regular else b""
-        except OSError:
-            return ""
-        return content.decode("utf-8", "replace") if len(content) <= size else ""
+        return files.read_foreign(self.path(path), size)
 
     def read_text(self, path: str) -> str | None:
         """Return a file's text (bytes that are no UTF-8 replaced), or None if there is none."""
@@ -105,21 +64,12 @@ class System:
         try:
             with self.open(path) as file:
                 return file.read(size)
-        except _NO_FILE:
+        except files.NO_FILE:
             return None
 
     def open(self, path: str) -> BinaryIO:
         """Open a regular file for reading, to look into parts of it. Raises OSError; never waits for a FIFO."""
-        place = self.path(path)
-        # Opening a device may do something to it: look first.
-        _require_regular(place.stat(), place)
-        file = os.fdopen(os.open(place, _READ), "rb")
-        try:
-            _require_regular(os.fstat(file.fileno()), place)
-        except OSError:
-            file.close()
-            raise
-        return file
+        return files.open_regular(self.path(path))
 
     def sha256(self, path: str) -> str:
         """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""
@@ -128,42 +78,17 @@ class System:
             with self.open(path) as file:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
-        except _NO_FILE:
+        except files.NO_FILE:
             return ""
         return digest.hexdigest()
 
-    def status(self, path: str) -> FileStatus | None:
+    def status(self, path: str) -> files.FileStatus | None:
         """Return what lies at `path`, or None."""
-        try:
-            found = os.lstat(self.path(path))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        kind = _kind(found.st_mode)
-        return FileStatus(
-            kind=kind,
-            mode=stat_module.S_IMODE(found.st_mode),
-            uid=found.st_uid,
-            gid=found.st_gid,
-            size=found.st_size,
-            target=str(self.path(path).readlink()) if kind == "link" else "",
-            major=os.major(found.st_rdev),
-            minor=os.minor(found.st_rdev),
-            modified=found.st_mtime,
-        )
+        return files.status_of(self.path(path))
 
     def lock_holder(self, path: str) -> int | None:
         """Return the process that holds a record lock (fcntl(2)) on a file, or None; 0 for one that can't be seen."""
-        try:
-            handle = os.open(self.path(path), _READ)
-        except OSError:
-            return None
-        try:
-            # struct flock of 64-bit Linux: type, whence, start, length, pid.
-            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(handle, fcntl.F_GETLK, asked))
-        finally:
-            os.close(handle)
-        return None if kind == fcntl.F_UNLCK else max(pid, 0)
+        return files.lock_holder(self.path(path))
 
     def exists(self, path: str) -> bool:
         """Say whether anything lies at `path`, links followed."""
@@ -178,27 +103,7 @@ class System:
 
     def real_path(self, path: str) -> str:
         """Return `path` with every link followed, as the machine itself sees it."""
-        if os.path.realpath(self.root) == "/":
-            return os.path.realpath(path)
-        # Below a root prefix an absolute link means: from that root on.
-        resolved: list[str] = []
-        pending = path.split("/")[::-1]
-        hops = 0
-        while pending:
-            name = pending.pop()
-            if name == "..":
-                resolved = resolved[:-1]
-            if name in ("", ".", ".."):
-                continue
-            place = self.root.joinpath(*resolved, name)
-            if not place.is_symlink() or hops == _MOST_LINKS:
-                resolved.append(name)
-                continue
-            hops += 1
-            target = str(place.readlink())
-            resolved = [] if target.startswith("/") else resolved
-            pending += target.split("/")[::-1]
-        return "/" + "/".join(resolved)
+        return files.real_path(self.root, path)
 
     def free_bytes(self, path: str) -> int:
         """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
@@ -271,7 +176,7 @@ class System:
         disk.append_whole(self.path(path), content)
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written, by whatever program. Raises OSError if it can't take it.
+        """Wait until the disk has all that was written, by any program. Raises OSError if it can't take it.
 
         Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
         """
@@ -360,34 +265,6 @@ class System:
         return time.monotonic()
 
 
-def _whole(file: BinaryIO) -> bytes | None:
-    """Return all that is in a file, None if that is too much. What the kernel makes up (/proc) says no size before."""
-    size = os.fstat(file.fileno()).st_size
-    if size > _LARGEST_READ:
-        return None
-    content = b""
-    # Not all at once: room for a whole read is taken before anything is known.
-    while len(content) <= _LARGEST_READ:
-        part = file.read(max(size + 1, _CHUNK))
-        if not part:
-            return content
-        content += part
-    return None
-
-
-def _require_regular(status: os.stat_result, place: Path) -> None:
-    if not stat_module.S_ISREG(status.st_mode):
-        raise NotRegularError(errno.EINVAL, "not a regular file", str(place))
-
-
 def sha256_of(content: bytes) -> str:
     """Return the SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _kind(mode: int) -> str:
-    kinds = (
-        (stat_module.S_ISREG, "file"), (stat_module.S_ISDIR, "directory"), (stat_module.S_ISLNK, "link"),
-        (stat_module.S_ISCHR, "char"), (stat_module.S_ISBLK, "block"),
-    )  # fmt: skip
-    return next((name for test, name in kinds if test(mode)), "other")

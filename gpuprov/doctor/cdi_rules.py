@@ -13,7 +13,7 @@ from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -61,7 +61,7 @@ def _stale(x: Examined) -> Finding | None:
     if not x.specification_fault or _broken(x) is not None:
         return None
     return Finding(
-        f"the CDI specification does not say what is there now: {x.specification_fault}",
+        f"the CDI specification is out of date: {x.specification_fault}",
         f"{PATH}:1: {x.specification_fault}",
         words.refresh_specification(x),
     )
@@ -112,13 +112,13 @@ def _covered(x: Examined) -> Finding | None:
     if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
         return None
     return Finding(
-        f"{later[0]} stands before {PATH}, and nobody keeps both right", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+        f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
     )  # fmt: skip
 
 
 def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
-    if not docker.active or not specifications(x) or version_key(docker.version) < (25,):
+    if not docker.active or not specifications(x) or version_numbers(docker.version) < (25,):
         return None
     # Who has the runtime needs it not, unless it was switched off by hand.
     setting = cdi_setting(x)
@@ -140,7 +140,7 @@ RULES = (
     Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
     Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
-    Rule("cdi-covered", CDI, "a specification in /var/run/cdi stands before gpuprov's", _covered),
+    Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
     Rule("cdi-off-in-docker", CDI, "docker ≥ 25 without features.cdi (before 28.2), or with it false",
          _docker_without, ("runtime-unregistered", "daemon-json-broken")),
 )  # fmt: skip

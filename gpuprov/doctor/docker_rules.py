@@ -10,7 +10,7 @@ from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -47,7 +47,7 @@ def cdi_setting(x: Examined) -> object:
 
 def reads_cdi(x: Examined) -> bool:
     """Say whether the running docker takes devices by CDI: from 25 on where it is told to, from 28.2 on by itself."""
-    setting, version = cdi_setting(x), version_key(x.host.docker.version)
+    setting, version = cdi_setting(x), version_numbers(x.host.docker.version)
     by_itself, as_told = setting is None and version >= (28, 2), setting is True and version >= (25,)
     return x.host.docker.active and (by_itself or as_told)
 

@@ -11,7 +11,7 @@ from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
 from gpuprov.engines.other_engines import ENGINES as KNOWN
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 
@@ -55,7 +55,7 @@ def _down(x: Examined) -> Finding | None:
 
 def _old_podman(x: Examined) -> Finding | None:
     version = re.sub(r"^\d+:", "", x.host.packages.installed.get("podman", ""))
-    if not version or version_key(version) >= _FIRST_PODMAN_WITH_CDI:
+    if not version or version_numbers(version) >= _FIRST_PODMAN_WITH_CDI:
         return None
     return Finding(
         f"podman {version} knows no CDI, so it can't give containers GPUs", f"package podman: {version}",
@@ -78,7 +78,7 @@ def _persistence_failed(x: Examined) -> Finding | None:
     if unit is None or unit.active != "failed":
         return None
     return Finding(
-        "nvidia-persistenced has failed: GPUs are started anew for each container, which takes seconds",
+        "nvidia-persistenced has failed: GPUs are initialized again for each container, which takes seconds",
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
         f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
         ASIDE,

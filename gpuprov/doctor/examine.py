@@ -1,14 +1,15 @@
-"""One examination of a host, told as events: what was looked at, and each cause, the first to mend first."""
+"""One examination of a host, told as events: what was looked at, and each cause, the first to fix first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Callable
 
 from gpuprov.core.system import System
+from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import AREAS, ASIDE
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
-from gpuprov.doctor.summary import summary
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.wire.spec import HostSpec
@@ -21,7 +22,7 @@ def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
     for area in AREAS:
         ill = any(cause.rule.area == area for cause in troubles)
-        sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", summary(x, area)))
+        sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
         if cause.finding.confidence == ASIDE:
@@ -51,3 +52,43 @@ def _told(cause: Cause) -> str:
         f"{cause.finding.confidence}; a consequence of {cause.follows}" if cause.follows else cause.finding.confidence
     )
     return f"{cause.finding.what} ({sure})"
+
+
+def _gpus(x: Examined) -> str:
+    return f"{len(x.host.gpus)} on the PCI bus"
+
+
+def _module(x: Examined) -> str:
+    return f"{x.driver.kernel_version or 'none'} loaded"
+
+
+def _libraries(x: Examined) -> str:
+    asked = f"; {x.smi.reason}" if x.smi.reason else ", nvidia-smi answers"
+    return f"{x.driver.library_version or 'none'}{asked}"
+
+
+def _nodes(x: Examined) -> str:
+    return f"{len(x.driver.present)} present"
+
+
+def _toolkit(x: Examined) -> str:
+    return (x.host.docker.runtimes or {}).get("nvidia") or "none for docker"
+
+
+def _specification(x: Examined) -> str:
+    names = [name for name in x.texts if name.startswith(("/etc/cdi/", "/var/run/cdi/"))]
+    return ", ".join(names) or "none"
+
+
+def _docker(x: Examined) -> str:
+    return x.host.docker.version or "none"
+
+
+def _engines(x: Examined) -> str:
+    return ", ".join(sorted(x.host.engines)) or "none asked for"
+
+
+# What an area that is in order shows, in a few words.
+_SUMMARIES: dict[str, Callable[[Examined], str]] = dict(
+    zip(AREAS, (_gpus, _module, _libraries, _nodes, _toolkit, _specification, _docker, _engines))
+)

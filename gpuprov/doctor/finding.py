@@ -7,7 +7,7 @@ from typing import Callable, Optional
 
 from gpuprov.doctor.examined import Examined
 
-# How sure a finding is. An aside keeps no container from its GPUs now: it is told, and fails nothing.
+# How sure a finding is. An aside prevents no container from using its GPUs now: it is told, and fails nothing.
 CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible", "aside")
 
 # What is looked at, in the order in which things depend on each other.

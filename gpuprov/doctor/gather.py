@@ -1,6 +1,6 @@
 """Gathers what the doctor looks at. Reads only.
 
-Nothing is asked that would mend or make something: as root, NVML makes device nodes and loads modules, so nvidia-smi
+Nothing is asked that would fix or make something: as root, NVML makes device nodes and loads modules, so nvidia-smi
 runs only where the module is loaded and no node is missing.
 """
 

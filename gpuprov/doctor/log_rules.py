@@ -127,7 +127,7 @@ _DRIVER_SIGNS = (
     LogSign(
         "gsp-timeout", GPUS, "Xid 119 or 120",
         r"Xid \(PCI:[^)]*\): (?:119|120),",
-        "the GPU's own processor (GSP) has stopped to answer", _reset,
+        "the GPU's own processor (GSP) has stopped responding", _reset,
     ),
     LogSign(
         "bound-to-another", MODULE, "`is already bound to`",
@@ -203,7 +203,7 @@ _REFUSALS = (
 # Number, what it means, what to type; docs.nvidia.com/deploy/xid-errors.
 _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
     (31, "a program on a GPU has touched memory that is not its own", _say("compute-sanitizer PROGRAM")),
-    (43, "a GPU has stopped a program's channel", _say("dmesg | grep -i xid  # start the program anew")),
+    (43, "a GPU has stopped a program's channel", _say("dmesg | grep -i xid  # restart the program")),
     (48, "a GPU has an ECC error that can't be corrected (double bit)", _reset),
     (62, "a GPU's power management has halted", _reset),
     (63, "a GPU has written down a broken memory row, and replaces it at its next reset", _reset),
@@ -211,7 +211,7 @@ _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
     (74, "an NVLink connection of a GPU fails", _say(f"nvidia-smi nvlink --status; systemctl reboot; {_REPORT}")),
     (92, "a GPU corrects many ECC errors (single bit)", _say("nvidia-smi -q -d ECC")),
     (94, "a GPU has an ECC error that ended one program (contained)",
-     _say("nvidia-smi -q -d ECC  # start the program anew")),
+     _say("nvidia-smi -q -d ECC  # restart the program")),
     (95, "a GPU has an ECC error that went beyond one program (uncontained)", _reset),
     (109, "a GPU's context switch has timed out", _reset),
     (140, "a GPU has ECC errors that can't be recovered", _reset),

@@ -30,9 +30,9 @@ def _outside(x: Examined) -> Finding | None:
     if not manager or x.driver.kernel_version:
         return None
     return Finding(
-        f"the driver of the machine outside is not loaded, or is not shown inside {manager}",
+        f"the host's driver is not loaded, or is not shown inside {manager}",
         "cat /proc/driver/nvidia/version: No such file or directory",
-        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine outside; then start this container anew with its "
+        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host; then restart this container with its "
         "/proc/driver/nvidia and /dev/nvidia* bound into it",
     )
 

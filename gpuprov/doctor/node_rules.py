@@ -13,15 +13,15 @@ _WORLD = 0o006
 _LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
 # What opening a node gives (open(2)), in the C locale's words, and what it means of a device.
 _ERRORS = {
-    "No such device or address": ("no driver answers behind {path}", _LOAD),
-    "No such device": ("no driver answers behind {path}", _LOAD),
+    "No such device or address": ("opening {path} fails: the driver does not respond", _LOAD),
+    "No such device": ("opening {path} fails: the driver does not respond", _LOAD),
     "Input/output error": (
         "the driver can't start the GPU behind {path}",
         "dmesg | grep -i -e nvrm -e xid; systemctl reboot",
     ),
     "Operation not permitted": (
         "a device cgroup forbids {path}, on this machine itself",
-        "ls -l /dev/nvidia*  # allow the device on the machine outside: lxc.cgroup2.devices.allow = c 195:* rwm, or "
+        "ls -l /dev/nvidia*  # allow the device on the host: lxc.cgroup2.devices.allow = c 195:* rwm, or "
         "DeviceAllow=char-nvidia rw",
     ),
     "Permission denied": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
@@ -63,7 +63,7 @@ def _closed(x: Examined) -> Finding | None:
     if not closed:
         return None
     return Finding(
-        f"{_listed(closed)} may be used by root alone, so containers of other users get nothing",
+        f"{_listed(closed)} requires root, so containers of other users get nothing",
         "\n".join(f"stat -c %a {path}: {x.node_modes[path]:o}" for path in closed[:4]),
         f"chmod 0666 {' '.join(closed)}",
         LIKELY,

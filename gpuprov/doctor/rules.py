@@ -49,7 +49,7 @@ def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:
     inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
     if not inside or "  # " in finding.next_step:
         return finding
-    return replace(finding, next_step=f"{finding.next_step}  # on the machine outside")
+    return replace(finding, next_step=f"{finding.next_step}  # on the host")
 
 
 def _root(rule: Rule, found: Sequence[Rule]) -> str:

@@ -191,7 +191,7 @@ def _ldconfig(x: Examined) -> Finding | None:
         return None
     number = found[0].rpartition(":")[2]
     return Finding(
-        f"NVIDIA's toolkit shall run {path}, which is not there", f"{found[0]}: {found[1]}",
+        f"NVIDIA's toolkit is configured to run {path}, which does not exist", f"{found[0]}: {found[1]}",
         f"""sed -i '{number}s|=.*|= "@/sbin/ldconfig"|' {NVIDIA_SETTINGS_PATH}""",
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def rebuild_initramfs(x: Examined) -> str:
 
 
 def gpuprov_install(x: Examined) -> str:
-    """Return the installation that mends what gpuprov makes itself; it needs to know which driver."""
+    """Return the installation that fixes what gpuprov makes itself; it needs to know which driver."""
     version = x.driver.kernel_version or x.driver.library_version
     known = x.spec.driver_version or x.spec.driver != "runfile" or not version
     return "gpuprov install" if known else f"gpuprov install -e gpuprov_driver_version={version}"

@@ -15,7 +15,7 @@ from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import Distribution, nvidia_folder
+from gpuprov.machine.distros import Distribution, ExtraRepository, nvidia_folder
 from gpuprov.package_managers.apt import apt_options
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.package_managers.rpm import RpmManager
@@ -24,7 +24,7 @@ from gpuprov.packaging.rpm_packages import RefreshRpmIndex
 from gpuprov.wire import driver_releases
 from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.spec import HostSpec
 
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
@@ -47,7 +47,7 @@ STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
 PINNING = "nvidia-driver-pinning-"
 
 
-def _wants_repository(spec: HostSpec) -> bool:
+def _needs_repository(spec: HostSpec) -> bool:
     return spec.driver == "packages" or bool(toolkit_packages(spec))
 
 
@@ -63,23 +63,24 @@ def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
     return replace(spec, driver_version=min(filter(None, (installed, last)), key=int))
 
 
-def with_repository(facts: HostFacts, spec: HostSpec) -> HostSpec:
-    """Return the spec with NVIDIA's CUDA repository among its repositories, if something is to come from there."""
+def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+    """Return NVIDIA's CUDA repository if something is to be installed from it, nothing otherwise."""
     row = facts.distribution
     if row is None:
-        return spec
-    return with_repository_of(row, facts.architecture, spec, more=fabric_plan.comes_from_repository(facts, spec))
+        return ()
+    return repositories_of(row, facts.architecture, spec, fabric=fabric_plan.comes_from_repository(facts, spec))
 
 
-def with_repository_of(row: Distribution, architecture: str, spec: HostSpec, *, more: bool = False) -> HostSpec:
-    """Return the same for a row of the table and an architecture; `more`: there is more that comes from there."""
+def repositories_of(
+    row: Distribution, architecture: str, spec: HostSpec, *, fabric: bool = False
+) -> tuple[ExtraRepository, ...]:
+    """Return the same for a row of the table and an architecture; `fabric`: the fabric manager is needed too."""
     folder = nvidia_folder(row, architecture)
-    if not (more or _wants_repository(spec)) or not folder:
-        return spec
+    if not (fabric or _needs_repository(spec)) or not folder:
+        return ()
     base = f"{spec.cuda_repository.rstrip('/')}/{folder}"
     file, fingerprint = _key(row)
-    one = SiteRepository("cuda", f"{base}/", f"{base}/{file}", spec.cuda_key_fingerprint or fingerprint, "/")
-    return replace(spec, repositories=(*spec.repositories, one))
+    return (ExtraRepository("cuda", f"{base}/", f"{base}/{file}", spec.cuda_key_fingerprint or fingerprint),)
 
 
 def _key(row: Distribution) -> tuple[str, str]:
@@ -90,7 +91,7 @@ def _key(row: Distribution) -> tuple[str, str]:
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what keeps this host from having packages of NVIDIA's."""
     row = facts.distribution
-    if not _wants_repository(spec) or row is None:
+    if not _needs_repository(spec) or row is None:
         return ()
     found = repository_problems(row, facts.architecture, spec)
     if not nvidia_folder(row, facts.architecture):

@@ -63,7 +63,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             signing_key=spec.module_signing_key,
             signing_certificate=spec.module_signing_certificate,
             unloading=way.unloading,
-            beside=way.beside,
+            keep_loaded=way.keep_loaded,
             gpu_device_ids=facts.gpu_device_ids,
             asked_module_type=spec.kernel_module_type,
         ),
@@ -74,7 +74,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 class InstallDriver(Change):
     """The driver of this version shall be installed from a .run file on the host.
 
-    `unloading`: what a driver that is loaded needs before; `beside`: it stays loaded, a reboot brings the new one.
+    `unloading`: what a driver that is loaded needs before; `keep_loaded`: it stays loaded, a reboot brings the new one.
     """
 
     version: str
@@ -88,7 +88,7 @@ class InstallDriver(Change):
     signing_key: str = ""
     signing_certificate: str = ""
     unloading: Unloading | None = None
-    beside: bool = False
+    keep_loaded: bool = False
     gpu_device_ids: tuple[str, ...] = ()
     asked_module_type: str = "auto"
 
@@ -101,7 +101,7 @@ class InstallDriver(Change):
         instead = f" instead of {self.replaces}" if self.replaces not in ("", self.version) else ""
         stops = (*self.unloading.containers, *self.unloading.units) if self.unloading is not None else ()
         meanwhile = f"; stopped meanwhile: {', '.join(stops)}" if stops else ""
-        later = "; the loaded one stays until the reboot" if self.beside else ""
+        later = "; the loaded one stays until the reboot" if self.keep_loaded else ""
         return f"install NVIDIA driver {self.version} ({parts}){instead}{meanwhile}{later}"
 
     @property
@@ -143,7 +143,7 @@ class InstallDriver(Change):
 
     def then(self, outcome: Json) -> Then:
         """With the old driver still loaded, the reboot comes before any change that needs the driver."""
-        return Then.PLAN_AGAIN if self.beside or not outcome.get("installed", True) else Then.CONTINUE
+        return Then.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else Then.CONTINUE
 
     def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
         """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
@@ -188,7 +188,7 @@ class InstallDriver(Change):
         try:
             arguments = installer.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
-                has_libgl=self.has_libgl, beside=self.beside,
+                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded,
                 temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip
             # An old log must not be taken for this run's.
@@ -220,7 +220,7 @@ class InstallDriver(Change):
         found = discover(system).library_version
         if found != self.version:
             raise GpuprovError(
-                f"the installer reported success, but driver {self.version} is not there",
+                f"the installer reported success, but driver {self.version} is missing",
                 f"the loader finds libnvidia-ml.so of version {found or '(none)'}",
                 f"see {INSTALLER_LOG}",
             )
@@ -238,7 +238,7 @@ class InstallDriver(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Uninstall. A driver that was replaced can't be brought back; its place is left empty."""
+        """Uninstall. A driver that was replaced can't be brought back; no driver remains installed."""
         nothing_done = outcome is not None and not outcome.get("installed", True)
         if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
             _uninstall(system, before)
@@ -254,7 +254,7 @@ class InstallDriver(Change):
         replaced, version = before.get("replaces", ""), before["version"]
         if replaced in ("", version, *(one["version"] for one in earlier)):
             return ()
-        return (f"driver {replaced}, which {version} replaced, does not come back: no driver will be installed",)
+        return (f"driver {replaced}, which {version} replaced, is not restored: no driver will remain installed",)
 
 
 def _former_is_whole(system: System, before: Json) -> bool:
@@ -277,6 +277,6 @@ def _uninstall(system: System, before: Json) -> None:
     system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
     system.run(command, timeout=_UNINSTALL_SECONDS)
     system.remove_tree(_UNPACK)
-    # In a system container the modules are the outer machine's.
+    # In a system container the modules are the container host's.
     if before.get("kernel_modules"):
         unload_unused(system)

@@ -22,7 +22,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         if facts.driver_installed_version:
             return ()
         return (
-            Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is not there", "set gpuprov_driver: runfile"),
+            Problem("no NVIDIA driver is installed", "libnvidia-ml.so.1 is missing", "set gpuprov_driver: runfile"),
         )
     if spec.driver != "runfile":
         return running_driver.problems(facts, spec)

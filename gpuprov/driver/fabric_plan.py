@@ -17,7 +17,7 @@ _REPOSITORY = "gpuprov-cuda"
 def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
     """Return the version that the fabric manager must have, nothing where none is needed.
 
-    In a system container the switches are the outer machine's.
+    In a system container the switches are the container host's.
     """
     if not facts.fabric.switches or facts.kernel.container:
         return ""

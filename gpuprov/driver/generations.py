@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # First branch with open kernel modules for all GPUs that have a GSP; first whose installer prefers them; first without
 # proprietary ones.
@@ -93,7 +93,7 @@ def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
         return "open"
     if "proprietary" in kinds:
         return "proprietary"
-    return "open" if version_key(version) >= _OPEN_ONLY_SINCE else "auto"
+    return "open" if version_numbers(version) >= _OPEN_ONLY_SINCE else "auto"
 
 
 def packaged_type(device_ids: Sequence[str], branch: str, asked: str) -> str:
@@ -117,7 +117,7 @@ def last_branch(device_ids: Sequence[str]) -> str:
 
 
 def newest_of(version: str) -> str:
-    """Return a version for comparisons, of the branch that is asked for: what is newest in it others say."""
+    """Return a version for comparisons, of a branch the highest: another table has its newest release."""
     return f"{version}.999" if version.isdigit() else version
 
 
@@ -134,7 +134,7 @@ def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Probl
 
 
 def _branch_problem(device_id: str, row: Generation, version: str) -> Problem | None:
-    branch = version_key(version)[0]
+    branch = version_numbers(version)[0]
     seen = f"PCI device 10de:{device_id} is {row.name}"
     if row.newest and branch > row.newest:
         return Problem(
@@ -176,7 +176,7 @@ def _module_problems(found: Sequence[tuple[str, Generation]], version: str, aske
                     f"set gpuprov_kernel_module_type: {row.modules}, or leave it out",
                 )
             )
-    if kind == "open" and version_key(version) < _OPEN_SINCE:
+    if kind == "open" and version_numbers(version) < _OPEN_SINCE:
         problems.append(
             Problem(
                 f"driver {version} has no open kernel modules for these GPUs",
@@ -184,7 +184,7 @@ def _module_problems(found: Sequence[tuple[str, Generation]], version: str, aske
                 f"set a newer one: {wanted_version(LONG_TERM_BRANCH)}",
             )
         )
-    if kind == "proprietary" and version_key(version) >= _OPEN_ONLY_SINCE:
+    if kind == "proprietary" and version_numbers(version) >= _OPEN_ONLY_SINCE:
         problems.append(
             Problem(
                 f"driver {version} has no proprietary kernel modules any more",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpuprov.core.commands import first_match
 from gpuprov.package_managers.interface import Commands
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {
@@ -62,7 +62,7 @@ def _assigned(text: str, name: str) -> str:
 
 def knows(version: str, option: str) -> bool:
     """Say whether the installer of that version knows an option."""
-    return version_key(version) >= _OPTION_SINCE.get(option, (0,))
+    return version_numbers(version) >= _OPTION_SINCE.get(option, (0,))
 
 
 def install_arguments(
@@ -75,12 +75,12 @@ def install_arguments(
     temporary: str,
     log: str,
     signing: tuple[str, str] = ("", ""),
-    beside: bool = False,
+    keep_loaded: bool = False,
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
     `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
-    `beside`: another version is loaded, and stays so.
+    `keep_loaded`: another version is loaded, and stays so.
     `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
     quotes, so that no path may hold blanks.
     """
@@ -94,7 +94,7 @@ def install_arguments(
         arguments += _module_type(version, module_type)
     if kernel_modules and all(signing):
         arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
-    if beside:
+    if keep_loaded:
         arguments += ["--allow-installation-with-running-driver", "--skip-module-load"]
     # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
     # on a missing libGL.so.1 even on a headless host, and with exit code 0.
@@ -123,7 +123,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
         "the .run file is damaged: its checksum is wrong",
-        "remove it and run the same command again; it is then downloaded anew",
+        "remove it and run the same command again; it is then downloaded again",
     ),
     (
         r"Unable to find the development tool `(cc|gcc|make)`",
@@ -235,7 +235,7 @@ def explain_failure(
     return what, decisive.strip(), next_step
 
 
-# nvidia-persistenced of the .run is linked against it and brings it not (packages.debian.org, packages.ubuntu.com).
+# nvidia-persistenced of the .run needs it and does not include it (packages.debian.org, packages.ubuntu.com).
 _LIBTIRPC = {
     "libtirpc3": (("debian", "11"), ("debian", "12"), ("ubuntu", "20.04"), ("ubuntu", "22.04")),
     "libtirpc3t64": (("debian", "13"), ("ubuntu", "24.04"), ("ubuntu", "26.04")),

@@ -16,7 +16,7 @@ from gpuprov.wire.spec import HostSpec
 def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether kernel modules are to be brought to this host, built there or not.
 
-    A system container's kernel belongs to the machine outside: there only the libraries are installed.
+    A system container's kernel belongs to the container host: there only the libraries are installed.
     """
     if spec.kernel_modules == "auto":
         return not facts.kernel.container
@@ -89,12 +89,12 @@ def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
 
 def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Libraries and kernel must be of one version: NVML and CUDA refuse anything else (NVML error 18)."""
-    where = "the machine outside" if facts.kernel.container else "this kernel"
+    where = "the container host" if facts.kernel.container else "this kernel"
     loaded = facts.driver_loaded_version
     if not loaded:
         return (
             Problem(
-                f"the NVIDIA driver is not loaded in {where}",
+                f"the NVIDIA driver is not loaded {'on' if facts.kernel.container else 'in'} {where}",
                 "there is no /proc/driver/nvidia/version",
                 f"install driver {spec.driver_version} on {where} first, then run gpuprov again here",
             ),
@@ -143,7 +143,7 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
     if spec.driver != "runfile" or brings_modules(facts, spec):
         return ""
     if facts.kernel.container:
-        return f"inside {facts.kernel.container}: the kernel, and so its driver, is the outer machine's; libraries only"
+        return f"inside {facts.kernel.container}: the kernel and its driver are the container host's; libraries only"
     return "kernel modules are left alone, as asked; libraries only"
 
 

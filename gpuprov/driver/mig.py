@@ -194,9 +194,9 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if facts.kernel.container:
         return (
             Problem(
-                "GPUs are divided by the machine outside, not in a system container",
+                "GPUs are divided by the container host, not in a system container",
                 f"inside {facts.kernel.container}; gpuprov_mig_layout is set",
-                "leave gpuprov_mig_layout out here, and set it for the machine outside",
+                "leave gpuprov_mig_layout out here, and set it for the container host",
             ),
         )
     if len(spec.mig_layout) > max(len(facts.gpus), 1):

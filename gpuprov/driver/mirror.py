@@ -15,7 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
@@ -92,7 +92,7 @@ def _words(text: str) -> Iterator[str]:
 def newest(wanted: str, versions: Mapping[str, str]) -> str:
     """Return the newest version of a branch; of `latest` the long-term branch's, or of all where that is not there."""
     branch = driver_releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
-    ordered = sorted(versions, key=version_key)
+    ordered = sorted(versions, key=version_numbers)
     of_branch = [version for version in ordered if version.split(".")[0] == branch]
     if not of_branch and wanted == "latest":
         of_branch = ordered

@@ -113,7 +113,7 @@ def _prove(system: System, image: Image) -> None:
         raise GpuprovError(
             f"{image.path} would still load {', '.join(drivers)} at boot",
             f"it was rebuilt, holds {drivers[0]}.ko and not {BLACKLIST}",
-            "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? mend that, then run "
+            "is /etc/modprobe.d left out by the configuration of initramfs-tools or dracut? fix that, then run "
             "the same command again",
         )
 

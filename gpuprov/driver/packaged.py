@@ -54,7 +54,7 @@ class SwitchPin(InstallPackages):
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
-        gone = tuple(f"package {name} does not come back" for name in before["instead"])
+        gone = tuple(f"package {name} is not restored" for name in before["instead"])
         return (*gone, *super().lasting(system, before, outcome, earlier))
 
 

@@ -1,4 +1,4 @@
-"""Kernel modules that come compiled, in packages for one kernel each: whether there are some for this host. Pure.
+"""Precompiled kernel modules, in packages for one kernel each: whether there are some for this host. Pure.
 
 Sources: github.com/NVIDIA/yum-packaging-precompiled-kmod (package names, streams, DISTROS.md) for Red Hat's family;
 documentation.suse.com, "NVIDIA GPU driver on SLES", and the package nvidia-open-driver-G06-signed for SUSE's.
@@ -15,7 +15,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
 _WITH_KMODS = re.compile(r"rhel(8|9|10)")
@@ -59,8 +59,8 @@ def kind_of(facts: HostFacts, spec: HostSpec) -> str:
 def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether compiled modules are to be used if there are some.
 
-    Unasked where they are made for the very kernels; the others' of Red Hat's family are built anew from its sources.
-    Who has a key of his own for Secure Boot wants modules that he signs. A host stays with those that it has.
+    By default only where packages match the distribution's kernels; rebuilds of Red Hat's sources do not.
+    With a user-supplied key for Secure Boot modules are built and signed. A host stays with those that it has.
     """
     if spec.driver != "packages" or facts.bundle is not None:
         return False
@@ -81,7 +81,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
     if not fitting and facts.offers is not None:
         fitting = _found(row, facts, spec, kind, _plain(facts.offers.found))
     served = [one for one in fitting if not generations.problems(facts.gpu_device_ids, one.driver, kind)]
-    return max(served, key=lambda one: version_key(one.driver), default=None)
+    return max(served, key=lambda one: version_numbers(one.driver), default=None)
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from gpuprov.driver.unload import MODULES, StartContainers, Unloading, stopped_c
 from gpuprov.driver_run import installs
 from gpuprov.facts.boot_files import PERSISTENCE
 from gpuprov.facts.fabric import UNIT
-from gpuprov.facts.holders import Holder, RunningDriver, gather_holders
+from gpuprov.facts.holders import GpuHolder, RunningDriver, gather_holders
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.wire.errors import Problem
@@ -116,25 +116,25 @@ def _asks_for_gpus(row: Any) -> bool:
 
 @dataclass(frozen=True)
 class Way:
-    """How another driver gets past the one that runs: `unloading` it first, or install `beside` it for the next boot.
+    """How another driver replaces the loaded one: by `unloading` it first, or at the next boot (`keep_loaded`).
 
     With `obstacles` it is neither: a sentence for each.
     """
 
     unloading: Unloading | None = None
-    beside: bool = False
+    keep_loaded: bool = False
     obstacles: tuple[str, ...] = ()
 
 
 def way(facts: HostFacts, spec: HostSpec) -> Way:
-    """Return how the asked driver gets past what runs now."""
+    """Return how the asked driver replaces the loaded driver."""
     running = facts.running
     if running is None or not is_in_the_way(facts, spec):
         return Way()
     found = _obstacles(running, spec)
-    beside = _may_wait_for_a_reboot(facts, spec)
-    if beside and (found or _could_not_unload(facts)):
-        return Way(beside=True)
+    can_wait = _may_wait_for_a_reboot(facts, spec)
+    if can_wait and (found or _could_not_unload(facts)):
+        return Way(keep_loaded=True)
     if found:
         return Way(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
@@ -145,7 +145,7 @@ def way(facts: HostFacts, spec: HostSpec) -> Way:
             units=(*display, *running.units),
             containers=tuple(sorted(running.containers.values())),
             devices=_drm_nodes(facts),
-            boot_id=facts.reboot.boot_id if beside else "",
+            boot_id=facts.reboot.boot_id if can_wait else "",
         )
     )
 
@@ -169,7 +169,7 @@ def _obstacles(running: RunningDriver, spec: HostSpec) -> tuple[str, ...]:
     return (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
 
 
-def _others(running: RunningDriver, spec: HostSpec) -> tuple[Holder, ...]:
+def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
     """Return the processes that belong to nothing that may be stopped."""
     display = running.display_manager if spec.stop_display_manager else ""
     found = []

@@ -12,7 +12,7 @@ from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.load import load_driver
-from gpuprov.facts.holders import Holder, gather_holders
+from gpuprov.facts.holders import GpuHolder, gather_holders
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.wire.errors import GpuprovError
 
@@ -146,7 +146,7 @@ def _parse(text: str) -> Unloading:
         return Unloading("", ())
 
 
-def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[Holder, ...]:
+def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[GpuHolder, ...]:
     deadline = system.now() + _LET_GO_SECONDS
     while (holders := gather_holders(system, devices)) and system.now() < deadline:
         system.sleep(0.5)
@@ -170,7 +170,7 @@ def _unload_module(system: System, name: str) -> None:
 
 
 def unload_unused(system: System) -> None:
-    """Take the modules of a driver that is gone from the disk out of the kernel, as far as nobody uses them."""
+    """Take the modules of a driver that is gone from the disk out of the kernel, if unused."""
     for name in MODULES:
         if system.exists(f"/sys/module/{name}"):
             system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)

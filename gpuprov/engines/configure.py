@@ -5,14 +5,14 @@ from __future__ import annotations
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.engines import containerd_files, crio, docker_file, podman, toml_text
+from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME, Configuration, ConfigureRequest, FileEdit, Reader
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.wish import NVIDIA_RUNTIME, Configuration, FileEdit, Reads, Request
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 
-def configuration(system: Reads, request: Request) -> Configuration:
+def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what a call would do. Raises GpuprovError if a file can't be read or edited safely."""
     parts = {"docker": docker_file.configuration, "crio": _crio, "podman": _podman}
     return parts.get(request.engine, containerd_files.configuration)(system, request)
@@ -30,7 +30,7 @@ def usual_hook(system: System) -> str:
     return next(there, deploy.NVIDIA_HOOK_PATH)
 
 
-def hook(system: Reads, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
+def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
     """Return what `--config-mode hook` would do: put the OCI hook's file into hooks.d, or take it out.
 
     Raises GpuprovError for an engine that reads no such folder; podman and CRI-O do.
@@ -40,16 +40,16 @@ def hook(system: Reads, engine: str, path: str, program: str, *, unset: bool) ->
             f"{engine} reads no OCI hooks from a folder", "", "--config-mode config-file", exit_code=ExitCode.USAGE
         )
     path = path or podman.HOOK_FILE
-    take_up = "systemctl restart crio" if engine == "crio" else ""
+    reload_command = "systemctl restart crio" if engine == "crio" else ""
     before = system.read_bytes(path)
     after = podman.hook_json(program)
     if not unset:
         notes = ("NVIDIA calls OCI hooks deprecated; CDI needs none: podman run --device nvidia.com/gpu=all",)
-        return Configuration((FileEdit(path, before, after),), notes, take_up)
+        return Configuration((FileEdit(path, before, after),), notes, reload_command)
     if before is None or not podman.is_hook_for(before, program):
         there = () if before is None else (f"{path} runs another program than {program}: left alone",)
         return Configuration((), there)
-    return Configuration((FileEdit(path, before, None),), (), take_up)
+    return Configuration((FileEdit(path, before, None),), (), reload_command)
 
 
 def write(system: System, edits: tuple[FileEdit, ...]) -> None:
@@ -73,25 +73,27 @@ def _write(system: System, edit: FileEdit) -> None:
     system.write(edit.path, edit.after, mode=status.mode if status else 0o644)
 
 
-def _crio(system: Reads, request: Request) -> Configuration:
+def _crio(system: Reader, request: ConfigureRequest) -> Configuration:
     main = request.config or crio.MAIN
     target = crio.DROP_IN if request.drop_in is None else request.drop_in or main
-    take_up = "systemctl restart crio"
+    reload_command = "systemctl restart crio"
     if request.unset:
-        return Configuration(_taken_out(system, main, target), (), take_up)
+        return Configuration(_taken_out(system, main, target), (), reload_command)
     folder = f"{parent_of(main)}/crio.conf.d"
     others = [read(system, path) for path in matching(system, f"{folder}/*") if path != target]
     found = toml_text.read_toml(toml_text.without_ours(read_text(system, target) or ""), target)
     source = _crio_status(system, request) if request.from_command else merged((read(system, main), *others))
     notes: tuple[str, ...] = (
-        ("CRI-O reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.wish.cdi else ()
+        ("CRI-O reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.runtime.cdi else ()
     )
     if system.exists(crio.OTHERS_DROP_IN) and target != crio.OTHERS_DROP_IN:
         notes += (f"{crio.OTHERS_DROP_IN} is there too; CRI-O reads it after {target}",)
-    return Configuration((edited(system, target, crio.wants(found, request.wish, source)),), notes, take_up)
+    return Configuration(
+        (edited(system, target, crio.runtime_tables(found, request.runtime, source)),), notes, reload_command
+    )
 
 
-def _crio_status(system: Reads, request: Request) -> dict[str, object]:
+def _crio_status(system: Reader, request: ConfigureRequest) -> dict[str, object]:
     """Return CRI-O's configuration as the running CRI-O tells it; older ones have a program of its own for that."""
     command = (request.executable or "crio", "status", "config")
     done = system.run(command, timeout=20)
@@ -104,15 +106,15 @@ def _crio_status(system: Reads, request: Request) -> dict[str, object]:
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _podman(system: Reads, request: Request) -> Configuration:
+def _podman(system: Reader, request: ConfigureRequest) -> Configuration:
     main = request.config or podman.MAIN
     target = podman.DROP_IN if request.drop_in is None else request.drop_in or main
     if request.unset:
         return Configuration(_taken_out(system, main, target))
-    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.wish.cdi else ()
-    return Configuration((edited(system, target, podman.wants(request.wish)),), notes)
+    notes = ("podman reads CDI specifications by itself: --cdi.enabled changes nothing",) if request.runtime.cdi else ()
+    return Configuration((edited(system, target, podman.runtime_tables(request.runtime)),), notes)
 
 
-def _taken_out(system: Reads, *paths: str) -> tuple[FileEdit, ...]:
+def _taken_out(system: Reader, *paths: str) -> tuple[FileEdit, ...]:
     found = (emptied(system, path) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.core.changes import parent_of
-from gpuprov.engines.wants import Path, Wants, table_at
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.runtime_entry import RuntimeEntry
+from gpuprov.engines.toml_tables import Path, Tables, table_at
 from gpuprov.wire.errors import GpuprovError
 
 MAIN = "/etc/containerd/config.toml"
@@ -38,7 +38,7 @@ class Distribution:
     rendered: str
     templates: Mapping[int, str]
     drop_in: Mapping[int, str]
-    take_up: str
+    reload_command: str
 
 
 def _rancher(name: str) -> Distribution:
@@ -111,9 +111,14 @@ def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime_type": _RUNTIME_TYPE, "privileged_without_host_devices": False}
 
 
-def wants(
-    found: Mapping[str, Any], version: int, wish: RuntimeWish, source: Mapping[str, Any], *, forgets_runc: bool = False
-) -> Wants:
+def runtime_tables(
+    found: Mapping[str, Any],
+    version: int,
+    entry: RuntimeEntry,
+    source: Mapping[str, Any],
+    *,
+    forgets_runc: bool = False,
+) -> Tables:
     """Return what shall stand in a file that says `found`: the runtime, with the entry that `source` has for a default.
 
     A runtime of that name that is there already keeps its keys; only its program is set. `forgets_runc`: the default
@@ -121,17 +126,17 @@ def wants(
     """
     plugin = plugin_path(version)
     runtimes = (*plugin, "containerd", "runtimes")
-    there = plugin_table(found, version).get("containerd", {}).get("runtimes", {}).get(wish.name)
+    there = plugin_table(found, version).get("containerd", {}).get("runtimes", {}).get(entry.name)
     copied: dict[str, Any] = {} if isinstance(there, Mapping) else runtime_like_default(source)
-    programs = {"BinaryName": wish.path, **({"Runtime": wish.path} if version == 1 else {})}
+    programs = {"BinaryName": entry.path, **({"Runtime": entry.path} if version == 1 else {})}
     options = {**copied.pop("options", {}), **programs}
-    tables = [((*runtimes, wish.name), copied), ((*runtimes, wish.name, "options"), options)]
+    tables = [((*runtimes, entry.name), copied), ((*runtimes, entry.name, "options"), options)]
     if forgets_runc:
         runc = source.get("containerd", {}).get("runtimes", {}).get("runc", {"runtime_type": _RUNTIME_TYPE})
         tables.insert(0, ((*runtimes, "runc"), dict(runc)))
-    if wish.set_default:
-        tables.append(((*plugin, "containerd"), {"default_runtime_name": wish.name}))
-    if wish.cdi:
+    if entry.set_default:
+        tables.append(((*plugin, "containerd"), {"default_runtime_name": entry.name}))
+    if entry.cdi:
         tables.append((plugin, {"enable_cdi": True}))
     return tuple((path, keys) for path, keys in _flat(tables) if keys)
 
@@ -152,13 +157,13 @@ def _flat(tables: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[st
     return result
 
 
-def whole_table(source: Mapping[str, Any], version: int) -> Wants:
+def whole_table(source: Mapping[str, Any], version: int) -> Tables:
     """Return the CRI plugin's whole table, for a drop-in that containerd before 2.0 takes in its place."""
     return tuple((path, keys) for path, keys in _flat([(plugin_path(version), dict(source))]) if keys)
 
 
-def with_version(version: int, wanted: Wants) -> Wants:
-    """Return the wants with the version at the root, which a new file of version 2 or 3 must have."""
+def with_version(version: int, wanted: Tables) -> Tables:
+    """Return the tables with the version at the root, which a new file of version 2 or 3 must have."""
     return (((), {"version": version}), *wanted) if version > 1 else wanted
 
 

@@ -1,4 +1,4 @@
-"""Which of containerd's files a runtime goes into, and what becomes of them. Reads; writes nothing.
+"""Which of containerd's files a runtime goes into, and what becomes of them. Reader; writes nothing.
 
 The main file and its imports are read as containerd reads them; `containerd.py` says why a drop-in is not always right.
 """
@@ -12,12 +12,12 @@ from typing import Any
 from gpuprov.core.changes import parent_of
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import DISTRIBUTIONS
+from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.engines.toml_files import edited, emptied, matching, merged, read, read_text
-from gpuprov.engines.wants import Wants, joined
-from gpuprov.engines.wish import Configuration, FileEdit, Reads, Request, RuntimeWish
+from gpuprov.engines.toml_tables import Tables, joined
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
-_TAKE_UP = "systemctl restart containerd"
+_RELOAD_COMMAND = "systemctl restart containerd"
 _Edits = tuple[FileEdit, ...]
 
 
@@ -54,13 +54,13 @@ class Files:
             return self.written()
         return containerd.plugin_table(self.dumped, containerd.version_of(self.dumped, self.version))
 
-    def wants(self, wish: RuntimeWish, found: Mapping[str, Any]) -> Wants:
+    def runtime_tables(self, entry: RuntimeEntry, found: Mapping[str, Any]) -> Tables:
         """Return what shall stand in the one of the files that says `found`."""
         forgets_runc = not self.merges and containerd.relies_on_builtin_runc(self.written())
-        return containerd.wants(found, self.version, wish, self.source(), forgets_runc=forgets_runc)
+        return containerd.runtime_tables(found, self.version, entry, self.source(), forgets_runc=forgets_runc)
 
 
-def configuration(system: Reads, request: Request) -> Configuration:
+def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what brings the runtime into containerd's files, or takes it out."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if request.unset:
@@ -82,7 +82,7 @@ def configuration(system: Reads, request: Request) -> Configuration:
     edits, notes = _edits(system, request, files, drop_in)
     if "cri" in map(str, files.found.get("disabled_plugins", ())):
         notes += (f"{main} has cri in disabled_plugins: Kubernetes can't use this containerd until that is taken out",)
-    return Configuration(edits, notes, distribution.take_up if distribution else _TAKE_UP)
+    return Configuration(edits, notes, distribution.reload_command if distribution else _RELOAD_COMMAND)
 
 
 def _require_lasting(main: str) -> None:
@@ -94,7 +94,7 @@ def _require_lasting(main: str) -> None:
             )  # fmt: skip
 
 
-def read_files(system: Reads, request: Request, main: str, drop_in: str) -> Files:
+def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: str) -> Files:
     """Read the main file and its imports, without what is ours, and ask containerd what it is."""
     text = read_text(system, main) or ""
     toml_text.read_toml(text, main)  # a file that can't be read is refused as it stands
@@ -116,11 +116,11 @@ def read_files(system: Reads, request: Request, main: str, drop_in: str) -> File
     return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
 
 
-def _others(system: Reads, path: str) -> Mapping[str, Any]:
+def _others(system: Reader, path: str) -> Mapping[str, Any]:
     return toml_text.read_toml(toml_text.without_ours(read_text(system, path) or ""), path)
 
 
-def imported(system: Reads, main: str) -> list[str]:
+def imported(system: Reader, main: str) -> list[str]:
     """Return the files that the main file imports; none if it can't be parsed."""
     try:
         return _imported(system, read(system, main), main)
@@ -128,18 +128,18 @@ def imported(system: Reads, main: str) -> list[str]:
         return []
 
 
-def _imported(system: Reads, found: Mapping[str, Any], main: str) -> list[str]:
+def _imported(system: Reader, found: Mapping[str, Any], main: str) -> list[str]:
     patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in containerd.imports(found))
     return [path for pattern in patterns for path in matching(system, pattern)]
 
 
-def _dump(system: Reads, program: str, main: str) -> Mapping[str, Any]:
+def _dump(system: Reader, program: str, main: str) -> Mapping[str, Any]:
     command = (program, "--config", main, "config", "dump")
     done = system.require(command, "containerd does not tell its configuration", "--config-source=file reads the file")
     return toml_text.read_toml(done.stdout, " ".join(command))
 
 
-def _edits(system: Reads, request: Request, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
+def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
     """Return the files to edit, and why they are others than one might expect."""
     holders = files.holders()
     if files.version == 1 and drop_in:
@@ -147,7 +147,7 @@ def _edits(system: Reads, request: Request, files: Files, drop_in: str) -> tuple
         return _in_place(system, request, files, files.main), (note,)
     if not drop_in:
         return _in_place(system, request, files, files.main), ()
-    wanted = files.wants(request.wish, {})
+    wanted = files.runtime_tables(request.runtime, {})
     if files.merges or not holders:
         edits = _by_drop_in(system, files, drop_in, wanted)
         return edits, _woken(system, edits, drop_in)
@@ -161,13 +161,13 @@ def _edits(system: Reads, request: Request, files: Files, drop_in: str) -> tuple
     return edits, (note, *_woken(system, edits, drop_in))
 
 
-def _in_place(system: Reads, request: Request, files: Files, path: str) -> _Edits:
+def _in_place(system: Reader, request: ConfigureRequest, files: Files, path: str) -> _Edits:
     found = dict(((files.main, files.found), *files.imported))[path]
-    wanted = files.wants(request.wish, found)
+    wanted = files.runtime_tables(request.runtime, found)
     return (edited(system, path, wanted if found else containerd.with_version(files.version, wanted)),)
 
 
-def _by_drop_in(system: Reads, files: Files, drop_in: str, wanted: Wants) -> _Edits:
+def _by_drop_in(system: Reader, files: Files, drop_in: str, wanted: Tables) -> _Edits:
     edit = edited(system, drop_in, containerd.with_version(files.version, wanted))
     if containerd.is_imported(files.found, files.main, drop_in):
         return (edit,)
@@ -176,7 +176,7 @@ def _by_drop_in(system: Reads, files: Files, drop_in: str, wanted: Wants) -> _Ed
     return (edit, edited(system, files.main, (((), {**root, "imports": listed}),)))
 
 
-def _woken(system: Reads, edits: _Edits, drop_in: str) -> tuple[str, ...]:
+def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     """Return a note of files that lay in the drop-in's folder unread, and are read from now on."""
     if not any(edit.changes for edit in edits[1:]):
         return ()
@@ -184,13 +184,13 @@ def _woken(system: Reads, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     return (f"containerd will read {', '.join(others)} too, which no file has imported so far",) if others else ()
 
 
-def _unset(system: Reads, request: Request) -> Configuration:
+def _unset(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what takes out all that is ours: of the main file, its imports, the drop-in, the templates."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if distribution is not None:
         paths = [request.config] if request.config else list(distribution.templates.values())
         paths += [request.drop_in] if request.drop_in else list(distribution.drop_in.values())
-        return Configuration(_emptied(system, paths), (), distribution.take_up)
+        return Configuration(_emptied(system, paths), (), distribution.reload_command)
     main = request.config or containerd.MAIN
     drop_in = containerd.DROP_IN if request.drop_in is None else request.drop_in
     found = read(system, main)
@@ -202,9 +202,9 @@ def _unset(system: Reads, request: Request) -> Configuration:
     )
     kept = neighbours and edits and containerd.import_pattern(drop_in) in containerd.imports(found)
     notes = (f"{main} keeps its import of {parent_of(drop_in)}: {', '.join(neighbours)} needs it",) if kept else ()
-    return Configuration(edits, notes, _TAKE_UP)
+    return Configuration(edits, notes, _RELOAD_COMMAND)
 
 
-def _emptied(system: Reads, paths: list[str], *, keep: tuple[str, ...] = ()) -> _Edits:
+def _emptied(system: Reader, paths: list[str], *, keep: tuple[str, ...] = ()) -> _Edits:
     found = (emptied(system, path, keep=keep) for path in dict.fromkeys(paths))
     return tuple(edit for edit in found if edit is not None)

@@ -1,4 +1,4 @@
-"""The decision for a container that runs, by its name or id: docker and podman are asked for the id. Reads only."""
+"""The decision for a container that runs, by its name or id: docker and podman are asked for the id. Reader only."""
 
 from __future__ import annotations
 

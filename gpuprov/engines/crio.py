@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.engines.wants import Wants
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.runtime_entry import RuntimeEntry
+from gpuprov.engines.toml_tables import Tables
 
 MAIN = "/etc/crio/crio.conf"
 DROP_IN = "/etc/crio/crio.conf.d/99-nvidia.conf"
@@ -28,10 +28,10 @@ def runtime_like_default(source: Mapping[str, Any], name: str) -> dict[str, Any]
     return next((dict(runtimes[one]) for one in names if isinstance(runtimes.get(one), Mapping)), {})
 
 
-def wants(found: Mapping[str, Any], wish: RuntimeWish, source: Mapping[str, Any]) -> Wants:
+def runtime_tables(found: Mapping[str, Any], entry: RuntimeEntry, source: Mapping[str, Any]) -> Tables:
     """Return what shall stand in a file that says `found`. CRI-O reads CDI by itself: there is nothing to enable."""
-    there = found.get("crio", {}).get("runtime", {}).get("runtimes", {}).get(wish.name)
-    copied = {} if isinstance(there, Mapping) else runtime_like_default(source, wish.name)
-    entry = {**copied, "runtime_path": wish.path, "runtime_type": "oci"}
-    default: Wants = ((_RUNTIME, {"default_runtime": wish.name}),) if wish.set_default else ()
-    return (*default, ((*_RUNTIME, "runtimes", wish.name), entry))
+    there = found.get("crio", {}).get("runtime", {}).get("runtimes", {}).get(entry.name)
+    copied = {} if isinstance(there, Mapping) else runtime_like_default(source, entry.name)
+    table = {**copied, "runtime_path": entry.path, "runtime_type": "oci"}
+    default: Tables = ((_RUNTIME, {"default_runtime": entry.name}),) if entry.set_default else ()
+    return (*default, ((*_RUNTIME, "runtimes", entry.name), table))

@@ -12,7 +12,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config, render_config, with_runtime
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _SNAP = "/snap/bin/docker"
 
@@ -125,7 +125,7 @@ def plan(
             restart=facts.live_restore or not facts.running_containers,
             containers=facts.running_containers,
             live_restore=facts.live_restore,
-            validates=version_key(facts.version) >= (23,),
+            validates=version_numbers(facts.version) >= (23,),
             default_runtime=set_default,
         ),
     )

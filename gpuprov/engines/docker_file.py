@@ -11,7 +11,7 @@ from typing import Any
 
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.engines.json_text import with_member, without_member
-from gpuprov.engines.wish import Configuration, FileEdit, Reads, Request, RuntimeWish
+from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 _RELOAD = "systemctl reload docker"
@@ -19,7 +19,7 @@ _RELOAD = "systemctl reload docker"
 _RESTART = "systemctl restart docker (this stops containers, unless live-restore is on)"
 
 
-def configuration(system: Reads, request: Request) -> Configuration:
+def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what brings the runtime into daemon.json, or takes it out."""
     if request.drop_in:
         raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
@@ -28,46 +28,45 @@ def configuration(system: Reads, request: Request) -> Configuration:
     text = None if content is None else content.decode("utf-8", "surrogateescape")
     found = _parsed(text, path)
     if request.unset:
-        after, notes = _without(text, found, request.wish)
+        after, notes = _without(text, found, request.runtime)
     else:
         if path == DAEMON_JSON:
-            _require_no_flags(system, request.wish)
-        after, notes = configured(text, request.wish), ()
-    take_up = _RESTART if request.wish.cdi else _RELOAD
+            _require_no_flags(system, request.runtime)
+        after, notes = configured(text, request.runtime), ()
+    reload_command = _RESTART if request.runtime.cdi else _RELOAD
     edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
-    return Configuration((edit,), notes, take_up)
+    return Configuration((edit,), notes, reload_command)
 
 
-def configured(text: str | None, wish: RuntimeWish) -> str:
+def configured(text: str | None, entry: RuntimeEntry) -> str:
     """Return daemon.json with the runtime. `text` has been parsed without problems; None is no file."""
     if text is None or not text.strip():
         text = "{}\n"
     runtimes = _parsed(text, DAEMON_JSON).get("runtimes") or {}
-    there = runtimes.get(wish.name)
+    there = runtimes.get(entry.name)
     if isinstance(there, Mapping):
-        text = with_member(text, ("runtimes", wish.name, "path"), wish.path)
+        text = with_member(text, ("runtimes", entry.name, "path"), entry.path)
     else:
-        text = with_member(text, ("runtimes", wish.name), {"path": wish.path, "args": []})
-    if wish.set_default:
-        text = with_member(text, ("default-runtime",), wish.name)
-    return with_member(text, ("features", "cdi"), True) if wish.cdi else text
+        text = with_member(text, ("runtimes", entry.name), {"path": entry.path, "args": []})
+    if entry.set_default:
+        text = with_member(text, ("default-runtime",), entry.name)
+    return with_member(text, ("features", "cdi"), True) if entry.cdi else text
 
 
-def _without(text: str | None, found: Mapping[str, Any], wish: RuntimeWish) -> tuple[str | None, tuple[str, ...]]:
-    there = (found.get("runtimes") or {}).get(wish.name)
+def _without(text: str | None, found: Mapping[str, Any], entry: RuntimeEntry) -> tuple[str | None, tuple[str, ...]]:
+    there = (found.get("runtimes") or {}).get(entry.name)
     if text is None or not isinstance(there, Mapping):
         return text, ()
-    if there.get("path") != wish.path:
-        note = (
-            f"runtime {wish.name} is {there.get('path')}, not {wish.path}: left alone (--nvidia-runtime-path names it)"
-        )
+    if there.get("path") != entry.path:
+        seen = f"runtime {entry.name} is {there.get('path')}, not {entry.path}"
+        note = f"{seen}: left alone (--nvidia-runtime-path names it)"
         return text, (note,)
     notes: tuple[str, ...] = ()
-    text = without_member(text, ("runtimes", wish.name))
-    if found.get("default-runtime") == wish.name:
+    text = without_member(text, ("runtimes", entry.name))
+    if found.get("default-runtime") == entry.name:
         text = without_member(text, ("default-runtime",))
         notes = ("the default runtime was this one; now it is docker's own, runc",)
-    if wish.cdi:
+    if entry.cdi:
         text = without_member(text, ("features", "cdi"))
     elif (found.get("features") or {}).get("cdi") is True:
         notes += ("CDI stays enabled; --unset --cdi.enabled takes that out too",)
@@ -86,10 +85,10 @@ def _parsed(text: str | None, path: str) -> Mapping[str, Any]:
     )
 
 
-def _require_no_flags(system: Reads, wish: RuntimeWish) -> None:
+def _require_no_flags(system: Reader, entry: RuntimeEntry) -> None:
     """dockerd does not start with the same directive as a flag and in its file."""
     unit = system.run(("systemctl", "cat", "docker.service"), timeout=20)
-    words = ("--add-runtime", *(("--default-runtime",) if wish.set_default else ()))
+    words = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
     started = [line for line in unit.stdout.splitlines() if re.match(r"\s*(ExecStart\s*=|[^#\s].*\\$|--)", line)]
     clash = next((line.strip() for line in started for word in words if word in line), "") if unit.ok else ""
     if clash:

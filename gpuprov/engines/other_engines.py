@@ -12,7 +12,7 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.engines import containerd, crio, podman
-from gpuprov.engines.wish import FileEdit, Request, RuntimeWish
+from gpuprov.engines.runtime_entry import ConfigureRequest, FileEdit, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError, Problem
 
 
@@ -39,7 +39,7 @@ _LOG_LINES = "20"
 class EngineFacts:
     """An engine on a host: its program (empty: not installed), what that says of its version, path → file.
 
-    The edits are computed from it as from a System (`Reads`): a file that was not gathered does not exist.
+    The edits are computed from it as from a System (`Reader`): a file that was not gathered does not exist.
     """
 
     program: str = ""
@@ -108,7 +108,7 @@ def _registration(name: str, facts: EngineFacts, runtime_path: str) -> Registrat
     from gpuprov.engines import configure
 
     try:
-        found = configure.configuration(facts, Request(name, RuntimeWish(path=runtime_path)))
+        found = configure.configuration(facts, ConfigureRequest(name, RuntimeEntry(path=runtime_path)))
     except GpuprovError as error:
         return Registration(problem=error.problems[0])
     return Registration(tuple(edit for edit in found.edits if edit.changes))
@@ -172,9 +172,9 @@ class ConfigureEngine(Change):
             if trouble:
                 self.undo(system, before, None)
                 raise GpuprovError(
-                    f"{self.engine} did not come up with its new configuration; the old one is back",
+                    f"{self.engine} failed to start with its new configuration; the old one is back",
                     trouble,
-                    f"mend what {self.engine} names, then run the same command again",
+                    f"fix what {self.engine} names, then run the same command again",
                 )
         return {}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 
-from gpuprov.engines.wants import Wants
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.runtime_entry import RuntimeEntry
+from gpuprov.engines.toml_tables import Tables
 
 MAIN = "/etc/containers/containers.conf"
 DROP_IN = "/etc/containers/containers.conf.d/99-nvidia.conf"
@@ -16,10 +16,10 @@ HOOK_FILE = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
 _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
-def wants(wish: RuntimeWish) -> Wants:
+def runtime_tables(entry: RuntimeEntry) -> Tables:
     """Return what shall stand in containers.conf: `engine.runtimes` lists where a runtime's program may be."""
-    default: Wants = ((("engine",), {"runtime": wish.name}),) if wish.set_default else ()
-    return (*default, (("engine", "runtimes"), {wish.name: [wish.path]}))
+    default: Tables = ((("engine",), {"runtime": entry.name}),) if entry.set_default else ()
+    return (*default, (("engine", "runtimes"), {entry.name: [entry.path]}))
 
 
 def hook_json(program: str) -> bytes:

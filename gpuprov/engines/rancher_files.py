@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import Distribution
+from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, Reader
 from gpuprov.engines.toml_files import edited, read, read_text
-from gpuprov.engines.wish import Configuration, Reads, Request
 from gpuprov.wire.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
 
 
-def configuration(system: Reads, request: Request, distribution: Distribution) -> Configuration:
+def configuration(system: Reader, request: ConfigureRequest, distribution: Distribution) -> Configuration:
     """Return what brings the runtime into the files of a k3s or RKE2."""
     rendered_text = read_text(system, distribution.rendered)
     if rendered_text is None and not request.config:
@@ -31,44 +31,44 @@ def configuration(system: Reads, request: Request, distribution: Distribution) -
     drop_in = distribution.drop_in[version] if request.drop_in is None else request.drop_in
     takes_in = containerd.is_imported(rendered, distribution.rendered, drop_in) if drop_in else False
     if takes_in and version >= 3:
-        wanted = containerd.wants({}, version, request.wish, source)
+        wanted = containerd.runtime_tables({}, version, request.runtime, source)
         edit = edited(system, drop_in, containerd.with_version(version, wanted))
-        return Configuration((edit,), (), distribution.take_up)
+        return Configuration((edit,), (), distribution.reload_command)
     return _by_template(system, request, distribution, template, version)
 
 
 def _by_template(
-    system: Reads, request: Request, distribution: Distribution, template: str, version: int
+    system: Reader, request: ConfigureRequest, distribution: Distribution, template: str, version: int
 ) -> Configuration:
     rendered = read(system, distribution.rendered)
     source = containerd.plugin_table(rendered, version)
     text = read_text(system, template)
     own = toml_text.read_toml(toml_text.without_ours(text or ""), template)
     extends = text is None or 'template "base"' in text
-    wanted = containerd.wants(own, version, request.wish, source)
+    wanted = containerd.runtime_tables(own, version, request.runtime, source)
     if not extends:
-        return Configuration((edited(system, template, wanted),), (), distribution.take_up)
-    there = source.get("containerd", {}).get("runtimes", {}).get(request.wish.name)
+        return Configuration((edited(system, template, wanted),), (), distribution.reload_command)
+    there = source.get("containerd", {}).get("runtimes", {}).get(request.runtime.name)
     ours = containerd.plugin_table(toml_text.read_toml(text or "", template), version)
-    if there is not None and request.wish.name not in ours.get("containerd", {}).get("runtimes", {}):
+    if there is not None and request.runtime.name not in ours.get("containerd", {}).get("runtimes", {}):
         path = there.get("options", {}).get("BinaryName")
-        if path == request.wish.path:
-            return Configuration((), (f"{distribution.name} has runtime {request.wish.name} by itself: {path}",))
+        if path == request.runtime.path:
+            return Configuration((), (f"{distribution.name} has runtime {request.runtime.name} by itself: {path}",))
         raise GpuprovError(
-            f"{distribution.name} itself adds a runtime {request.wish.name}, of another program; a second would keep "
-            "containerd from starting",
+            f"{distribution.name} itself adds a runtime {request.runtime.name}, of another program; a second would "
+            "keep containerd from starting",
             f"{distribution.rendered}: {path}",
             "give another name with --nvidia-runtime-name, or take that program away and restart",
         )
-    if request.wish.set_default:
+    if request.runtime.set_default:
         raise GpuprovError(
             f"the default runtime is {distribution.name}'s own setting; its base template writes that table",
-            "", f"put `default-runtime: {request.wish.name}` into /etc/rancher/{distribution.name}/config.yaml",
+            "", f"put `default-runtime: {request.runtime.name}` into /etc/rancher/{distribution.name}/config.yaml",
         )  # fmt: skip
     notes: tuple[str, ...] = ()
-    if request.wish.cdi:
+    if request.runtime.cdi:
         plugin = containerd.plugin_path(version)
         wanted = tuple((path, keys) for path, keys in wanted if path != plugin)
         if not source.get("enable_cdi", version >= 3):
             notes = (f"CDI is not enabled: the base template of {distribution.name} writes that table",)
-    return Configuration((edited(system, template, wanted, first=_BASE),), notes, distribution.take_up)
+    return Configuration((edited(system, template, wanted, first=_BASE),), notes, distribution.reload_command)

@@ -8,12 +8,12 @@ from typing import Any
 
 from gpuprov.core.changes import parent_of
 from gpuprov.engines import toml_text
-from gpuprov.engines.wants import Wants
-from gpuprov.engines.wish import FileEdit, Reads
+from gpuprov.engines.runtime_entry import FileEdit, Reader
+from gpuprov.engines.toml_tables import Tables
 from gpuprov.wire.errors import GpuprovError
 
 
-def read_text(system: Reads, path: str) -> str | None:
+def read_text(system: Reader, path: str) -> str | None:
     """Return a file's text, None if there is none. Raises GpuprovError if it is not UTF-8, which TOML must be."""
     content = system.read_bytes(path)
     if content is None:
@@ -30,12 +30,12 @@ def read_text(system: Reads, path: str) -> str | None:
         ) from None
 
 
-def read(system: Reads, path: str) -> dict[str, Any]:
+def read(system: Reader, path: str) -> dict[str, Any]:
     """Return what a file says; nothing if there is none."""
     return toml_text.read_toml(read_text(system, path) or "", path)
 
 
-def matching(system: Reads, pattern: str) -> tuple[str, ...]:
+def matching(system: Reader, pattern: str) -> tuple[str, ...]:
     """Return the files that a pattern names, in the order of their names."""
     folder = parent_of(pattern)
     return tuple(
@@ -56,14 +56,14 @@ def merged(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def edited(system: Reads, path: str, wants: Wants, *, first: str = "") -> FileEdit:
-    """Return a file with these wants in it."""
+def edited(system: Reader, path: str, tables: Tables, *, first: str = "") -> FileEdit:
+    """Return a file with these tables in it."""
     text = read_text(system, path)
-    after = toml_text.with_wants(text, wants, path, first=first)
+    after = toml_text.with_tables(text, tables, path, first=first)
     return FileEdit(path, None if text is None else text.encode(), after.encode())
 
 
-def emptied(system: Reads, path: str, *, keep: Sequence[str] = ()) -> FileEdit | None:
+def emptied(system: Reader, path: str, *, keep: Sequence[str] = ()) -> FileEdit | None:
     """Return a file without what gpuprov put in, and no file where all of it was ours; None where nothing was."""
     text = read_text(system, path)
     if text is None:

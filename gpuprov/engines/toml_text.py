@@ -16,7 +16,17 @@ import tomlkit
 from tomlkit.container import Container, OutOfOrderTableProxy
 from tomlkit.exceptions import ParseError, TOMLKitError
 
-from gpuprov.engines.wants import Path, Wants, difference, has_table, is_table, joined, says, table_at, with_all
+from gpuprov.engines.toml_tables import (
+    Path,
+    Tables,
+    difference,
+    has_table,
+    is_table,
+    joined,
+    says,
+    table_at,
+    with_values,
+)
 from gpuprov.wire.errors import GpuprovError
 
 _BEGIN = "# gpuprov begin: `gpuprov runtime configure --unset` takes this out"
@@ -59,7 +69,7 @@ def is_only_ours(text: str) -> bool:
 
 
 def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
-    """Return the text without anything that `with_wants` put in, but for lines with the keys in `keep`."""
+    """Return the text without anything that `with_tables` put in, but for lines with the keys in `keep`."""
 
     def stays(found: re.Match[str]) -> bool:
         return found[0].partition("=")[0].strip() in keep
@@ -69,25 +79,25 @@ def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
     return _CHANGED_LINE.sub(lambda found: found[0] if stays(found) else _restored(found), text)
 
 
-def ours_in(text: str, name: str) -> Wants:
-    """Return what `with_wants` put into a text."""
+def ours_in(text: str, name: str) -> Tables:
+    """Return what `with_tables` put into a text."""
     return difference(read_toml(without_ours(text), name), read_toml(text, name))
 
 
-def with_wants(text: str | None, wants: Wants, name: str, *, first: str = "") -> str:
+def with_tables(text: str | None, tables: Tables, name: str, *, first: str = "") -> str:
     """Return the text with these keys in these tables; the same text if it says so already. None: there is no file.
 
     `first` is the first line of a new file. Raises GpuprovError if the file can't be read, or can't be edited safely.
     """
-    if text is not None and says(read_toml(text, name), wants):
+    if text is not None and says(read_toml(text, name), tables):
         return text
     base = without_ours(text or "")
     before = read_toml(base, name)
     # What earlier calls put in, for another runtime perhaps, stays.
-    wants = joined(ours_in(text or "", name), wants)
-    changed = _with_changed_values(base, before, wants, name)
+    tables = joined(ours_in(text or "", name), tables)
+    changed = _with_changed_values(base, before, tables, name)
     new_tables: list[tuple[Path, dict[str, Any]]] = []
-    for path, keys in wants:
+    for path, keys in tables:
         missing = {key: value for key, value in keys.items() if key not in table_at(before, path)}
         place = _place_in_table(changed, path, before)
         if place is None and (missing or not keys) and not (not missing and has_table(before, path)):
@@ -96,7 +106,7 @@ def with_wants(text: str | None, wants: Wants, name: str, *, first: str = "") ->
             changed = _with_lines(changed, place, missing)
     if new_tables:
         changed = _with_block(changed, new_tables, new_file=text is None or is_only_ours(text), first=first)
-    _require_right(base, changed, with_all(before, wants), name)
+    _require_right(base, changed, with_values(before, tables), name)
     return changed
 
 
@@ -122,11 +132,11 @@ def _unmasked(text: str) -> str:
 # -- values that are there already -----------------------------------------------------------------------------------
 
 
-def _with_changed_values(text: str, before: Mapping[str, Any], wants: Wants, name: str) -> str:
+def _with_changed_values(text: str, before: Mapping[str, Any], tables: Tables, name: str) -> str:
     """Return the text with those wanted values changed whose keys are there, the old value noted beside each."""
     changes = [
         (path, key, value)
-        for path, keys in wants
+        for path, keys in tables
         for key, value in keys.items()
         if key in table_at(before, path) and table_at(before, path)[key] != value
     ]

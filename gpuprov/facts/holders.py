@@ -21,7 +21,7 @@ _LONGEST_COMMAND = 100
 
 
 @dataclass(frozen=True)
-class Holder:
+class GpuHolder:
     """A process that has a GPU's device open; `unit` and `container` (its id) are what its cgroup tells, or nothing."""
 
     pid: int
@@ -47,10 +47,10 @@ class RunningDriver:
     units: tuple[str, ...]
     containers: Mapping[str, str]
     display_manager: str
-    holders: tuple[Holder, ...]
+    holders: tuple[GpuHolder, ...]
 
 
-def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[Holder, ...]:
+def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[GpuHolder, ...]:
     """Return the processes that have one of the driver's devices open or mapped; `others`: more device nodes."""
     devices = frozenset(others)
     pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdigit())
@@ -58,13 +58,13 @@ def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[Holder, 
     return tuple(one for one in found if one is not None)
 
 
-def _holder(system: System, pid: int, others: frozenset[str]) -> Holder | None:
+def _holder(system: System, pid: int, others: frozenset[str]) -> GpuHolder | None:
     # A process may end while it is looked at: then it holds nothing.
     with contextlib.suppress(OSError):
         device = _open_device(system, pid, others) or mapped_device(system.read_text(f"/proc/{pid}/maps") or "")
         if device:
             unit, container = parse_cgroup(system.read_text(f"/proc/{pid}/cgroup") or "")
-            return Holder(pid, _command(system, pid), device, unit, container)
+            return GpuHolder(pid, _command(system, pid), device, unit, container)
     return None
 
 

@@ -62,7 +62,7 @@ def fault(
     """Return what keeps the driver from the kernel that boots next, or from those after it; nothing if nothing does.
 
     `headers`: packages with this kernel's headers; `missing`: those that bring headers with later kernels; `dkms`: DKMS
-    builds the module; `compiled`: the package that would bring it, where modules come compiled.
+    builds the module; `compiled`: the package that would bring it, where modules are precompiled.
     """
     if compiled:
         lack = (

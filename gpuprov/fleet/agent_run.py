@@ -190,7 +190,7 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     if done.returncode == remote.SILENT:
         return Problem(
             "the host fell silent during the run", done.stderr.strip().rpartition("\n")[2],
-            "look what hangs there (ps f); the agent may still be at work, the same command again takes up its result; "
+            "look what hangs there (ps f); the agent may still be at work, the same command again gets its result; "
             "--host-timeout waits longer",
         )  # fmt: skip
     if done.returncode == remote.TOO_MUCH:

@@ -13,7 +13,7 @@ from gpuprov.wire.errors import Problem
 
 def write_log(error: BaseException) -> Problem:
     """Write the traceback into ~/.local/state/gpuprov/log and return what to tell the user."""
-    what = f"gpuprov met a defect of its own: {type(error).__name__}"
+    what = f"internal error: {type(error).__name__}"
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     folder = (Path(state) / "gpuprov" / "log").expanduser()
     path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.log"

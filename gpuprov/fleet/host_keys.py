@@ -69,12 +69,8 @@ class _File:
     others: tuple[_Line, ...]
 
 
-def matching_keys(text: str, name: str, path: str = "") -> tuple[KnownKey, ...]:
-    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
-    return _keys_for(_arranged(text), name, path)
-
-
 def _keys_for(file: _File, name: str, path: str) -> tuple[KnownKey, ...]:
+    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
     lines = (*file.by_name.get(name.lower(), ()), *(line for line in file.others if _names(line.patterns, name)))
     found = []
     for line in sorted(lines, key=lambda line: line.number):
@@ -178,11 +174,11 @@ class KeyCheck:
         offered, key_type = key.asbytes(), key.get_name()
         known = self.known.keys(self.name)
         if any(entry.revoked and entry.key == offered for entry in known):
-            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "offers a revoked key"))
+            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "host key revoked"))
         if any(entry.key == offered for entry in known):
             return
         if known:
-            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "offers another key than before"))
+            raise HostKeyRefusedError(_refused(self.name, key_type, offered, known, "host key changed"))
         if not self.accept_new:
             raise HostKeyRefusedError(_unknown(self.name, key_type, offered, self.known))
         self.known.store(self.name, key_type, offered)
@@ -201,9 +197,9 @@ def _refused(name: str, key_type: str, key: bytes, known: Sequence[KnownKey], wh
     places = "\n".join(f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
     file = known[0].place.rsplit(":", 1)[0]
     return Problem(
-        f"{name} {what}: it was installed anew, or somebody sits in between",
+        f"{name}: {what}: the host was reinstalled, or someone is intercepting the connection",
         f"it offers {key_type} {fingerprint(key)}\n{places}",
-        f"if the host was installed anew: ssh-keygen -R '{name}' -f {file}, then run again with {ACCEPT_OPTION}",
+        f"if the host was reinstalled: ssh-keygen -R '{name}' -f {file}, then run again with {ACCEPT_OPTION}",
     )
 
 

@@ -56,12 +56,12 @@ def read_inventory(
     _require_files(extra_vars)
     with ansible_temporary_folder(), ansible_said() as said:
         try:
-            hosts, given = _load(sources, limit, extra_vars, vault_password_file, said)
+            hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, said)
         except ansible_error() as error:
             raise _usage(
                 "Ansible cannot read the inventory", explained(error), vault_hint(str(error)) or ask_ansible(sources[0])
             ) from None
-    targets, warnings = _targets(hosts, sources, given)
+    targets, warnings = _targets(hosts, sources, extra_names)
     return Inventory(targets, tuple(dict.fromkeys((*worth_telling(said), *warnings))))
 
 
@@ -131,7 +131,7 @@ def _load(
     hosts = manager.get_hosts()
     if not hosts:
         raise _usage(
-            f"--limit {limit} leaves no host of the inventory {', '.join(sources)}", "",
+            f"--limit {limit} matches no host of the inventory {', '.join(sources)}", "",
             ask_ansible(sources[0]),
         )  # fmt: skip
     found: list[tuple[str, Mapping[str, Any]]] = []
@@ -215,7 +215,7 @@ def _give_vault_password(loader: Any, path: str) -> None:
 
 
 def _targets(
-    hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str], given: frozenset[str]
+    hosts: Sequence[tuple[str, Mapping[str, Any]]], sources: Sequence[str], extra_names: frozenset[str]
 ) -> tuple[tuple[HostTarget, ...], list[str]]:
     targets: list[HostTarget] = []
     warnings: list[str] = []
@@ -228,7 +228,7 @@ def _targets(
         except GpuprovError as error:
             problems += [Wrong(name, problem, values) for problem in error.problems]
     if problems:
-        raise GpuprovError.several(with_origins(problems, sources, given), exit_code=ExitCode.USAGE)
+        raise GpuprovError.several(with_origins(problems, sources, extra_names), exit_code=ExitCode.USAGE)
     return tuple(targets), warnings
 
 

@@ -101,13 +101,13 @@ class Wrong:
     values: Mapping[str, Any]
 
 
-def with_origins(problems: Sequence[Wrong], sources: Sequence[str], given: frozenset[str]) -> tuple[Problem, ...]:
-    """Return the problems with hosts and places; the same mistake of many hosts is one. `given`: what -e sets."""
+def with_origins(problems: Sequence[Wrong], sources: Sequence[str], extra_names: frozenset[str]) -> tuple[Problem, ...]:
+    """Return the problems with hosts and places; the same mistake of many hosts is one. `extra_names`: what -e sets."""
     by_problem: dict[Problem, list[Wrong]] = {}
     for wrong in problems:
         by_problem.setdefault(wrong.problem, []).append(wrong)
     texts = tuple(_texts(sources))
-    return tuple(_with_origin(problem, wrongs, texts, given) for problem, wrongs in by_problem.items())
+    return tuple(_with_origin(problem, wrongs, texts, extra_names) for problem, wrongs in by_problem.items())
 
 
 def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -122,21 +122,21 @@ def find_variable(name: str, texts: Sequence[tuple[str, str]]) -> tuple[str, ...
 
 
 def _with_origin(
-    problem: Problem, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+    problem: Problem, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
 ) -> Problem:
     named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
     hosts = [wrong.host for wrong in wrongs]
-    places = _places(named.group(), wrongs, texts, given) if named else ()
+    places = _places(named.group(), wrongs, texts, extra_names) if named else ()
     more = f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
     evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
     return replace(problem, evidence="\n".join(part for part in evidence if part))
 
 
 def _places(
-    name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], given: frozenset[str]
+    name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
 ) -> tuple[str, ...]:
     """Return where the variable has its value from: -e wins over all files; of several lines those with the value."""
-    if name in given:
+    if name in extra_names:
         return ("-e",)
     values = {str(wrong.values.get(name, "")) for wrong in wrongs} - {""}
     lines = {path: text.splitlines() for path, text in texts}

@@ -17,10 +17,9 @@ from markupsafe import Markup
 
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, plain, shortened
-from gpuprov.fleet.history import Run
+from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.fleet.run_changes import differences
 from gpuprov.fleet.versions import MIG, mig_instances
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange

@@ -20,7 +20,7 @@ BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
 _COMMAND_SECONDS = 20.0
 # Engines that are still starting would be taken for stopped ones: the boot is waited for, but not for ever. A system
-# container that goes down may show the outer machine's boot id for a moment; systemd then says another word, or none.
+# container that goes down may show the container host's boot id for a moment; systemd then says another word, or none.
 _BOOT_STATE = "timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
 _UP = ("initializing", "starting", "running", "degraded", "maintenance")
 _BOOT_STATE_SECONDS = 330.0

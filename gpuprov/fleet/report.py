@@ -118,7 +118,7 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
     if not found:
         return []
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "on most hosts", "hosts", "the odd ones out"):
+    for name in ("", "on most hosts", "hosts", "exceptions"):
         table.add_column(name, justify="right" if name == "hosts" else "left")
     for spread in found:
         others = "; ".join(f"{shortened(one_line(version), columns=80)}: {listed(map(plain, hosts))}"

@@ -64,7 +64,7 @@ _WORDS = {
     ExitCode.REBOOT_NEEDED: "reboot needed",
     ExitCode.UNREACHABLE: "unreachable",
 }
-# The worst that happened decides, and something to mend on a host weighs more than a host that is away.
+# The worst that happened decides, and something to fix on a host weighs more than a host that is away.
 _PRECEDENCE = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNREACHABLE, ExitCode.REBOOT_NEEDED)
 
 

@@ -36,7 +36,7 @@ from gpuprov.wire.events import (
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
 
-# A host that asks for more has a fault that reboots do not mend.
+# A host that asks for more has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
 HostSink = Callable[[str, Event], None]
 # What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
@@ -278,7 +278,7 @@ def _exit_code(number: int) -> ExitCode:
 
 
 def _left() -> GpuprovError:
-    next_step = "the agent on the host goes on; run the same command again to take up its result"
+    next_step = "the agent on the host continues; run the same command again to get its result"
     return GpuprovError("left by Ctrl-C while it ran", "", next_step)
 
 
@@ -287,7 +287,7 @@ def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
     return Problem(
         f"not run: too many hosts failed before it ({where})",
         f"{len(failed)} of {counted(len(batch.targets), 'host')} failed, at most {batch.most_failed} may",
-        "mend what failed, then run the same command again: hosts that are done change nothing",
+        "fix what failed, then run the same command again: hosts that are done change nothing",
     )
 
 

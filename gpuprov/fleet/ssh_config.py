@@ -38,7 +38,7 @@ def config_for(target: HostTarget) -> SSHConfig:
         raise GpuprovError(
             f"the SSH configuration {' or '.join(files)} cannot be read",
             str(error),
-            f"mend it: ssh -G {target.address} says where",
+            f"fix it: ssh -G {target.address} says where",
             exit_code=ExitCode.USAGE,
         ) from None
 

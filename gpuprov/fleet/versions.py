@@ -1,4 +1,4 @@
-"""Which versions a fleet runs, and which hosts are the odd ones out. Pure."""
+"""Which versions a fleet runs, and which hosts are exceptions. Pure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ class Distribution:
     build_packages: tuple[str, ...]
     docker_packages: tuple[str, ...]
     initramfs: tuple[str, ...]
-    initramfs_list: str
     source: str
     next_kernel_headers: tuple[KernelPackages, ...] = ()
     dkms_from: str = ""
@@ -74,7 +73,7 @@ _DEB_NEXT = (
     ),
 )
 _DEBIAN = Distribution(
-    "debian", "12", "Debian", "apt", _DEB_HEADERS, _DEB_BUILD, ("docker.io",), _UPDATE_INITRAMFS, "lsinitramfs",
+    "debian", "12", "Debian", "apt", _DEB_HEADERS, _DEB_BUILD, ("docker.io",), _UPDATE_INITRAMFS,
     "packages.debian.org: linux-headers-*, docker.io", _DEB_NEXT, "", "debian", "debian{major}", "bookworm",
 )  # fmt: skip
 _UBUNTU = replace(
@@ -128,7 +127,7 @@ _MATCHED = (
 _EL_BUILD = ("gcc", "make", "elfutils-libelf-devel", "kmod")
 # Red Hat packages no docker; podman is its engine.
 _ROCKY = Distribution(
-    "rocky", "9", "Rocky Linux", "dnf", _EL9_HEADERS, _EL_BUILD, (), _DRACUT, "lsinitrd",
+    "rocky", "9", "Rocky Linux", "dnf", _EL9_HEADERS, _EL_BUILD, (), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: Red Hat Enterprise Linux", _MATCHED, "EPEL", "centos", "rhel{major}",
 )  # fmt: skip
 # Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", Python: python39 since 8.4,
@@ -182,7 +181,7 @@ _AMAZON = replace(
 _SUSE_HEADERS = (KernelPackages(r"(?P<release>.+)-(?P<flavour>[a-z0-9_]+)", ("kernel-{flavour}-devel={release}",)),)
 _SUSE_BUILD = ("gcc", "make", "libelf-devel", "kmod")
 _SLES = Distribution(
-    "sles", "15", "SUSE Linux Enterprise", "zypper", _SUSE_HEADERS, _SUSE_BUILD, ("docker",), _DRACUT, "lsinitrd",
+    "sles", "15", "SUSE Linux Enterprise", "zypper", _SUSE_HEADERS, _SUSE_BUILD, ("docker",), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: SUSE; documentation.suse.com", (), "PackageHub", "", "sles{major}",
 )  # fmt: skip
 # Their python3 is 3.6; python311 is in the Python 3 Module since SLES 15 SP4, and in Leap since 15.4.

@@ -155,23 +155,31 @@ def nvidia_folder(row: Distribution, architecture: str) -> str:
 
 
 @dataclass(frozen=True)
-class DockerRepository:
-    """Docker's own repository for a distribution: apt's needs suite and components, the others' has all in its URI."""
+class ExtraRepository:
+    """A repository that a host needs besides its distribution's and the user's: Docker's, NVIDIA's CUDA, an archive.
 
+    apt needs suite and components; the other package managers have all in the URI. `signed_metadata`: the index is
+    signed, not only the packages; apt accepts no other.
+    """
+
+    name: str
     uri: str
     key_url: str
     key_fingerprint: str
-    suite: str = "./"
+    suite: str = "/"
     components: str = ""
+    signed_metadata: bool = True
 
 
-def docker_repository(row: Distribution, architecture: str) -> DockerRepository | None:
+def docker_repository(row: Distribution, architecture: str) -> ExtraRepository | None:
     """Return Docker's own repository for a machine, or None where Docker has none (docs.docker.com/engine/install)."""
     if not row.docker_repository:
         return None
     base = f"{_DOCKER_DOWNLOADS}/{row.docker_repository}"
     # Debian's and Ubuntu's releases have code names, which are apt's suites.
     if row.codename:
-        return DockerRepository(base, f"{base}/gpg", "9DC858229FC7DD38854AE2D88D81803C0EBFCD88", row.codename, "stable")
-    uri = f"{base}/{row.version}/{architecture}/stable"
-    return DockerRepository(uri, f"{base}/gpg", "060A61C51B558A7F742B77AAC52FEB6B621E9F35")
+        fingerprint = "9DC858229FC7DD38854AE2D88D81803C0EBFCD88"
+        return ExtraRepository("docker-ce", base, f"{base}/gpg", fingerprint, row.codename, "stable")
+    uri, fingerprint = f"{base}/{row.version}/{architecture}/stable", "060A61C51B558A7F742B77AAC52FEB6B621E9F35"
+    # docs.docker.com, docker-ce.repo: the packages are signed.
+    return ExtraRepository("docker-ce", uri, f"{base}/gpg", fingerprint, signed_metadata=False)

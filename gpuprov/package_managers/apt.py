@@ -11,11 +11,10 @@ from gpuprov.bundle.manifest import REPOSITORY, REPOSITORY_KEY, BundleFacts, Bun
 from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER, SOURCES_LIST
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution, DockerRepository
+from gpuprov.machine.distros import Distribution, ExtraRepository
 from gpuprov.package_managers.interface import Commands, Installation
 from gpuprov.packaging import apt, apt_packages
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
-from gpuprov.packaging.past_kernels import PastRelease
 from gpuprov.packaging.rpm_repos import Host
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
@@ -82,14 +81,14 @@ class Apt:
         return apt_offers.ask(system, names, planned)
 
     def repository_problems(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Problem, ...]:
-        return repos.problems(host.files, repos.with_docker(spec, docker), host.architecture)
+        return repos.problems(host.files, spec, host.architecture, extra)
 
     def plan_repositories(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Change, ...]:
-        return repos.plan_repositories(host.files, repos.with_docker(spec, docker), host.architecture)
+        return repos.plan_repositories(host.files, spec, host.architecture, extra)
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)

@@ -9,10 +9,10 @@ from typing import Protocol
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
-from gpuprov.machine.distros import Distribution, DockerRepository
+from gpuprov.machine.distros import Distribution, ExtraRepository
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.package_lock import LOCK_SECONDS
-from gpuprov.packaging.past_kernels import Advice, PastRelease
+from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.rpm_repos import Host
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
@@ -93,12 +93,12 @@ class PackageManager(Protocol):
         """
 
     def repository_problems(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Problem, ...]:
         """Return what gpuprov can't correct in the repositories of the host or the user."""
 
     def plan_repositories(
-        self, host: Host, spec: HostSpec, docker: DockerRepository | None = None, past: tuple[PastRelease, ...] = ()
+        self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Change, ...]:
         """Return the keys and sources to write, and what is in conflict with them to remove."""
 

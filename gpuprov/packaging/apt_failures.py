@@ -74,7 +74,7 @@ _FAILURES = (
     Failure(
         r"SHA1 is not considered secure|not bound:",
         "a repository's key or signature rests on SHA-1, which this apt refuses",
-        "the line names the repository: its owner must sign anew; NVIDIA has newer keys for newer releases",
+        "the line names the repository: its owner must sign it again; NVIDIA has newer keys for newer releases",
     ),
     Failure(
         r"Clearsigned file isn't valid", "a repository gave something else than its index",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed
-from gpuprov.machine.distros import Distribution, kernel_headers
+from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
 from gpuprov.wire.errors import GpuprovError, Problem
 
@@ -23,16 +23,6 @@ class Advice:
     needle: str
     meaning: str
     next_step: str
-
-
-@dataclass(frozen=True)
-class PastRelease:
-    """A repository of a past release; its packages are signed by the distribution's key."""
-
-    name: str
-    uri: str
-    key_url: str
-    key_fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -159,8 +149,11 @@ def require_known(done: Completed, said: Iterable[str], advice: Advice | None, w
         raise GpuprovError(f"{what}: {advice.meaning}", evidence, advice.next_step)
 
 
-def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[PastRelease, ...]:
-    """Return the repositories of the running kernel's own release, nothing where there are none for everybody."""
+def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[ExtraRepository, ...]:
+    """Return the repositories of the running kernel's own release, nothing if there is no public archive.
+
+    Their packages are signed by the distribution's key.
+    """
     found = _found(row, kernel, architecture)
     key = vendor_key(row.id, row.version)
     if found is None or key is None or not found[0].archive:
@@ -169,7 +162,7 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Pa
     uris = (f"{archive.base}{folder}".format(**words) for folder in archive.archive)
     return tuple(
         # The third part from the end names the repository: …/AppStream/x86_64/os/.
-        PastRelease(f"past-{uri.split('/')[-4].lower()}", uri, *key)
+        ExtraRepository(f"past-{uri.split('/')[-4].lower()}", uri, *key, signed_metadata=False)
         for uri in uris
     )
 

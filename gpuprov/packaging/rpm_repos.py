@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, parent_of, restore_path
 from gpuprov.core.system import System
 from gpuprov.packaging.keys import fetch_pinned_key, problems_of_any
-from gpuprov.packaging.past_kernels import PastRelease
 from gpuprov.packaging.pgp import armored, fingerprints
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.packaging.toolkit_channels import toolkit_channels
@@ -20,7 +19,7 @@ from gpuprov.wire.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
-    from gpuprov.machine.distros import DockerRepository
+    from gpuprov.machine.distros import ExtraRepository
     from gpuprov.packaging.apt_packages import PackageFacts
 
 KEYS = "/etc/pki/rpm-gpg"
@@ -85,9 +84,9 @@ def key_files(text: str) -> list[str]:
 
 
 def repositories(
-    program: RepositoryProgram, spec: HostSpec, architecture: str, docker: DockerRepository | None = None
+    program: RepositoryProgram, spec: HostSpec, architecture: str, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[RpmRepository, ...]:
-    """Return the repositories that a host needs besides its distribution's."""
+    """Return the repositories that a host needs besides its distribution's: the user's, the toolkit's, and `extra`."""
     found = [RpmRepository(own.name, own.uri, own.key_url, own.key_fingerprint, program) for own in spec.repositories]
     # docs.nvidia.com, Container Toolkit installation guide: one repository for all, its metadata signed alone.
     found += [
@@ -97,22 +96,20 @@ def repositories(
         )
         for one in toolkit_channels(spec)
     ]  # fmt: skip
-    if docker is not None:
-        # docs.docker.com, docker-ce.repo: the packages are signed.
-        key = (docker.key_url, docker.key_fingerprint)
-        found.append(RpmRepository("docker-ce", docker.uri, *key, program, signed_metadata=False))
+    found += [
+        RpmRepository(
+            one.name, one.uri, one.key_url, one.key_fingerprint, program, signed_metadata=one.signed_metadata
+        )
+        for one in extra
+    ]  # fmt: skip
     return tuple(found)
 
 
 def problems(
-    program: RepositoryProgram,
-    host: Host,
-    spec: HostSpec,
-    docker: DockerRepository | None = None,
-    past: tuple[PastRelease, ...] = (),
+    program: RepositoryProgram, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[Problem, ...]:
     """Return what gpuprov can't correct in the host's or the user's repositories."""
-    wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
+    wanted = repositories(program, spec, host.architecture, extra)
     mixed = tuple(
         Problem(
             f"{path} names {uri} too, among others: packages could come from there with other checks",
@@ -125,24 +122,12 @@ def problems(
     return problems_of_any(wanted) + mixed
 
 
-def _past(program: RepositoryProgram, releases: tuple[PastRelease, ...]) -> tuple[RpmRepository, ...]:
-    """Return repositories of past releases, whose packages are signed as the distribution's are."""
-    return tuple(
-        RpmRepository(one.name, one.uri, one.key_url, one.key_fingerprint, program, signed_metadata=False)
-        for one in releases
-    )
-
-
 def plan_repositories(
-    program: RepositoryProgram,
-    host: Host,
-    spec: HostSpec,
-    docker: DockerRepository | None = None,
-    past: tuple[PastRelease, ...] = (),
+    program: RepositoryProgram, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
 ) -> tuple[Change, ...]:
     """Return the keys and files to write, and the conflicting ones to remove."""
     files = host.files
-    wanted = (*repositories(program, spec, host.architecture, docker), *_past(program, past))
+    wanted = repositories(program, spec, host.architecture, extra)
     changes: list[Change] = []
     for one in wanted:
         if not _key_is_there(files.get(one.key_path), one.key_fingerprint, host.packages.trusted_keys):

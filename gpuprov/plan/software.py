@@ -8,7 +8,7 @@ from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository, kernel
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import Distribution, DockerRepository, docker_repository
+from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import past_kernels
@@ -24,10 +24,12 @@ _TOOLKIT_PACKAGES = (
 _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
 
 
-def dockers_own_repository(facts: HostFacts, spec: HostSpec) -> DockerRepository | None:
-    """Return Docker's own repository where docker shall come from there, or None."""
+def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
+    """Return NVIDIA's CUDA repository, Docker's own and an archive of past kernels, if the spec asks for them."""
     row = facts.distribution
-    return docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
+    docker = docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
+    found = (*cuda_repository.repositories(facts, spec), docker, *past_releases(facts, spec))
+    return tuple(one for one in found if one is not None)
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -99,7 +101,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = facts.distribution
     engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
-    # A system container's profiles are the outer machine's.
+    # A system container's profiles are the container host's.
     confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
@@ -140,7 +142,7 @@ def _advice(facts: HostFacts) -> past_kernels.Advice | None:
     return past_kernels.advice(row, facts.kernel.release, facts.architecture)
 
 
-def past_releases(facts: HostFacts, spec: HostSpec) -> tuple[past_kernels.PastRelease, ...]:
+def past_releases(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
     """Return the repositories that have the headers of the running kernel, where they are asked for."""
     row = facts.distribution
     if row is None or not spec.kernel_archive or not kernel.packages(facts, spec):

@@ -1,4 +1,4 @@
-"""Facts and spec in, changes out: the steps in their order, and all that stands in their way. Pure."""
+"""Facts and spec in, changes out: the steps in their order. Pure."""
 
 from __future__ import annotations
 
@@ -13,34 +13,27 @@ from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
     driver_install,
-    driver_problems,
     fabric_manager,
     fabric_plan,
     kernel,
     mig,
     nouveau,
     packaged,
-    precompiled,
     running_driver,
     unload,
 )
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.interpreter import NAMES
-from gpuprov.machine.distros import derivative_note, machine_problems
+from gpuprov.machine.distros import derivative_note
 from gpuprov.packaging import rpm_packages, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import advisories, availability, images, software, with_bundle
+from gpuprov.plan import images, software
+from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
-
-# Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
-_LEAST_FREE_BYTES = 100 << 20
-# 2026-01-01: no host that this gpuprov runs on lives before it.
-_EARLIEST_CLOCK = 1767225600
 
 
 @dataclass(frozen=True)
@@ -74,15 +67,7 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
-    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.plan_repositories(facts, cuda_repository.with_repository(facts, spec), docker, past)
-
-
-def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    if facts.bundle:
-        return ()
-    docker, past = software.dockers_own_repository(facts, spec), software.past_releases(facts, spec)
-    return facts.package_manager.repository_problems(facts, cuda_repository.with_repository(facts, spec), docker, past)
+    return facts.package_manager.plan_repositories(facts, spec, software.extra_repositories(facts, spec))
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -168,7 +153,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
-    return Plan(changes, notes=tuple(note for note in notes if note), warnings=advisories.warnings(facts, spec))
+    return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
@@ -187,103 +172,3 @@ def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
         if name not in known:
             raise GpuprovError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}", exit_code=ExitCode.USAGE)
     return tuple(step for step in STEPS if step.name in names) if names else STEPS
-
-
-def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return everything that stands in the way, before anything is changed."""
-    asked, spec = spec, cuda_repository.with_branch(facts, spec)
-    # On a machine of the wrong kind the rest would only be noise.
-    return (
-        _machine_problems(facts)
-        or _bundle_problems(facts, spec)
-        or (
-            *_gpu_problems(facts),
-            *_room_problems(facts),
-            *_clock_problems(facts),
-            *_python_problems(facts),
-            *kernel.problems(facts, spec),
-            *precompiled.problems(facts, spec),
-            *availability.problems(facts, spec),
-            *reboot.problems(facts, spec),
-            *driver_problems.problems(facts, spec),
-            *advisories.problems(facts, spec),
-            *cuda_repository.problems(facts, asked),
-            *cuda_runfile.problems(facts, spec),
-            *fabric_plan.plan_problems(facts, spec),
-            *mig.problems(facts, spec),
-            *software.problems(facts, spec),
-            *_repository_problems(facts, spec),
-            *docker.problems(facts.docker),
-            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
-        )
-    )
-
-
-def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    fabric = fabric_plan.wanted_packages(facts, spec)
-    names = facts.package_manager.missing(
-        facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric)
-    )
-    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
-    return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
-
-
-def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.kernel.wsl:
-        next_step = "install the NVIDIA driver in Windows; WSL brings it in by itself"
-        return (
-            Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
-        )
-    return machine_problems(facts.os, facts.architecture)
-
-
-def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """A disk that fills up in the middle leaves half of everything: better not begin."""
-    return tuple(
-        Problem(
-            f"not enough room on the file system of {place}",
-            f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
-            f"make room: df -h {place}",
-        )
-        for place, free in facts.free_bytes.items()
-        if free < _LEAST_FREE_BYTES
-    )
-
-
-def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """With a clock that was never set, no certificate and no signature is valid yet."""
-    if facts.clock >= _EARLIEST_CLOCK:
-        return ()
-    return (
-        Problem(
-            "the clock is wrong: certificates and signatures would not be valid yet",
-            f"it says {facts.clock} s since 1970, before this gpuprov was made",
-            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
-        ),
-    )
-
-
-def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """The container runtime and the boot units run as root: on which Python, a user must not decide."""
-    if facts.interpreter.path:
-        return ()
-    names = facts.distribution.pythons if facts.distribution is not None else ("python3",)
-    return (
-        Problem(
-            "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",
-            "\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin",
-            f"install the distribution's own: {facts.package_manager.commands.install} {names[0]}",
-        ),
-    )
-
-
-def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.gpus:
-        return ()
-    return (
-        Problem(
-            "there is no NVIDIA GPU in this machine",
-            "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
-            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
-        ),
-    )

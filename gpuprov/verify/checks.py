@@ -52,7 +52,7 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
     docker_ok = checks.check("docker", lambda: _docker(system))
     runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, spec))
     if not docker_ok:
-        checks.skip(("runtime nvidia",), "not without docker")
+        checks.skip(("runtime nvidia",), "requires docker")
     names = (
         "container, all GPUs",
         "container, one GPU",
@@ -62,7 +62,7 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
     )
     if not (driver_ok and runtime_ok):
         missing = "the driver" if not driver_ok else "docker" if not docker_ok else "the runtime"
-        checks.skip(names, f"not without {missing}")
+        checks.skip(names, f"requires {missing}")
         return False
     _containers(checks, system, spec, host_report[0], names)
     return checks.good
@@ -85,7 +85,7 @@ def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport,
         return "", image[0]
 
     if not checks.check("image", prepare):
-        checks.skip(names, "not without an image")
+        checks.skip(names, "requires an image")
         return
     bench = Bench(system, image[0], host)
     checks.check(names[0], lambda: containers.all_gpus(bench))
@@ -116,7 +116,7 @@ def _device_nodes(system: System) -> Shown:
     missing = missing_nodes(driver)
     if missing:
         raise Failed(f"{', '.join(node.path for node in missing)} is missing; run gpuprov install, which makes it")
-    return f"{len(driver.nodes)} there", ""
+    return f"{len(driver.nodes)} present", ""
 
 
 def _fabric_manager(system: System, fabric: FabricFacts) -> Shown:
@@ -144,7 +144,7 @@ def _cdi(system: System) -> Shown:
 
 def _next_kernel(system: System) -> Shown:
     if gather_kernel(system).container:
-        return "the outer machine's", ""
+        return "the container host's", ""
     running = system.kernel_release()
     kernel = newest(gather_kernels(system), running)
     if kernel is None:

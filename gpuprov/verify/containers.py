@@ -24,13 +24,13 @@ _TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count
 _NO_HOOK = "could not select device driver"
 # Exit codes: docker's own, a shell's, and nvidia-smi's where the host's own went well.
 _HINTS = {
-    9: "the container can't reach the driver: gpuprov install makes nodes and CDI specification anew",
+    9: "the container can't reach the driver: gpuprov install refreshes device nodes and CDI specification",
     12: "libnvidia-ml.so.1 is not where the image's loader looks: give another image with --image",
-    18: "the container got libraries of another version: gpuprov install writes the CDI specification anew",
+    18: "the container got libraries of another version: gpuprov install refreshes the CDI specification",
     125: "docker did not start it: journalctl -u docker tells more",
     126: "the image can't run it: give another image with --image",
-    127: "the container did not get it: gpuprov install writes the CDI specification anew",
-    255: "the device cgroup may forbid the nodes: gpuprov install, then start the container anew",
+    127: "the container did not get it: gpuprov install refreshes the CDI specification",
+    255: "the device cgroup may forbid the nodes: gpuprov install, then restart the container",
     TIMED_OUT: "dmesg | grep -i -e nvrm -e xid tells of a GPU that hangs",
 }
 
@@ -67,20 +67,20 @@ def all_gpus(bench: Bench) -> Shown:
     different = next((row for row in compare(bench.host, report) if not row.same), None)
     if different is not None:
         seen = f"{different.field}: host {different.host or '(none)'}, container {different.container or '(none)'}"
-        reason = f"{seen}; gpuprov install writes the CDI specification anew"
+        reason = f"{seen}; gpuprov install refreshes the CDI specification"
         raise Failed(reason, different.host, different.container)
     return counted(len(bench.host.gpus)), f"{counted(len(report.gpus))}, every field the same"
 
 
 def one_gpu(bench: Bench) -> Shown:
-    """A container that asks for one GPU must see that one alone: the last by its UUID, an only one by its index."""
+    """A container that asks for one GPU must see only that one: the last by its UUID, an only one by its index."""
     wanted = bench.host.gpus[-1].uuid
     asked = wanted if len(bench.host.gpus) > 1 else "0"
     seen = [gpu.uuid for gpu in _smi(bench, asked).gpus]
     if seen != [wanted]:
         reason = f"asked for {asked}, the container sees {', '.join(seen) or 'none'}"
-        raise Failed(f"{reason}; gpuprov install writes the CDI specification anew", wanted, ", ".join(seen))
-    return asked, "that one alone"
+        raise Failed(f"{reason}; gpuprov install refreshes the CDI specification", wanted, ", ".join(seen))
+    return asked, "only the requested GPU"
 
 
 def no_gpu(bench: Bench) -> Shown:
@@ -92,7 +92,7 @@ def no_gpu(bench: Bench) -> Shown:
         if done.stdout.strip():
             got = ", ".join(done.stdout.split())
             raise Failed(f"a container that asked for no GPU got {got}; look at what the image and docker bring it")
-    return "", "none, as asked"
+    return "", "no GPU visible"
 
 
 def by_docker_gpus(bench: Bench) -> Shown:
@@ -106,7 +106,7 @@ def by_docker_gpus(bench: Bench) -> Shown:
     seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
-    return counted(len(wanted)), f"{counted(len(seen))}, by the hook"
+    return counted(len(wanted)), f"{counted(len(seen))} (hook)"
 
 
 def torch(bench: Bench) -> Shown:

@@ -14,7 +14,7 @@ from typing import Any
 from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.tables import ADVISORIES, table
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 DRIVER, TOOLKIT = PRODUCTS = ("driver", "container toolkit")
 TOOLKIT_PACKAGE = "nvidia-container-toolkit"
@@ -88,7 +88,7 @@ def updated() -> str:
 
 def holes(product: str, version: str, known: Iterable[Advisory] | None = None) -> Holes | None:
     """Return the known holes of a version of a product, None if there are none or the version is unknown."""
-    if not version_key(version):
+    if not version_numbers(version):
         return None
     rows = [one for one in (advisories() if known is None else known) if one.product == product]
     found: dict[str, Advisory] = {}
@@ -111,10 +111,10 @@ def _branch(version: str) -> str:
 def _affected(product: str, version: str, members: list[Advisory]) -> Advisory | None:
     """Return the row of a bulletin by which a version is affected."""
     if product != DRIVER:
-        return next((one for one in members if version_key(version) < version_key(one.fixed_in)), None)
+        return next((one for one in members if version_numbers(version) < version_numbers(one.fixed_in)), None)
     own = next((one for one in members if one.branch == _branch(version)), None)
     if own is not None:
-        return own if version_key(version) < version_key(own.fixed_in) else None
+        return own if version_numbers(version) < version_numbers(own.fixed_in) else None
     # An unlisted branch is affected if a later one is listed; a branch that came after all of them is not.
     later = [one for one in members if int(one.branch) > int(_branch(version))]
     return min(later, key=lambda one: int(one.branch), default=None)
@@ -123,14 +123,16 @@ def _affected(product: str, version: str, members: list[Advisory]) -> Advisory |
 def _fix(product: str, version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
     """Return the oldest release that has all fixes: of the own branch, else of the long-term one or a later one."""
     if not unfixed:
-        return max((one.fixed_in for one in found.values()), key=version_key)
+        return max((one.fixed_in for one in found.values()), key=version_numbers)
     newest = rows[0].bulletin
     later = {
         one.branch: one.fixed_in for one in rows if one.bulletin == newest and int(one.branch) > int(_branch(version))
     }
     if LONG_TERM_BRANCH in later:
         return later[LONG_TERM_BRANCH]
-    return min(later.values() or [max((one.fixed_in for one in found.values()), key=version_key)], key=version_key)
+    return min(
+        later.values() or [max((one.fixed_in for one in found.values()), key=version_numbers)], key=version_numbers
+    )
 
 
 # -- the table as data -----------------------------------------------------------------------------------------------

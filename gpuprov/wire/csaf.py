@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # The same release serves all three; data-centre rows count where a bulletin has them.
 _SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")
@@ -69,7 +69,10 @@ def _rows(vulnerability: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, st
         releases = fixed.get(key, [])
         if not releases and before is None:
             raise ValueError(f"{name}: no release fixes it")
-        yield key, min(releases, key=version_key) if releases else str(before and before["version"]).replace("_", ".")
+        yield (
+            key,
+            min(releases, key=version_numbers) if releases else str(before and before["version"]).replace("_", "."),
+        )
 
 
 def _key(name: str) -> tuple[tuple[str, str, str] | None, str]:
@@ -100,6 +103,6 @@ def _preferred(found: Mapping[tuple[str, str, str], list[tuple[str, float, str]]
 
 
 def _advisory(bulletin: str, published: str, key: tuple[str, str], rows: list[tuple[str, float, str]]) -> Advisory:
-    fixed_in = max((fixed for fixed, _, _ in rows), key=version_key)
+    fixed_in = max((fixed for fixed, _, _ in rows), key=version_numbers)
     cves = tuple(sorted({cve for _, _, cve in rows}))
     return Advisory(bulletin, published, key[0], key[1], fixed_in, max(score for _, score, _ in rows), cves)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.tables import RELEASES, packaged, table
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 _FORMAT = 1
 _RELEASE = re.compile(r"\d{3,4}\.\d{1,4}(\.\d{1,4}){0,2}")
@@ -24,7 +24,7 @@ LONG_TERM_BRANCH = "580"
 
 def branches() -> tuple[str, ...]:
     """Return the branches with a known release, oldest first."""
-    return tuple(sorted(table(RELEASES)["newest"], key=version_key))
+    return tuple(sorted(table(RELEASES)["newest"], key=version_numbers))
 
 
 def resolved(version: str) -> str:

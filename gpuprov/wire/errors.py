@@ -43,7 +43,7 @@ class Problem:
 
 
 class GpuprovError(Exception):
-    """Ends a run. Carries one or several problems, so that all can be mended at once."""
+    """Ends a run. Carries one or several problems, so that all can be fixed at once."""
 
     def __init__(
         self, what: str, evidence: str = "", next_step: str = "", *, exit_code: ExitCode = ExitCode.FAILED

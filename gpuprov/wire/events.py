@@ -17,7 +17,6 @@ from gpuprov.wire.errors import Problem
 
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
-ENVELOPE = ("schema", "host", "event")
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,10 @@ class CheckDone:
 
 @dataclass(frozen=True)
 class CauseFound:
-    """One cause of the doctor's: `rank` 1 is the first to mend; `rule` is its name in docs/doctor.md.
+    """One cause of the doctor's: `rank` 1 is the first to fix; `rule` is its name in docs/doctor.md.
 
-    `confidence`: certain, likely, possible, or aside for what keeps no container from its GPUs. `follows`: the rule
-    that explains this one, where it is a mere consequence.
+    `confidence`: certain, likely, possible, or aside for a warning that prevents no container from
+    using its GPUs. `follows`: the rule that explains this one, if it is a consequence.
     """
 
     rank: int

@@ -132,7 +132,7 @@ class HostSpec:
         "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `precompiled` takes "
         "packages of modules that are compiled for it (`gpuprov_driver: packages`), `none` installs the libraries "
         "only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to the "
-        "machine outside; else `precompiled` where repositories have such packages, and `build` where they have none.",
+        "host; else `precompiled` where repositories have such packages, and `build` where they have none.",
         "auto", "build", "precompiled", "none",
     )  # fmt: skip
     kernel_module_type: str = choice(

@@ -99,8 +99,8 @@ def number(default: int, help_text: str, largest: int) -> Any:
 class TextOrList(schema_fields.Field):
     """One text, or a list of texts; either becomes a tuple."""
 
-    def __init__(self, check: validate.Validator, **more: Any) -> None:
-        super().__init__(**more)
+    def __init__(self, check: validate.Validator, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._check = check
 
     def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> list[str]:

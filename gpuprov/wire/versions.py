@@ -7,7 +7,7 @@ import re
 _NUMBERS = re.compile(r"(?:\d+:)?(\d+(?:\.\d+)*)")
 
 
-def version_key(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """Return the numbers at the start of a version: 550.163.01 → (550, 163, 1), 5:20.10.24+dfsg1-2 → (20, 10, 24).
 
     A text that begins otherwise gives the empty tuple, which is smaller than all versions.

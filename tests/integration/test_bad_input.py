@@ -38,13 +38,13 @@ CASES = {
     ),
     "driver not loaded outside": Case(
         1,
-        ("the NVIDIA driver is not loaded in the machine outside",),
+        ("the NVIDIA driver is not loaded on the container host",),
         break_="umount /proc/driver",
         mend="mount --bind /usr/lib/simgpu/proc/driver /proc/driver",
     ),
     "another version loaded outside": Case(
         1,
-        ("535.261.03 is asked for, but the machine outside runs 550.163.01", 'gpuprov_driver_version: "550.163.01"'),
+        ("535.261.03 is asked for, but the container host runs 550.163.01", 'gpuprov_driver_version: "550.163.01"'),
         variables={"gpuprov_driver_version": "535.261.03"},
     ),
     "kernel without modules": Case(

@@ -127,7 +127,7 @@ def test_by_dnf_out_of_a_stream_that_nobody_enabled(tmp_path: Path, gnupg: Path)
 
     spec = specification(Path("/opt/cuda"), fingerprint)
     facts = replace(facts_of(connected, bundle), bundle=None)
-    repositories = DNF.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
+    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec))
     for change in (*repositories, *fabric_plan.plan(facts, spec)[:-1]):
         change.apply(connected, tell)
     for one in (host, connected):

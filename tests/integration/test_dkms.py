@@ -161,7 +161,7 @@ def test_packages_keep_to_the_branch_that_is_asked_for_until_it_is_another(insta
     assert f"Installed: {DRIVER}-1" in policy and f"{_NEWER}-1" in policy
     it.host.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qq -y upgrade", timeout=300)
     assert packages(it.host) == {f"nvidia-open={DRIVER}-1", "nvidia-driver-pinning-550=550"}
-    # The machine outside has loaded the older one, and keeps it.
+    # The container host has loaded the older one, and keeps it.
     said = install_again(it.host, it.kernel, {**it.wanted, "driver_version": "580"})
     reason = f"the kernel still runs driver {DRIVER}, installed is {_NEWER}"
     assert said == f"afresh: ['stop until somebody has rebooted this host ({reason})']\n"

@@ -42,7 +42,7 @@ class Trouble:
 
 
 TROUBLES = (
-    Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine",
+    Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host",
             "mount --bind /usr/lib/simgpu/proc/driver /proc/driver"),
     Trouble("nodes-missing", "rm /dev/nvidia0", "systemctl restart gpuprov-nodes.service"),
     Trouble("nvml-missing", f"mv {_LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
@@ -104,7 +104,7 @@ def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(s
     done = gpuprov("doctor", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "1 host: nothing found wrong in all that was looked at"
-    assert re.search(r"^device nodes +ok \d there", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^device nodes +ok \d present", done.stdout, re.MULTILINE), done.stdout
     # Every file and folder whose content, mode, owner or links have changed since, by the kernel's own books.
     changed = host.ssh("find / /dev -xdev -cnewer /root/mark").stdout.splitlines()
     assert [path for path in changed if not _VOLATILE.match(path)] == []

@@ -230,7 +230,7 @@ def test_what_breaks_off_in_the_middle_of_an_older_one_leaves_none_of_either(bar
 
 
 def test_a_driver_is_replaced_by_a_newer_and_by_an_older_one_and_uninstalled(site: Site, host: Host) -> None:
-    """By the command line. The machine outside changes its driver too: the two must always match."""
+    """By the command line. The container host changes its driver too: the two must always match."""
     outside = host.root / "usr/lib/simgpu/proc/driver/nvidia/version"
     first = outside.read_text()
     names: dict[str, str | None] = {"gpuprov_packages": None, "gpuprov_repositories": None}

@@ -66,7 +66,7 @@ def converge(host: RpmHost, branch: str) -> list[EnableStream]:
     facts = facts_of(host)
     assert cuda_repository.problems(facts, spec) == ()
     streams = [change for change in cuda_repository.plan_pin(facts, spec) if isinstance(change, EnableStream)]
-    repositories = DNF.plan_repositories(facts, cuda_repository.with_repository(facts, spec))
+    repositories = DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec))
     names = cuda_repository.packages(facts, spec)
     for change in (*repositories, RefreshRpmIndex(DNF), *streams, InstallRpmPackages(DNF, names)):
         change.apply(host, tell)
@@ -86,7 +86,8 @@ def test_a_stream_is_given_back(host: RpmHost) -> None:
     before = host.read_text(cuda_repository.STREAM_FILE)
     change = EnableStream("570-open")
     facts = facts_of(host)
-    for one in DNF.plan_repositories(facts, cuda_repository.with_repository(facts, wanted(host, "570"))):
+    spec = wanted(host, "570")
+    for one in DNF.plan_repositories(facts, spec, cuda_repository.repositories(facts, spec)):
         one.apply(host, tell)
     seen = change.capture(host)
     change.apply(host, tell)

@@ -64,7 +64,7 @@ OUTCOMES = [
     ("sudo", ExitCode.FAILED, "sudo on the host wants a password", "a password is required"),
     ("full-home", ExitCode.FAILED, "the agent cannot be stored on the host", "No space left on device"),
     ("login", ExitCode.UNREACHABLE, "refuses to log in root", "Authentication failed"),
-    ("other-key", ExitCode.UNREACHABLE, "offers another key than before", "ssh-ed25519"),
+    ("other-key", ExitCode.UNREACHABLE, "host key changed", "ssh-ed25519"),
     ("frozen", ExitCode.UNREACHABLE, "the host lets us in and does not answer then", "the connection broke"),
     ("refused", ExitCode.UNREACHABLE, "cannot be reached", "Connection refused"),
     ("silent", ExitCode.UNREACHABLE, "does not answer", "nothing there says a word within 3 s"),

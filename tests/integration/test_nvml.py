@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.cdi import nvml
-from gpuprov.cdi.elf import soname
+from gpuprov.cdi.files import soname
 from gpuprov.cdi.nvml import GpuAnswer, MigAnswer, parse_answers
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_build import build_agent

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.cdi import elf, files
+from gpuprov.cdi import files
 from gpuprov.core.disk import temporary_name
 from gpuprov.core.journal import RUNS_DIRECTORY, read_runs
 from gpuprov.core.system import System
@@ -106,7 +106,7 @@ class Cut:
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what is read out of the same bytes on each of a hundred disks: most of what an installation costs here."""
-    compiled, soname = deploy._compiled, elf.soname
+    compiled, soname = deploy._compiled, files.soname
     codes: dict[bytes, CodeType] = {}
     names: dict[bytes, str] = {}
 

@@ -24,7 +24,8 @@ from gpuprov.machine.machine import PciGpu
 from gpuprov.package_managers import offers
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability
-from gpuprov.plan.steps import make_plan, preflight, repository_changes
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan, repository_changes
 from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS, tell

@@ -112,7 +112,7 @@ def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
 
 def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
     bench = Bench(System(), verification_image(System()), SmiReport("", "", ()))
-    assert containers.no_gpu(bench) == ("", "none, as asked")
+    assert containers.no_gpu(bench) == ("", "no GPU visible")
     with pytest.raises(Failed, match=r"exited 127: .*nvidia-smi.*; the container did not get it"):
         containers.all_gpus(bench)
 

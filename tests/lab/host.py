@@ -1,4 +1,4 @@
-"""One lab host: its root file system, its boot, SSH to it, and ways to hurt and to mend it."""
+"""One lab host: its root file system, its boot, SSH to it, and ways to hurt and to fix it."""
 
 from __future__ import annotations
 

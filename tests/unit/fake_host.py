@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.core.commands import NOT_FOUND, Completed
-from gpuprov.core.system import FileStatus, System
+from gpuprov.core.files import FileStatus
+from gpuprov.core.system import System
 from tests import simgpu
 
 RELEASE = "6.1.0-13-amd64"

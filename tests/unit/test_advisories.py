@@ -26,7 +26,8 @@ from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.machine.machine import PciGpu
 from gpuprov.packaging.apt_packages import PackageFacts
-from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
 from gpuprov.verify.checks import known_holes
 from gpuprov.wire import tables
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of

@@ -132,13 +132,13 @@ def test_no_changes_is_ok() -> None:
 
 
 def test_a_failure_tells_what_evidence_next_step_and_that_something_was_changed_before() -> None:
-    problem = Problem("docker did not come up", "no-such-driver", "mend it")
+    problem = Problem("docker did not come up", "no-such-driver", "fix it")
     found = result("install", PLANNED, ChangeDone("a", 1), Finished(1, problems=(problem,)))
     assert (found["failed"], found["changed"]) == (True, True)
-    assert found["msg"] == "docker did not come up; next: mend it\n  seen: no-such-driver"
-    assert one_line(found) == "docker did not come up; next: mend it"
+    assert found["msg"] == "docker did not come up; next: fix it\n  seen: no-such-driver"
+    assert one_line(found) == "docker did not come up; next: fix it"
     assert found["problems"] == [
-        {"what": "docker did not come up", "evidence": "no-such-driver", "next_step": "mend it"}
+        {"what": "docker did not come up", "evidence": "no-such-driver", "next_step": "fix it"}
     ]
 
 

@@ -155,7 +155,7 @@ def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -
 
 
 def test_refresh_writes_what_has_changed_and_nothing_else(host: FakeHost) -> None:
-    assert program_main.refresh(host) == f"written anew: {CDI} (it is missing)"
+    assert program_main.refresh(host) == f"refreshed: {CDI} (it is missing)"
     assert difference(host.read_bytes(CDI) or b"", discover(host)) == ""
     before = host.status(CDI)
     assert program_main.refresh(host) == "nothing has changed"
@@ -166,7 +166,7 @@ def test_refresh_sees_another_driver(host: FakeHost) -> None:
     program_main.refresh(host)
     library = next(path for path in host.root.rglob("libnvidia-encode.so.*") if not path.is_symlink())
     library.unlink()
-    assert "written anew" in program_main.refresh(host)
+    assert "refreshed" in program_main.refresh(host)
     assert "libnvidia-encode" not in (host.read_text(CDI) or "")
 
 

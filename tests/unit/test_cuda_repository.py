@@ -48,7 +48,7 @@ def spec(**values: Any) -> HostSpec:
 
 
 def repository(facts: HostFacts, wanted: HostSpec) -> tuple[str, str, str]:
-    (one,) = cuda_repository.with_repository(facts, wanted).repositories
+    (one,) = cuda_repository.repositories(facts, wanted)
     return one.uri, one.key_url.rpartition("/")[2], one.key_fingerprint[-8:]
 
 
@@ -87,7 +87,7 @@ def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFa
 
 def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> None:
     leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
-    assert cuda_repository.with_repository(leap, spec()) == spec()
+    assert cuda_repository.repositories(leap, spec()) == ()
     assert "no CUDA repository for openSUSE Leap 15 on aarch64" in cuda_repository.problems(leap, spec())[0].what
 
 
@@ -98,7 +98,7 @@ def test_a_mirror_with_a_key_of_its_own(metal: HostFacts) -> None:
 
 def test_without_a_wish_for_it_there_is_no_repository_of_nvidias(metal: HostFacts) -> None:
     plain = parse_spec({"driver_version": "580"})
-    assert cuda_repository.with_repository(metal, plain) == plain
+    assert cuda_repository.repositories(metal, plain) == ()
     assert cuda_repository.packages(metal, plain) == ()
     assert cuda_repository.plan_driver(metal, plain) == ()
 

@@ -85,7 +85,7 @@ def test_it_is_installed_linked_and_on_peoples_paths_once(host: CudaHost) -> Non
     assert gather(host).cuda.link == PREFIX
     assert "/usr/local/cuda/bin" in (host.read_text(PROFILE) or "")
     assert install(host, wanted).changed == 0
-    assert cuda_repository.with_repository(gather(host), wanted).repositories == ()
+    assert cuda_repository.repositories(gather(host), wanted) == ()
     assert cuda_repository.toolkit_packages(wanted) == ()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
 ENTRY = '{"path": "/usr/local/bin/gpuprov-runtime", "args": []}'
@@ -233,8 +233,8 @@ def test_dockerd_checks_the_file_itself_from_23_on(version: str, validates: bool
 
 
 def test_versions_compare_as_numbers() -> None:
-    assert version_key("20.10.24+dfsg1") == (20, 10, 24)
-    assert version_key("9.0.0") < version_key("20.10.5+dfsg1-1+deb11u2") < version_key("26.1.5")
+    assert version_numbers("20.10.24+dfsg1") == (20, 10, 24)
+    assert version_numbers("9.0.0") < version_numbers("20.10.5+dfsg1-1+deb11u2") < version_numbers("26.1.5")
 
 
 def test_info_of_docker_20_10() -> None:

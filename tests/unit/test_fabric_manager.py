@@ -126,13 +126,13 @@ def test_it_is_installed_in_the_drivers_version_and_run(facts: HostFacts) -> Non
         f"install nvidia-fabricmanager-550={VERSION}-*",
         f"enable and start {UNIT} ({VERSION})",
     ]
-    assert [one.name for one in cuda_repository.with_repository(facts, spec()).repositories] == ["cuda"]
+    assert [one.name for one in cuda_repository.repositories(facts, spec())] == ["cuda"]
 
 
 def test_one_that_is_there_and_runs_asks_for_nothing(facts: HostFacts) -> None:
     good = replace(facts, fabric=FabricFacts(("0000:c1:00.0",), False, VERSION, True, True))
     assert fabric_plan.plan(good, spec()) == ()
-    assert cuda_repository.with_repository(good, spec()).repositories == ()
+    assert cuda_repository.repositories(good, spec()) == ()
     stopped = replace(good, fabric=replace(good.fabric, active=False))
     assert [change.key for change in fabric_plan.plan(stopped, spec())] == [f"run {UNIT}"]
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))

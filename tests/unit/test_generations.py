@@ -17,7 +17,7 @@ from gpuprov.wire import tables
 from gpuprov.wire.driver_releases import branches, checked_releases, known_sha256, resolved, support_end
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 # Device ids of well-known boards, from the PCI ID database.
 K80, M60, P100, GTX_1080, V100, T4, RTX_2080, GTX_1660 = "102d", "13f2", "15f8", "1b80", "1db4", "1eb8", "1e87", "2184"
@@ -110,7 +110,7 @@ def test_a_branch_is_its_newest_known_release() -> None:
     assert resolved("latest") == resolved("580")
     assert resolved("550.54.14") == "550.54.14"
     assert known_sha256("550.54.14", "x86_64") == ""
-    assert list(branches()) == sorted(branches(), key=version_key)
+    assert list(branches()) == sorted(branches(), key=version_numbers)
 
 
 def test_a_branch_may_be_asked_for_in_an_inventory() -> None:

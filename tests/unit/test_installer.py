@@ -10,7 +10,7 @@ from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.versions import version_key
+from gpuprov.wire.versions import version_numbers
 
 HEADER = """#!/bin/sh
 CRCsum="1234567890"
@@ -164,7 +164,7 @@ def test_what_to_type_is_in_the_words_of_the_hosts_own_package_manager(
 
 
 def test_versions_compare_by_number() -> None:
-    assert version_key("550.54.14") < version_key("550.163.01")
+    assert version_numbers("550.54.14") < version_numbers("550.163.01")
 
 
 @pytest.mark.parametrize(("has_libgl", "option"), [(True, "--no-install-libglvnd"), (False, "--install-libglvnd")])

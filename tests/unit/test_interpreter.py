@@ -20,7 +20,7 @@ from gpuprov.facts.interpreter import (
     compile_bytecode,
     gather_interpreter,
 )
-from gpuprov.plan.steps import preflight
+from gpuprov.plan.preflight import preflight
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, deployed_files, python_of, render_launcher
 from gpuprov.wire.spec import parse_spec
 from tests import simgpu

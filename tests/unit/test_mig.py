@@ -263,6 +263,6 @@ def test_the_layout_comes_back_at_each_boot(facts: HostFacts) -> None:
 
 def test_a_system_container_and_too_long_a_list_are_refused(facts: HostFacts) -> None:
     inside = replace(facts, kernel=replace(facts.kernel, container="lxc"))
-    assert "the machine outside" in mig.problems(inside, spec("disabled"))[0].what
+    assert "the container host" in mig.problems(inside, spec("disabled"))[0].what
     (problem,) = mig.problems(facts, spec("disabled", "disabled"))
     assert problem.what == "gpuprov_mig_layout speaks of 2 GPUs, this host has 1"

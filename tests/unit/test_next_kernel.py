@@ -141,4 +141,4 @@ def test_left_over_modules_are_no_kernel(tmp_path: Path) -> None:
 
 def test_in_a_container_it_is_the_machines_outside(tmp_path: Path) -> None:
     found = _line(FakeHost(tmp_path / "root"))
-    assert (found.status, found.on_host) == ("ok", "the outer machine's")
+    assert (found.status, found.on_host) == ("ok", "the container host's")

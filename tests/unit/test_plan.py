@@ -20,7 +20,8 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu, gather_displays
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
-from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.toolkit import HandOverHook, InstallRuntime
@@ -111,7 +112,7 @@ def test_a_kernel_without_modules_is_refused_before_any_download(metal: HostFact
 
 def test_in_a_container_the_outer_driver_must_be_loaded_and_match(facts: HostFacts) -> None:
     unloaded = replace(facts, driver=replace(facts.driver, kernel_version=""))
-    assert "not loaded in the machine outside" in said(unloaded, spec())
+    assert "not loaded on the container host" in said(unloaded, spec())
     assert "the two must match" in said(facts, spec(driver_version="535.261.03"))
 
 
@@ -131,7 +132,7 @@ def test_headers_that_are_there_are_not_installed_again(metal: HostFacts) -> Non
 
 
 def test_docker_gets_apparmors_parser_where_the_kernel_has_apparmor_on(metal: HostFacts, facts: HostFacts) -> None:
-    """Without it docker runs no container at all; a system container's profiles are the outer machine's."""
+    """Without it docker runs no container at all; a system container's profiles are the container host's."""
     on = replace(metal, kernel=replace(metal.kernel, apparmor=True))
     assert "apparmor" in planned(on, spec(), InstallPackages).names
     assert "apparmor" not in planned(metal, spec(), InstallPackages).names
@@ -142,7 +143,7 @@ def test_docker_gets_apparmors_parser_where_the_kernel_has_apparmor_on(metal: Ho
 def test_a_system_container_gets_libraries_alone_and_no_headers(facts: HostFacts) -> None:
     assert planned(facts, spec(), InstallPackages) is None
     assert not planned(facts, spec(), InstallDriver).kernel_modules
-    assert "outer machine's" in make_plan(facts, spec()).notes[0]
+    assert "container host's" in make_plan(facts, spec()).notes[0]
 
 
 def test_half_a_driver_is_installed_again_whatever_its_version_says(facts: HostFacts) -> None:

@@ -24,7 +24,8 @@ from gpuprov.packaging.rpm_repos import (
     RpmRepository,
     repositories,
 )
-from gpuprov.plan.steps import make_plan, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec, SiteRepository, parse_spec
 from tests.unit.fake_host import FakeHost
@@ -186,7 +187,7 @@ def test_no_repository_is_without_any_signature(facts: HostFacts) -> None:
     assert rocky is not None
     wanted = repositories(
         rpm(facts), replace(parse_spec({"toolkit": "nvidia"}), repositories=SITE.repositories), "x86_64",
-        docker_repository(rocky, "x86_64"),
+        tuple(filter(None, [docker_repository(rocky, "x86_64")])),
     )  # fmt: skip
     assert len(wanted) == 3
     for one in wanted:

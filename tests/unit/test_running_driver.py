@@ -14,7 +14,7 @@ from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.running_driver import parse_containers
 from gpuprov.driver.unload import Unloading, unload
-from gpuprov.facts.holders import Holder, gather_holders, mapped_device, parse_cgroup
+from gpuprov.facts.holders import GpuHolder, gather_holders, mapped_device, parse_cgroup
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -60,7 +60,7 @@ def test_open_and_mapped_devices_count_and_others_do_not(host: LoadedHost) -> No
         (700, "/dev/nvidia0", PERSISTENCED), (701, "/dev/nvidiactl", DCGM),
     ]  # fmt: skip
     assert mapped_device("7f-80 r-xp 0 08:01 1 /usr/lib/libnvidia-ml.so.1\n") == ""
-    assert str(Holder(9, "x", "/dev/nvidia0", container=CONTAINER)).endswith("open, in container 4f4f4f4f4f4f")
+    assert str(GpuHolder(9, "x", "/dev/nvidia0", container=CONTAINER)).endswith("open, in container 4f4f4f4f4f4f")
 
 
 ASKED = "NVIDIA_VISIBLE_DEVICES=all"

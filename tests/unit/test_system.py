@@ -13,7 +13,8 @@ import pytest
 
 from gpuprov.core.commands import NOT_FOUND, TIMED_OUT
 from gpuprov.core.disk import temporary_name
-from gpuprov.core.system import NotRegularError, System, sha256_of
+from gpuprov.core.files import NotRegularError
+from gpuprov.core.system import System, sha256_of
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_without_the_driver_no_container_is_tried(
     assert not good
     assert states(done) == {"ok": NAMES[1:6], "failed": ["driver"], "skipped": CONTAINERS}
     assert reason in done["driver"].reason and "\n" not in done["driver"].reason
-    assert {done[name].reason for name in CONTAINERS} == {"not without the driver"}
+    assert {done[name].reason for name in CONTAINERS} == {"requires the driver"}
     assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
 
 
@@ -251,15 +251,15 @@ def test_without_docker_neither_runtime_nor_containers_are_tried(host: RecordedH
     assert not good
     assert states(done) == {"ok": NAMES[:4], "failed": ["docker"], "skipped": ["runtime nvidia", *CONTAINERS]}
     assert "Cannot connect to the Docker daemon" in done["docker"].reason
-    assert done["runtime nvidia"].reason == "not without docker"
+    assert done["runtime nvidia"].reason == "requires docker"
 
 
 def test_each_skipped_check_names_what_it_lacks_itself(host: RecordedHost) -> None:
     host.answers["info"] = (1, "", "Cannot connect")
     host.answers["smi"] = (9, "", "")
     _, done = checks(host, HostSpec(torch_image="example.org/torch"))
-    assert done["runtime nvidia"].reason == "not without docker"
-    assert done["container, all GPUs"].reason == done["torch"].reason == "not without the driver"
+    assert done["runtime nvidia"].reason == "requires docker"
+    assert done["container, all GPUs"].reason == done["torch"].reason == "requires the driver"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_without_the_runtime_no_container_is_tried(
     assert not good
     assert states(done) == {"ok": NAMES[:5], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
     assert reason in done["runtime nvidia"].reason
-    assert done["container, no GPU"].reason == "not without the runtime"
+    assert done["container, no GPU"].reason == "requires the runtime"
 
 
 def test_a_runtime_whose_program_is_gone_fails(host: RecordedHost) -> None:
@@ -317,7 +317,7 @@ def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     good, done = checks(host, HostSpec())
     assert not good
     assert states(done) == {"ok": NAMES[:6], "failed": ["image"], "skipped": CONTAINERS}
-    assert done["container, all GPUs"].reason == "not without an image"
+    assert done["container, all GPUs"].reason == "requires an image"
 
 
 def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:

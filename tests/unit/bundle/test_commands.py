@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gpuprov.bundle.manifest import digest_of
+from gpuprov.bundle.manifest import manifest_to_bytes
 from gpuprov.cli.main import cli
+from gpuprov.core.system import sha256_of
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed, write_test_bundle
 
@@ -41,7 +42,7 @@ def test_show_tells_what_it_is_for_and_what_it_holds(bundle: Path) -> None:
 
 def test_show_as_json_is_the_manifest_and_the_digest(bundle: Path) -> None:
     found = json.loads(output("bundle", "show", bundle, "--json"))
-    assert found["digest"] == digest_of(listed(MANIFEST, FILES))
+    assert found["digest"] == sha256_of(manifest_to_bytes(listed(MANIFEST, FILES)))
     assert found["signed"] is False
     assert [one["path"] for one in found["files"]] == sorted(FILES)
     assert found["packages"][0]["name"] == "site-gpu-tools"

@@ -17,7 +17,8 @@ from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.rpm_repos import InstallRpmKey
-from gpuprov.plan.steps import StepChange, _once, preflight
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import StepChange, _once
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import Event, Finished
 from gpuprov.wire.request import Request
@@ -35,13 +36,13 @@ CUDA_FILE = "cuda/cuda-12.4-x86_64.run"
 FABRIC_MANAGER = f"nvidia-fabricmanager-550={VERSION}-*"
 
 
-def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
-    return make_recipe(dataclasses.replace(Wanted("debian-12", "x86_64"), **wishes), specs or (HostSpec(),))
+def recipe(*specs: HostSpec, **options: Any) -> Recipe:
+    return make_recipe(dataclasses.replace(Wanted("debian-12", "x86_64"), **options), specs or (HostSpec(),))
 
 
-def refusal(*specs: HostSpec, **wishes: Any) -> str:
+def refusal(*specs: HostSpec, **options: Any) -> str:
     with pytest.raises(GpuprovError) as caught:
-        recipe(*specs, **wishes)
+        recipe(*specs, **options)
     assert caught.value.exit_code == ExitCode.USAGE
     assert all(one.next_step for one in caught.value.problems)
     return str(caught.value)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gpuprov.bundle.format import Contents, chunks, header, read_contents, unpack, verify_files
 from gpuprov.bundle.manifest import MANIFEST as MANIFEST_NAME
-from gpuprov.bundle.manifest import Manifest, digest_of, is_safe_path, manifest_from_bytes, manifest_to_bytes
+from gpuprov.bundle.manifest import Manifest, is_safe_path, manifest_from_bytes, manifest_to_bytes
+from gpuprov.core.system import sha256_of
 from gpuprov.wire.errors import GpuprovError
 from tests.bundles import FILES, MANIFEST, bundle_bytes, listed
 from tests.examples import examples
@@ -45,7 +46,7 @@ def refusal(content: bytes) -> str:
 def test_what_is_written_is_read() -> None:
     contents = read(SIGNED)
     assert contents.manifest == listed(MANIFEST, FILES)
-    assert contents.digest == digest_of(contents.manifest)
+    assert contents.digest == sha256_of(manifest_to_bytes(contents.manifest))
     assert contents.signature == b"a signature"
     file = io.BytesIO(SIGNED)
     found = {path: b"".join(chunks(file, contents.offsets[path], len(FILES[path]))) for path in FILES}

@@ -13,7 +13,7 @@ from gpuprov.machine.distros import find_distribution
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec, SiteRepository
 
-WISHES = Wanted("debian-12", "x86_64")
+WANTED = Wanted("debian-12", "x86_64")
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
 KERNEL = "6.1.0-37-amd64"
 HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3", "apparmor")
@@ -22,12 +22,12 @@ TOOLKIT = (
 )  # fmt: skip
 
 
-def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
-    return make_recipe(dataclasses.replace(WISHES, **wishes), specs or (HostSpec(),))
+def recipe(*specs: HostSpec, **options: Any) -> Recipe:
+    return make_recipe(dataclasses.replace(WANTED, **options), specs or (HostSpec(),))
 
 
 @pytest.mark.parametrize(
-    ("wishes", "specs", "packages"),
+    ("options", "specs", "packages"),
     [
         ({}, (HostSpec(),), {"docker.io"}),
         ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli"}),
@@ -41,8 +41,8 @@ def recipe(*specs: HostSpec, **wishes: Any) -> Recipe:
         ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
     ],
 )
-def test_packages(wishes: dict[str, Any], specs: tuple[HostSpec, ...], packages: set[str]) -> None:
-    found = recipe(*specs, **wishes)
+def test_packages(options: dict[str, Any], specs: tuple[HostSpec, ...], packages: set[str]) -> None:
+    found = recipe(*specs, **options)
     assert set(found.packages) == packages
     assert list(found.packages) == sorted(found.packages)
 
@@ -98,10 +98,10 @@ REFUSED: list[tuple[dict[str, Any], tuple[HostSpec, ...], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wishes", "specs", "says"), REFUSED)
-def test_what_can_not_be_is_a_wrong_call(wishes: dict[str, Any], specs: tuple[HostSpec, ...], says: str) -> None:
+@pytest.mark.parametrize(("options", "specs", "says"), REFUSED)
+def test_what_can_not_be_is_a_wrong_call(options: dict[str, Any], specs: tuple[HostSpec, ...], says: str) -> None:
     with pytest.raises(GpuprovError) as caught:
-        recipe(*specs, **wishes)
+        recipe(*specs, **options)
     assert says in str(caught.value)
     assert "secret" not in str(caught.value)
     assert caught.value.exit_code == ExitCode.USAGE

@@ -38,8 +38,8 @@ KERNEL = "5.14.0-503.11.1.el9_5.x86_64"
 PLAIN = HostSpec(docker="preinstalled")
 
 
-def recipe(distro: str = "rocky-9", spec: HostSpec = PLAIN, **wishes: Any) -> Recipe:
-    return make_recipe(Wanted(distro, "x86_64", **wishes), (spec,))
+def recipe(distro: str = "rocky-9", spec: HostSpec = PLAIN, **options: Any) -> Recipe:
+    return make_recipe(Wanted(distro, "x86_64", **options), (spec,))
 
 
 def test_the_distributions_own_servers_and_keys() -> None:

@@ -385,8 +385,8 @@ def tell(document: dict[str, Any], version: str | None) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda one: tell(one, "535.1"), "driver-version is 535.1 there, 550.163.01 here"),
-        (lambda one: tell(one, None), "driver-version is nothing there, 550.163.01 here"),
+        (lambda one: tell(one, "535.1"), "driver-version: the specification says 535.1, the host has 550.163.01"),
+        (lambda one: tell(one, None), "driver-version: the specification says nothing, the host has 550.163.01"),
         (lambda one: one["devices"].pop(1), f"device {gpu(0).uuid} is missing"),
         (lambda one: one["devices"].append({**one["devices"][0], "name": "7"}), "device 7 is gone"),
         (lambda one: one["devices"][0]["containerEdits"]["deviceNodes"][0].update(minor=5), "device 0 is another"),
@@ -411,7 +411,8 @@ def test_a_driver_that_was_updated_is_a_difference(host: Host, tmp_path: Path) -
     content = render_json(specification(discover(host)))
     shutil.rmtree(tmp_path / "usr")
     install_tree(tmp_path, "570.86.16")
-    assert difference(content, discover(host)) == "driver-version is 550.163.01 there, 570.86.16 here"
+    said = difference(content, discover(host))
+    assert said == "driver-version: the specification says 550.163.01, the host has 570.86.16"
 
 
 def test_a_socket_that_comes_is_a_difference(host: Host, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.cdi.elf import soname
+from gpuprov.cdi.files import soname
 from gpuprov.core.system import System
 
 _OWN = sorted(set(re.findall(r" (/\S+\.so[.\d]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))

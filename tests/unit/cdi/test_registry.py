@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.cdi.inject import inject
-from gpuprov.cdi.registry import Registry, read_registry
+from gpuprov.cdi.registry import Registry, inject, read_registry
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 

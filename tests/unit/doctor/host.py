@@ -66,7 +66,7 @@ def examined(host: DoctorHost) -> Examined:
 
 
 def first(x: Examined) -> Cause:
-    """Return the cause to mend first."""
+    """Return the cause to fix first."""
     causes = diagnose(x)
     assert causes, "nothing found"
     return causes[0]

@@ -173,7 +173,9 @@ CONTAINER_ROWS = (
     Row("cdi-broken", text(PATH, '{"cdiVersion": "0.5.0",\n nvidia}'), f"{PATH}:2: column 2", "gpuprov install"),
     Row(
         "cdi-stale",
-        lambda x: replace(x, specification_fault="driver-version is 535.261.03 there, 550.163.01 here"),
+        lambda x: replace(
+            x, specification_fault="driver-version: the specification says 535.261.03, the host has 550.163.01"
+        ),
         "535.261.03",
         "gpuprov install",
     ),

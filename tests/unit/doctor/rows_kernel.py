@@ -184,7 +184,7 @@ KERNEL_ROWS = (
         )
         for number, step in (
             (31, "compute-sanitizer"),
-            (43, "start the program anew"),
+            (43, "restart the program"),
             (48, "--gpu-reset"),
             (62, "--gpu-reset"),
             (63, "--gpu-reset"),
@@ -202,7 +202,7 @@ KERNEL_ROWS = (
         "driver-outside",
         lambda x: with_driver(x, kernel_version="", gpus=(), nodes=(), present=()),
         "cat /proc/driver/nvidia/version: No such file",
-        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the machine outside",
+        "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host",
     ),
     Row(
         "modules-disabled",

@@ -124,4 +124,4 @@ def test_a_machine_that_is_divided_on_purpose_is_not_ill(x: Examined) -> None:
 def test_what_concerns_the_kernel_is_typed_outside_of_a_system_container(x: Examined) -> None:
     ill = replace(x, host=replace(x.host, gpus=tuple(replace(gpu, driver="nouveau") for gpu in x.host.gpus)))
     step = diagnose(ill)[0].finding.next_step
-    assert step.endswith("; systemctl reboot  # on the machine outside")
+    assert step.endswith("; systemctl reboot  # on the host")

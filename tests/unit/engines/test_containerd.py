@@ -11,12 +11,12 @@ import tomllib
 from gpuprov.core.system import System
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.configure import configuration, write
-from gpuprov.engines.wish import Configuration, Request, RuntimeWish
+from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError
 
 OLD = "#!/bin/sh\necho 'containerd github.com/containerd/containerd v1.7.24 abc'\n"
 NEW = "#!/bin/sh\necho 'containerd github.com/containerd/containerd/v2 2.1.9+unknown '\n"
-WISH = RuntimeWish("nvidia", "/usr/bin/x")
+RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_runtime_copies_the_default_one(source: dict[str, Any], copied: dict[str
     ("version", "plugin"), [(1, "cri"), (2, "io.containerd.grpc.v1.cri"), (3, "io.containerd.cri.v1.runtime")]
 )
 def test_tables_of_each_version(version: int, plugin: str) -> None:
-    wish = RuntimeWish("nvidia", "/x", set_default=True, cdi=True)
-    text = toml_text.with_wants(
-        None, containerd.wants({}, version, wish, {"containerd": {"runtimes": {"runc": RUNC}}}), ""
+    entry = RuntimeEntry("nvidia", "/x", set_default=True, cdi=True)
+    text = toml_text.with_tables(
+        None, containerd.runtime_tables({}, version, entry, {"containerd": {"runtimes": {"runc": RUNC}}}), ""
     )
     found = tomllib.loads(text)["plugins"][plugin]
     options = {"SystemdCgroup": True, "BinaryName": "/x", **({"Runtime": "/x"} if version == 1 else {})}
@@ -140,12 +140,14 @@ def test_file_that_takes_the_runtime(
     tmp_path: Path, files: dict[str, str], program: str, drop_in: str | None, edited: list[str]
 ) -> None:
     system, executable = host(tmp_path, files, program)
-    request = Request("containerd", WISH, drop_in=drop_in, executable=executable)
+    request = ConfigureRequest("containerd", RUNTIME, drop_in=drop_in, executable=executable)
     found = configuration(system, request)
     assert changed(found) == edited
     write(system, found.edits)
     assert changed(configuration(system, request)) == []
-    undone = configuration(system, Request("containerd", WISH, drop_in=drop_in, executable=executable, unset=True))
+    undone = configuration(
+        system, ConfigureRequest("containerd", RUNTIME, drop_in=drop_in, executable=executable, unset=True)
+    )
     write(system, undone.edits)
     assert {name: system.read_text(name) for name in files} == files
     for name in (MAIN, DROP_IN):
@@ -154,10 +156,10 @@ def test_file_that_takes_the_runtime(
 
 def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 3\n"}, NEW)
-    request = Request("containerd", WISH, executable=executable)
+    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
     write(system, configuration(system, request).edits)
     system.write("/etc/containerd/conf.d/50-site.toml", b"oom_score = 1\n")
-    undone = configuration(system, Request("containerd", WISH, executable=executable, unset=True))
+    undone = configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable, unset=True))
     write(system, undone.edits)
     assert not system.exists(DROP_IN)
     assert "imports" in str(system.read_text(MAIN))
@@ -167,7 +169,7 @@ def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
 def test_files_that_the_import_wakes_are_told(tmp_path: Path) -> None:
     sleeping = "/etc/containerd/conf.d/10-old.toml"
     system, executable = host(tmp_path, {MAIN: "version = 3\n", sleeping: "oom_score = 1\n"}, NEW)
-    request = Request("containerd", WISH, executable=executable)
+    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
     found = configuration(system, request)
     assert sleeping in found.notes[0]
     write(system, found.edits)
@@ -177,7 +179,7 @@ def test_files_that_the_import_wakes_are_told(tmp_path: Path) -> None:
 def test_two_runtimes_live_side_by_side(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 2\n" + CRI_2}, OLD)
     for name in ("nvidia", "nvidia-cdi"):
-        request = Request("containerd", RuntimeWish(name, f"/usr/bin/{name}"), executable=executable)
+        request = ConfigureRequest("containerd", RuntimeEntry(name, f"/usr/bin/{name}"), executable=executable)
         write(system, configuration(system, request).edits)
     found = tomllib.loads(str(system.read_text(MAIN)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert {name: entry.get("options", {}).get("BinaryName") for name, entry in found.items()} == {
@@ -190,17 +192,19 @@ def test_runtime_of_another_tool_keeps_its_keys_and_comes_back(tmp_path: Path) -
     entry = f"[{table}.nvidia]\nkept = 1\n[{table}.nvidia.options]\nBinaryName = '/old'\n"
     text = f"version = 2\n[{table}.runc]\nx = 1\n{entry}"
     system, executable = host(tmp_path, {MAIN: text}, OLD)
-    request = Request("containerd", WISH, executable=executable)
+    request = ConfigureRequest("containerd", RUNTIME, executable=executable)
     write(system, configuration(system, request).edits)
     found = tomllib.loads(str(system.read_text(MAIN)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert found["nvidia"] == {"kept": 1, "options": {"BinaryName": "/usr/bin/x"}}
-    write(system, configuration(system, Request("containerd", WISH, executable=executable, unset=True)).edits)
+    write(
+        system, configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable, unset=True)).edits
+    )
     assert system.read_text(MAIN) == text
 
 
 def test_disabled_cri_is_told(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: 'version = 2\ndisabled_plugins = ["cri"]\n'}, OLD)
-    (note,) = configuration(system, Request("containerd", WISH, executable=executable)).notes
+    (note,) = configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable)).notes
     assert "disabled_plugins" in note
 
 
@@ -240,21 +244,23 @@ def rendered(template: str, base: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("engine", "folder", "base"), [("k3s", K3S, NEW_K3S), ("rke2", RKE2, NEW_RKE2)])
 def test_rancher_that_imports_a_folder_gets_a_drop_in(tmp_path: Path, engine: str, folder: str, base: str) -> None:
     system, _ = host(tmp_path, {f"{folder}/config.toml": base + OWN_NVIDIA}, NEW)
-    found = configuration(system, Request(engine, RuntimeWish("nvidia", "/usr/bin/x", set_default=True, cdi=True)))
+    found = configuration(
+        system, ConfigureRequest(engine, RuntimeEntry("nvidia", "/usr/bin/x", set_default=True, cdi=True))
+    )
     (edit,) = found.edits
     assert edit.path == f"{folder}/config-v3.toml.d/99-nvidia.toml"
     plugin = tomllib.loads((edit.after or b"").decode())["plugins"]["io.containerd.cri.v1.runtime"]
     assert plugin["containerd"]["default_runtime_name"] == "nvidia"
     assert plugin["containerd"]["runtimes"]["nvidia"]["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/x"}
-    assert engine in found.take_up
+    assert engine in found.reload_command
     write(system, found.edits)
-    undone = configuration(system, Request(engine, WISH, unset=True))
+    undone = configuration(system, ConfigureRequest(engine, RUNTIME, unset=True))
     assert [(one.path, one.after) for one in undone.edits] == [(edit.path, None)]
 
 
 def test_older_k3s_gets_a_template_on_its_base(tmp_path: Path) -> None:
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S}, NEW)
-    found = configuration(system, Request("k3s", WISH))
+    found = configuration(system, ConfigureRequest("k3s", RUNTIME))
     (edit,) = found.edits
     assert edit.path == f"{K3S}/config-v3.toml.tmpl"
     template = (edit.after or b"").decode()
@@ -263,18 +269,18 @@ def test_older_k3s_gets_a_template_on_its_base(tmp_path: Path) -> None:
     write(system, found.edits)
     # k3s has started with it since.
     system.write(f"{K3S}/config.toml", template.replace('{{ template "base" . }}', OLD_K3S).encode())
-    assert changed(configuration(system, Request("k3s", WISH))) == []
-    undone = configuration(system, Request("k3s", WISH, unset=True))
+    assert changed(configuration(system, ConfigureRequest("k3s", RUNTIME))) == []
+    undone = configuration(system, ConfigureRequest("k3s", RUNTIME, unset=True))
     assert [(one.path, one.after) for one in undone.edits] == [(edit.path, None)]
 
 
 def test_template_of_the_users_own_is_extended_and_comes_back(tmp_path: Path) -> None:
     own = '{{ template "base" . }}\n\n# mine\n[metrics]\n  address = "127.0.0.1:1"\n{{ if .X }}\n{{ end }}\n'
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S, f"{K3S}/config-v3.toml.tmpl": own}, NEW)
-    write(system, configuration(system, Request("k3s", WISH)).edits)
+    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME)).edits)
     text = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert text.startswith(own)
-    write(system, configuration(system, Request("k3s", WISH, unset=True)).edits)
+    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME, unset=True)).edits)
     assert system.read_text(f"{K3S}/config-v3.toml.tmpl") == own
 
 
@@ -283,24 +289,24 @@ def test_complete_template_may_take_default_and_cdi(tmp_path: Path) -> None:
         'snapshotter = "overlayfs"', 'snapshotter = "overlayfs"\n  default_runtime_name = "runc" # as it was'
     )
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S, f"{K3S}/config-v3.toml.tmpl": own}, NEW)
-    wish = RuntimeWish("nvidia", "/usr/bin/x", set_default=True, cdi=True)
-    write(system, configuration(system, Request("k3s", wish)).edits)
+    entry = RuntimeEntry("nvidia", "/usr/bin/x", set_default=True, cdi=True)
+    write(system, configuration(system, ConfigureRequest("k3s", entry)).edits)
     text = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert "  SystemdCgroup = {{ .SystemdCgroup }}\n" in text
     plugin = tomllib.loads(text.replace("{{ .SystemdCgroup }}", "true"))["plugins"]["io.containerd.cri.v1.runtime"]
     assert plugin["containerd"]["default_runtime_name"] == "nvidia"
     assert plugin["enable_cdi"] is True
-    write(system, configuration(system, Request("k3s", wish, unset=True)).edits)
+    write(system, configuration(system, ConfigureRequest("k3s", entry, unset=True)).edits)
     assert system.read_text(f"{K3S}/config-v3.toml.tmpl") == own
 
 
 def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S + OWN_NVIDIA}, NEW)
-    found = configuration(system, Request("k3s", RuntimeWish()))
+    found = configuration(system, ConfigureRequest("k3s", RuntimeEntry()))
     assert found.edits == () and "by itself" in found.notes[0]
     with pytest.raises(GpuprovError, match="itself adds a runtime nvidia"):
-        configuration(system, Request("k3s", WISH))
-    write(system, configuration(system, Request("k3s", RuntimeWish("gpu", "/usr/bin/x"))).edits)
+        configuration(system, ConfigureRequest("k3s", RUNTIME))
+    write(system, configuration(system, ConfigureRequest("k3s", RuntimeEntry("gpu", "/usr/bin/x"))).edits)
     template = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
     assert set(
         rendered(template, OLD_K3S + OWN_NVIDIA)["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"]
@@ -310,16 +316,22 @@ def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "request_", "says"),
     [
-        ({}, Request("k3s", WISH), "has not written"),
-        ({f"{K3S}/config.toml": OLD_K3S}, Request("k3s", RuntimeWish(set_default=True)), "k3s's own setting"),
-        ({f"{K3S}/config.toml": OLD_K3S}, Request("containerd", config=f"{K3S}/config.toml"), "written by k3s"),
-        ({MAIN: "oom_score = 1\n"}, Request("containerd"), "version 1"),
-        ({}, Request("microk8s"), "there is no microk8s here"),
+        ({}, ConfigureRequest("k3s", RUNTIME), "has not written"),
+        ({f"{K3S}/config.toml": OLD_K3S}, ConfigureRequest("k3s", RuntimeEntry(set_default=True)), "k3s's own setting"),
+        (
+            {f"{K3S}/config.toml": OLD_K3S},
+            ConfigureRequest("containerd", config=f"{K3S}/config.toml"),
+            "written by k3s",
+        ),
+        ({MAIN: "oom_score = 1\n"}, ConfigureRequest("containerd"), "version 1"),
+        ({}, ConfigureRequest("microk8s"), "there is no microk8s here"),
     ],
 )
-def test_what_would_break_is_refused(tmp_path: Path, files: dict[str, str], request_: Request, says: str) -> None:
+def test_what_would_break_is_refused(
+    tmp_path: Path, files: dict[str, str], request_: ConfigureRequest, says: str
+) -> None:
     system, executable = host(tmp_path, files, NEW)
-    request = Request(request_.engine, request_.wish, request_.config, executable=executable)
+    request = ConfigureRequest(request_.engine, request_.runtime, request_.config, executable=executable)
     with pytest.raises(GpuprovError) as caught:
         configuration(system, request)
     assert says in str(caught.value)
@@ -333,12 +345,12 @@ def test_microk8s_template_is_edited_in_place(tmp_path: Path) -> None:
         f'[{table}.runtimes.runc]\nruntime_type = "${{RUNTIME_TYPE}}"\n'
     )
     system, _ = host(tmp_path, {path: text}, NEW)
-    found = configuration(system, Request("microk8s", WISH))
-    assert changed(found) == [path] and found.take_up.startswith("snap restart")
+    found = configuration(system, ConfigureRequest("microk8s", RUNTIME))
+    assert changed(found) == [path] and found.reload_command.startswith("snap restart")
     write(system, found.edits)
     runtimes = tomllib.loads(str(system.read_text(path)))["plugins"]["io.containerd.grpc.v1.cri"]["containerd"][
         "runtimes"
     ]
     assert runtimes["nvidia"] == {"runtime_type": "${RUNTIME_TYPE}", "options": {"BinaryName": "/usr/bin/x"}}
-    write(system, configuration(system, Request("microk8s", WISH, unset=True)).edits)
+    write(system, configuration(system, ConfigureRequest("microk8s", RUNTIME, unset=True)).edits)
     assert system.read_text(path) == text

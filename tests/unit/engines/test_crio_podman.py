@@ -11,10 +11,10 @@ import tomllib
 
 from gpuprov.core.system import System
 from gpuprov.engines import configure, crio, podman
-from gpuprov.engines.wish import Request, RuntimeWish
+from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError
 
-WISH = RuntimeWish("nvidia", "/usr/bin/x")
+RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 # As CRI-O's own packages bring it: 10-crio.conf names crun as the default.
 CRIO_CONF = '[crio.runtime]\nselinux = true\n[crio.runtime.runtimes.runc]\nruntime_root = "/run/runc"\n'
 PACKAGED = """\
@@ -40,7 +40,7 @@ def host(tmp_path: Path, files: dict[str, str]) -> System:
     return System(str(tmp_path))
 
 
-def configured(system: System, request: Request) -> dict[str, Any]:
+def configured(system: System, request: ConfigureRequest) -> dict[str, Any]:
     """Carry a request out, once more, and back; return what the file said in between."""
     found = configure.configuration(system, request)
     (edit,) = found.edits
@@ -48,7 +48,7 @@ def configured(system: System, request: Request) -> dict[str, Any]:
     configure.write(system, found.edits)
     assert not any(one.changes for one in configure.configuration(system, request).edits)
     between = tomllib.loads(str(system.read_text(edit.path)))
-    undo = Request(request.engine, request.wish, request.config, request.drop_in, unset=True)
+    undo = ConfigureRequest(request.engine, request.runtime, request.config, request.drop_in, unset=True)
     configure.write(system, configure.configuration(system, undo).edits)
     assert system.read_bytes(edit.path) == before
     return between
@@ -72,7 +72,7 @@ def configured(system: System, request: Request) -> dict[str, Any]:
 def test_crio_gets_a_drop_in_with_the_default_runtimes_options(
     tmp_path: Path, files: dict[str, str], entry: dict[str, Any]
 ) -> None:
-    found = configured(host(tmp_path, files), Request("crio", WISH))
+    found = configured(host(tmp_path, files), ConfigureRequest("crio", RUNTIME))
     assert found == {
         "crio": {"runtime": {"runtimes": {"nvidia": {**entry, "runtime_path": "/usr/bin/x", "runtime_type": "oci"}}}}
     }
@@ -80,13 +80,13 @@ def test_crio_gets_a_drop_in_with_the_default_runtimes_options(
 
 def test_crio_default_runtime_changes_when_asked(tmp_path: Path) -> None:
     system = host(tmp_path, {"/etc/crio/crio.conf.d/10-crio.conf": PACKAGED})
-    found = configured(system, Request("crio", RuntimeWish("nvidia", "/usr/bin/x", set_default=True)))
+    found = configured(system, ConfigureRequest("crio", RuntimeEntry("nvidia", "/usr/bin/x", set_default=True)))
     assert found["crio"]["runtime"]["default_runtime"] == "nvidia"
 
 
 def test_crio_main_file_takes_the_runtime_when_asked(tmp_path: Path) -> None:
     system = host(tmp_path, {crio.MAIN: "# mine\n" + CRIO_CONF})
-    found = configured(system, Request("crio", WISH, drop_in=""))
+    found = configured(system, ConfigureRequest("crio", RUNTIME, drop_in=""))
     assert found["crio"]["runtime"]["selinux"] is True
     assert found["crio"]["runtime"]["runtimes"]["nvidia"]["runtime_path"] == "/usr/bin/x"
 
@@ -95,7 +95,7 @@ def test_crio_tells_its_configuration_by_command(tmp_path: Path) -> None:
     program = tmp_path / "crio"
     program.write_text(f'#!/bin/sh\n[ "$*" = "status config" ] && cat <<E\n{PACKAGED}\nE\n')
     program.chmod(0o755)
-    request = Request("crio", WISH, from_command=True, executable=str(program))
+    request = ConfigureRequest("crio", RUNTIME, from_command=True, executable=str(program))
     found = configured(host(tmp_path / "root", {}), request)
     assert found["crio"]["runtime"]["runtimes"]["nvidia"]["runtime_root"] == "/run/crun"
     program.write_text("#!/bin/sh\necho not running >&2; exit 1\n")
@@ -106,21 +106,23 @@ def test_crio_tells_its_configuration_by_command(tmp_path: Path) -> None:
 def test_broken_file_of_crio_is_named(tmp_path: Path) -> None:
     system = host(tmp_path, {"/etc/crio/crio.conf.d/20-site.conf": "[crio\n"})
     with pytest.raises(GpuprovError, match=r"20-site\.conf is not valid TOML"):
-        configure.configuration(system, Request("crio", WISH))
+        configure.configuration(system, ConfigureRequest("crio", RUNTIME))
 
 
 def test_podman_gets_a_drop_in(tmp_path: Path) -> None:
     system = host(tmp_path, {podman.MAIN: '[engine]\nruntime = "crun"\n'})
-    assert configured(system, Request("podman", WISH)) == {"engine": {"runtimes": {"nvidia": ["/usr/bin/x"]}}}
-    default = RuntimeWish("nvidia", "/usr/bin/x", set_default=True)
-    assert configured(system, Request("podman", default))["engine"]["runtime"] == "nvidia"
-    found = configured(system, Request("podman", default, drop_in=""))
+    assert configured(system, ConfigureRequest("podman", RUNTIME)) == {
+        "engine": {"runtimes": {"nvidia": ["/usr/bin/x"]}}
+    }
+    default = RuntimeEntry("nvidia", "/usr/bin/x", set_default=True)
+    assert configured(system, ConfigureRequest("podman", default))["engine"]["runtime"] == "nvidia"
+    found = configured(system, ConfigureRequest("podman", default, drop_in=""))
     assert found == {"engine": {"runtime": "nvidia", "runtimes": {"nvidia": ["/usr/bin/x"]}}}
 
 
 @pytest.mark.parametrize("engine", ["crio", "podman"])
 def test_cdi_needs_nothing_there_and_that_is_said(tmp_path: Path, engine: str) -> None:
-    request = Request(engine, RuntimeWish("nvidia", "/usr/bin/x", cdi=True))
+    request = ConfigureRequest(engine, RuntimeEntry("nvidia", "/usr/bin/x", cdi=True))
     assert "by itself" in configure.configuration(host(tmp_path, {}), request).notes[0]
 
 

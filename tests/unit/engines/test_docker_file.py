@@ -15,11 +15,11 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.docker_file import configuration, configured
 from gpuprov.engines.json_text import with_member, without_member
-from gpuprov.engines.wish import Request, RuntimeWish
+from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError
 from tests.examples import examples
 
-WISH = RuntimeWish("nvidia", "/usr/bin/x")
+RUNTIME = RuntimeEntry("nvidia", "/usr/bin/x")
 ENTRY = '{"path": "/usr/bin/x", "args": []}'
 
 
@@ -46,21 +46,21 @@ ENTRY = '{"path": "/usr/bin/x", "args": []}'
     ],
 )  # fmt: skip
 def test_runtime_is_put_in(before: str, after: str) -> None:
-    assert configured(before, WISH) == after
-    assert configured(after, WISH) == after
+    assert configured(before, RUNTIME) == after
+    assert configured(after, RUNTIME) == after
 
 
 def test_other_features_stay_when_cdi_is_enabled() -> None:
     text = '{"features": {"buildkit": true, "containerd-snapshotter": false}, "debug": true}'
-    found = json.loads(configured(text, RuntimeWish("nvidia", "/x", cdi=True)))
+    found = json.loads(configured(text, RuntimeEntry("nvidia", "/x", cdi=True)))
     assert found["features"] == {"buildkit": True, "containerd-snapshotter": False, "cdi": True}
     assert found["debug"] is True
 
 
 def test_default_runtime_changes_only_when_asked() -> None:
     text = '{"default-runtime": "kata"}'
-    assert json.loads(configured(text, WISH))["default-runtime"] == "kata"
-    assert json.loads(configured(text, RuntimeWish("nvidia", "/x", set_default=True)))["default-runtime"] == "nvidia"
+    assert json.loads(configured(text, RUNTIME))["default-runtime"] == "kata"
+    assert json.loads(configured(text, RuntimeEntry("nvidia", "/x", set_default=True)))["default-runtime"] == "nvidia"
 
 
 class Unit(System):
@@ -88,7 +88,7 @@ class Unit(System):
 def test_flags_that_would_keep_docker_from_starting_are_refused(
     tmp_path: Path, unit: str, set_default: bool, refused: bool
 ) -> None:
-    request = Request("docker", RuntimeWish("nvidia", "/x", set_default=set_default))
+    request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x", set_default=set_default))
     system = Unit(tmp_path, unit)
     if refused:
         with pytest.raises(GpuprovError, match="by a flag"):

@@ -13,8 +13,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, plan, problems
-from gpuprov.engines.wish import Request as ConfigureRequest
-from gpuprov.engines.wish import RuntimeWish
+from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -94,7 +93,7 @@ def test_a_stopped_engine_reads_its_files_when_somebody_starts_it(host: Host) ->
 def test_an_engine_that_does_not_come_up_gets_its_files_back(host: Host) -> None:
     host.starts = False
     (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH)
-    with pytest.raises(GpuprovError, match="did not come up with its new configuration; the old one is back") as caught:
+    with pytest.raises(GpuprovError, match="failed to start with its new configuration; the old one is back") as caught:
         change.apply(host, lambda *_: None)
     assert "error: no such plugin" in str(caught.value)
     assert host.config.read_text() == CONTAINERD
@@ -165,7 +164,7 @@ def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, f
     for path, text in files.items():
         (host.root / path).parent.mkdir(parents=True, exist_ok=True)
         (host.root / path).write_text(text)
-    found = configuration(host, ConfigureRequest(engine, RuntimeWish(path=LAUNCHER_PATH)))
+    found = configuration(host, ConfigureRequest(engine, RuntimeEntry(path=LAUNCHER_PATH)))
     (change,) = plan(gather(host, (engine,)), LAUNCHER_PATH)
     assert isinstance(change, ConfigureEngine)
     assert change.edits == tuple(edit for edit in found.edits if edit.changes) != ()

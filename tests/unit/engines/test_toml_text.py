@@ -10,13 +10,13 @@ import tomllib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_wants, without_ours
-from gpuprov.engines.wants import Wants, says
+from gpuprov.engines.toml_tables import Tables, says
+from gpuprov.engines.toml_text import is_only_ours, ours_in, read_toml, with_tables, without_ours
 from gpuprov.wire.errors import GpuprovError
 from tests.examples import examples
 
 TABLE = ("plugins", "io.containerd.grpc.v1.cri", "containerd")
-WANTS: Wants = (
+WANTED: Tables = (
     ((), {"imports": ["/etc/a/*.toml", "/etc/b/*.toml"]}),
     (TABLE, {"default_runtime_name": "nvidia", "snapshotter": "native"}),
     ((*TABLE, "runtimes", "nvidia"), {"runtime_type": "io.containerd.runc.v2"}),
@@ -53,17 +53,17 @@ HEADER = '[plugins."io.containerd.grpc.v1.cri".containerd]'
     ],
 )
 def test_edits_come_out_to_the_byte(text: str) -> None:
-    edited = with_wants(text, WANTS, "config.toml")
-    assert says(read_toml(edited, ""), WANTS)
-    assert says(tomllib.loads(edited), WANTS)
-    assert with_wants(edited, WANTS, "config.toml") == edited
+    edited = with_tables(text, WANTED, "config.toml")
+    assert says(read_toml(edited, ""), WANTED)
+    assert says(tomllib.loads(edited), WANTED)
+    assert with_tables(edited, WANTED, "config.toml") == edited
     assert without_ours(edited) == text
 
 
 def test_what_others_wrote_stays_where_it_is() -> None:
     table = f"{HEADER} # table\n  # a word\n  default_runtime_name = 'runc' # usual\n"
     text = f"# top\nversion = 2\n\n{table}\n[last]\nz = 1\n"
-    lines = with_wants(text, WANTS[1:], "").splitlines()
+    lines = with_tables(text, WANTED[1:], "").splitlines()
     assert lines[:10] == [
         "# top",
         "version = 2",
@@ -80,19 +80,19 @@ def test_what_others_wrote_stays_where_it_is() -> None:
 
 
 def test_new_file_is_known_as_ours_alone() -> None:
-    made = with_wants(None, WANTS, "")
+    made = with_tables(None, WANTED, "")
     assert is_only_ours(made)
     assert not is_only_ours(made + "[more]\n")
     assert without_ours(made + "[more]\n") == "[more]\n"
     # An empty file that was there before is another's.
-    assert not is_only_ours(with_wants("", WANTS, ""))
+    assert not is_only_ours(with_tables("", WANTED, ""))
 
 
 def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
-    first = with_wants("version = 2\n", WANTS, "")
-    moved: Wants = (((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/opt/y"}),)
-    second: Wants = (((*TABLE, "runtimes", "second"), {"runtime_type": "x"}),)
-    both = with_wants(with_wants(first, moved, ""), second, "")
+    first = with_tables("version = 2\n", WANTED, "")
+    moved: Tables = (((*TABLE, "runtimes", "nvidia", "options"), {"BinaryName": "/opt/y"}),)
+    second: Tables = (((*TABLE, "runtimes", "second"), {"runtime_type": "x"}),)
+    both = with_tables(with_tables(first, moved, ""), second, "")
     assert both.count("gpuprov begin") == 1
     options = tomllib.loads(both)["plugins"]["io.containerd.grpc.v1.cri"]["containerd"]["runtimes"]
     assert options["nvidia"]["options"] == {"BinaryName": "/opt/y", "SystemdCgroup": True}
@@ -102,13 +102,13 @@ def test_another_value_replaces_ours_and_another_table_joins_it() -> None:
 
 def test_what_is_ours_is_told() -> None:
     text = f'version = 2\n{HEADER}\ndefault_runtime_name = "runc"\nkept = 1\n'
-    assert dict(ours_in(with_wants(text, WANTS, ""), "")) == dict(WANTS)
+    assert dict(ours_in(with_tables(text, WANTED, ""), "")) == dict(WANTED)
     assert ours_in(text, "") == ()
 
 
 def test_what_stands_after_our_block_survives() -> None:
-    edited = with_wants("version = 2\n", WANTS, "") + "\n[later]\nx = 1\n"
-    assert with_wants(edited, WANTS, "") == edited
+    edited = with_tables("version = 2\n", WANTED, "") + "\n[later]\nx = 1\n"
+    assert with_tables(edited, WANTED, "") == edited
     assert without_ours(edited) == "version = 2\n\n[later]\nx = 1\n"
 
 
@@ -123,7 +123,7 @@ def test_what_stands_after_our_block_survives() -> None:
 )
 def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
     with pytest.raises(GpuprovError) as caught:
-        with_wants(text, WANTS, "/etc/config.toml")
+        with_tables(text, WANTED, "/etc/config.toml")
     (problem,) = caught.value.problems
     assert problem.what.startswith("/etc/config.toml is not valid TOML")
     assert seen in problem.evidence
@@ -132,7 +132,7 @@ def test_file_that_cannot_be_read_is_refused(text: str, seen: str) -> None:
 @pytest.mark.parametrize("text", ['version = 2\nplugins = {x = "y"}\n', "version = 2\nplugins = 1\n"])
 def test_table_that_cannot_be_extended_is_refused(text: str) -> None:
     with pytest.raises(GpuprovError, match="can't be edited safely"):
-        with_wants(text, WANTS, "/etc/config.toml")
+        with_tables(text, WANTED, "/etc/config.toml")
 
 
 # -- any file ----------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def files(draw: st.DrawFn) -> str:
 OUR_VALUES = st.one_of(
     st.booleans(), st.text("ab#\"'= \\", max_size=6), st.lists(st.text("ab#", max_size=3), max_size=2)
 )
-wants = st.lists(
+wanted_tables = st.lists(
     st.tuples(
         st.lists(NAMES, max_size=3).map(tuple),
         st.dictionaries(NAMES, OUR_VALUES, min_size=1, max_size=3),
@@ -182,10 +182,10 @@ def leaves(found: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(files(), wants)
-def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refused(text: str, wanted: Wants) -> None:
+@given(files(), wanted_tables)
+def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refused(text: str, wanted: Tables) -> None:
     try:
-        edited = with_wants(text, wanted, "")
+        edited = with_tables(text, wanted, "")
     except GpuprovError:
         return
     before, after = tomllib.loads(text), tomllib.loads(edited)
@@ -193,5 +193,5 @@ def test_any_edit_is_right_keeps_the_rest_and_comes_out_to_the_byte_or_is_refuse
     asked = {(*path, key) for path, keys in wanted for key in keys}
     kept = {place: leaf for place, leaf in leaves(before).items() if place not in asked}
     assert kept.items() <= leaves(after).items()
-    assert with_wants(edited, wanted, "") == edited
+    assert with_tables(edited, wanted, "") == edited
     assert edited == text or without_ours(edited) == text

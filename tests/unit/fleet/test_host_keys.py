@@ -18,9 +18,9 @@ from gpuprov.fleet.host_keys import (
     KeyCheck,
     KnownHosts,
     fingerprint,
-    matching_keys,
     preferred_key_types,
 )
+from tests.unit.fleet.known_hosts import matching_keys
 
 NAME = "lab-a"
 FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
@@ -56,7 +56,7 @@ def refusal(offered: paramiko.PKey, user: Path, system: Path, *, accept_new: boo
 def test_a_changed_key_is_refused_whatever_the_user_allows(user: Path, system: Path, accept_new: bool) -> None:
     user.write_text(line(FIRST))
     what, evidence, next_step = refusal(SECOND, user, system, accept_new=accept_new)
-    assert what.startswith(f"{NAME} offers another key")
+    assert what.startswith(f"{NAME}: host key changed")
     assert f"{SECOND.get_name()} {fingerprint(SECOND.asbytes())}" in evidence
     assert f"{user}:1 has {FIRST.get_name()} {fingerprint(FIRST.asbytes())}" in evidence
     assert f"ssh-keygen -R '{NAME}' -f {user}" in next_step and ACCEPT_OPTION in next_step
@@ -81,7 +81,7 @@ def test_a_revoked_key_is_refused_even_if_it_is_known(
     with place.open("a") as file:
         file.write(line(FIRST, "*", "@revoked "))
     what, evidence, _ = refusal(FIRST, user, system, accept_new=accept_new)
-    assert what.startswith(f"{NAME} offers a revoked key")
+    assert what.startswith(f"{NAME}: host key revoked")
     shown = f"{FIRST.get_name()} {fingerprint(FIRST.asbytes())}"
     second = f"{place}:{2 if revoked_in == 'user' else 1}"
     assert evidence.splitlines()[-3:] == [f"it offers {shown}", f"{user}:1 has {shown}", f"{second} has {shown}"]

@@ -233,7 +233,7 @@ def test_mistake_is_told_with_exit_code_2(tmp_path: Path, source: str, files: di
 
 
 def test_limit_that_leaves_no_host_is_an_error(tmp_path: Path) -> None:
-    assert "--limit nothing leaves no host" in str(error_of(tmp_path, ALL, limit="nothing"))
+    assert "--limit nothing matches no host" in str(error_of(tmp_path, ALL, limit="nothing"))
 
 
 def test_mistakes_of_all_hosts_are_told_at_once(tmp_path: Path) -> None:

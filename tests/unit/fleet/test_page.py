@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 import pytest
 
 from gpuprov.facts.mig import MigGpu, mig_layout
-from gpuprov.fleet.history import Run
+from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page import render
 from gpuprov.fleet.result import HostResult, MadeChange
-from gpuprov.fleet.run_changes import differences
 from gpuprov.fleet.versions import mig_instances, versions_of_facts
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange

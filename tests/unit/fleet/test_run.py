@@ -79,7 +79,7 @@ def test_failures_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     results = run(Scripted(script))
     assert [result.exit_code for result in results] == [4, 1, 1, 0, 0, 0]
-    assert results[1].problems[0].what == "gpuprov met a defect of its own: ZeroDivisionError"
+    assert results[1].problems[0].what == "internal error: ZeroDivisionError"
     log = next((tmp_path / "gpuprov/log").iterdir())
     assert str(log) in results[1].problems[0].next_step
     assert "Traceback" in log.read_text()

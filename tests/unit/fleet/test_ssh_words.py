@@ -19,13 +19,14 @@ from gpuprov.agent.probe import (
     python_problem,
 )
 from gpuprov.core.system import System
-from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, matching_keys, preferred_key_types
+from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
 from gpuprov.fleet.ssh_config import config_for, expanded
 from gpuprov.fleet.target import HostTarget
 from gpuprov.machine.machine import gather_os
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
+from tests.unit.fleet.known_hosts import matching_keys
 
 ARGUMENTS = [
     ("", SshArguments()),

@@ -57,14 +57,14 @@ def test_an_only_gpu_is_asked_for_by_its_index() -> None:
     first_alone = f"{REPORT[:end]}</nvidia_smi_log>\n"
     assert start < end and parse_smi(first_alone).gpus == ONE.gpus
     docker = Docker((0, first_alone, ""))
-    assert containers.one_gpu(Bench(docker, IMAGE, ONE)) == ("0", "that one alone")
+    assert containers.one_gpu(Bench(docker, IMAGE, ONE)) == ("0", "only the requested GPU")
     assert "NVIDIA_VISIBLE_DEVICES=0" in environment(docker.asked[0])
 
 
 def test_what_the_image_sets_is_taken_out_where_nothing_shall_be_asked_for() -> None:
     """NVIDIA's images set NVIDIA_VISIBLE_DEVICES=all themselves."""
     docker = Docker((0, "", ""), (0, "", ""))
-    assert containers.no_gpu(Bench(docker, IMAGE, TWO)) == ("", "none, as asked")
+    assert containers.no_gpu(Bench(docker, IMAGE, TWO)) == ("", "no GPU visible")
     assert [environment(argv) for argv in docker.asked] == [
         ["NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION"],
         ["NVIDIA_VISIBLE_DEVICES=void"],

@@ -1,13 +1,15 @@
-"""The facts that a plan is made from: the host's own, and additional facts that the specification needs. Reads only."""
+"""What a plan is made from: the resolved spec, the facts of the host, and what else the spec needs. Reads only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
+from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, running_driver
+from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
@@ -15,6 +17,31 @@ from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
 from gpuprov.wire.events import Note, Sink
 from gpuprov.wire.spec import HostSpec
+
+
+def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
+    """Return the spec with version, place and digest of each .run file, as far as a bundle or a mirror decides them.
+
+    Done once per run, before the plan.
+
+    A bundle replaces the network, so a mirror is asked only without one. What the user pinned stays, and is checked
+    against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
+    """
+    if manifest is None:
+        return mirror.resolved(system, spec, system.architecture())
+    spec = mirror.of_bundle(spec, manifest.driver_version)
+    return _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+
+
+def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
+    if spec.driver != "runfile" or not manifest.driver_file:
+        return spec
+    return replace(
+        spec,
+        driver_version=spec.driver_version or manifest.driver_version,
+        driver_url=f"{FOLDER}/{manifest.driver_file}",
+        driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
+    )
 
 
 def gather_for(

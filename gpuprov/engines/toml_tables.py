@@ -1,4 +1,4 @@
-"""What shall stand in a configuration, as tables with keys: compared, joined and subtracted. Pure."""
+"""TOML tables as values: compare a configuration with them, join and subtract them. Pure."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 Path = tuple[str, ...]
-# What shall stand in which table: ((table, keys), …), in the order in which new tables are written. () is the root.
-Wants = tuple[tuple[Path, Mapping[str, Any]], ...]
+# The values that a configuration must have: ((table, keys), …), in the order of new tables. () is the root table.
+Tables = tuple[tuple[Path, Mapping[str, Any]], ...]
 
 
-def says(found: Mapping[str, Any], wants: Wants) -> bool:
+def says(found: Mapping[str, Any], tables: Tables) -> bool:
     """Say whether a configuration has all these keys with these values."""
     return all(
-        has_table(found, path) and {**table_at(found, path), **keys} == table_at(found, path) for path, keys in wants
+        has_table(found, path) and {**table_at(found, path), **keys} == table_at(found, path) for path, keys in tables
     )
 
 
-def joined(first: Wants, second: Wants) -> Wants:
-    """Return two sets of wants as one; the second's values win."""
+def joined(first: Tables, second: Tables) -> Tables:
+    """Return two sets of tables as one; the second's values win."""
     result = {path: dict(keys) for path, keys in first}
     for path, keys in second:
         result[path] = {**result.get(path, {}), **keys}
     return tuple(result.items())
 
 
-def with_all(found: Mapping[str, Any], wants: Wants) -> dict[str, Any]:
-    """Return a configuration with all wants in it."""
+def with_values(found: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
+    """Return a configuration with the values of all tables in it."""
     result = dict(found)
-    for path, keys in wants:
+    for path, keys in tables:
         result = _put(result, path, keys)
     return result
 
@@ -40,7 +40,7 @@ def _put(found: Mapping[str, Any], path: Path, keys: Mapping[str, Any]) -> dict[
     return {**found, path[0]: _put(inner if isinstance(inner, Mapping) else {}, path[1:], keys)}
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any], path: Path = ()) -> Wants:
+def difference(before: Mapping[str, Any], after: Mapping[str, Any], path: Path = ()) -> Tables:
     """Return the keys and tables that `after` has and `before` has not, or has with another value."""
     tables = {key: value for key, value in after.items() if isinstance(value, Mapping)}
     keys = {

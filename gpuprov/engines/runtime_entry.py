@@ -1,4 +1,4 @@
-"""What `gpuprov runtime configure` is asked for, what it reads, and what it would change: shared by all engines."""
+"""The types of `gpuprov runtime configure`, shared by all engines: its options, what it reads, what it changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 
 
 @dataclass(frozen=True)
-class RuntimeWish:
-    """A runtime that the engine shall know. `set_default` and `cdi` change nothing where they are False."""
+class RuntimeEntry:
+    """A runtime to register with an engine. `set_default` and `cdi` change nothing if they are False."""
 
     name: str = "nvidia"
     path: str = NVIDIA_RUNTIME
@@ -22,8 +22,8 @@ class RuntimeWish:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A call of `gpuprov runtime configure`.
+class ConfigureRequest:
+    """The options of one call of `gpuprov runtime configure`.
 
     `engine` is docker, containerd, crio, podman, k3s, rke2 or microk8s. `config` is its main file, nothing for the
     usual one. `drop_in` is None for the usual drop-in and nothing for none. `from_command` asks the engine for its
@@ -31,7 +31,7 @@ class Request:
     """
 
     engine: str
-    wish: RuntimeWish = RuntimeWish()
+    runtime: RuntimeEntry = RuntimeEntry()
     config: str = ""
     drop_in: str | None = None
     from_command: bool = False
@@ -58,10 +58,10 @@ class Configuration:
 
     edits: tuple[FileEdit, ...]
     notes: tuple[str, ...] = ()
-    take_up: str = ""
+    reload_command: str = ""
 
 
-class Reads(Protocol):
+class Reader(Protocol):
     """What the edits of an engine's files are computed from: a System, or the facts gathered from one."""
 
     def exists(self, path: str) -> bool: ...

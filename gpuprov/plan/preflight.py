@@ -1,0 +1,170 @@
+"""All that prevents a run, found before anything is changed: the host, its repositories, known security holes. Pure."""
+
+from __future__ import annotations
+
+import time
+
+from gpuprov import driver_run, toolkit
+from gpuprov.boot import reboot
+from gpuprov.driver import cuda_repository, cuda_runfile, driver_problems, fabric_plan, kernel, mig, precompiled
+from gpuprov.engines import docker, other_engines
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.interpreter import NAMES
+from gpuprov.machine.distros import machine_problems
+from gpuprov.plan import availability, software, with_bundle
+from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
+from gpuprov.wire.driver_releases import support_end
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+# Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
+_LEAST_FREE_BYTES = 100 << 20
+# 2026-01-01: no host that this gpuprov runs on lives before it.
+_EARLIEST_CLOCK = 1767225600
+_VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
+
+
+def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return everything that stands in the way, before anything is changed."""
+    asked, spec = spec, cuda_repository.with_branch(facts, spec)
+    # On a machine of the wrong kind the rest would only be noise.
+    return (
+        _machine_problems(facts)
+        or _bundle_problems(facts, spec)
+        or (
+            *_gpu_problems(facts),
+            *_room_problems(facts),
+            *_clock_problems(facts),
+            *_python_problems(facts),
+            *kernel.problems(facts, spec),
+            *precompiled.problems(facts, spec),
+            *availability.problems(facts, spec),
+            *reboot.problems(facts, spec),
+            *driver_problems.problems(facts, spec),
+            *_security_problems(facts, spec),
+            *cuda_repository.problems(facts, asked),
+            *cuda_runfile.problems(facts, spec),
+            *fabric_plan.plan_problems(facts, spec),
+            *mig.problems(facts, spec),
+            *software.problems(facts, spec),
+            *_repository_problems(facts, spec),
+            *docker.problems(facts.docker),
+            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
+        )
+    )
+
+
+def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if facts.bundle:
+        return ()
+    return facts.package_manager.repository_problems(facts, spec, software.extra_repositories(facts, spec))
+
+
+def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    fabric = fabric_plan.wanted_packages(facts, spec)
+    names = facts.package_manager.missing(
+        facts.packages, (*cuda_repository.pin_packages(spec), *software.wanted(facts, spec), *fabric)
+    )
+    installs_driver, installs_cuda = driver_run.installs(facts, spec), cuda_runfile.unpacks(facts, spec)
+    return with_bundle.problems(facts, spec, names, installs_driver=installs_driver, installs_cuda=installs_cuda)
+
+
+def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.kernel.wsl:
+        next_step = "install the NVIDIA driver in Windows; WSL brings it in by itself"
+        return (
+            Problem("in WSL the driver belongs to Windows and must not be installed", facts.kernel.release, next_step),
+        )
+    return machine_problems(facts.os, facts.architecture)
+
+
+def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """A disk that fills up in the middle leaves half of everything: better not begin."""
+    return tuple(
+        Problem(
+            f"not enough room on the file system of {place}",
+            f"{free // 2**20} MiB free, at least {_LEAST_FREE_BYTES // 2**20} MiB needed",
+            f"make room: df -h {place}",
+        )
+        for place, free in facts.free_bytes.items()
+        if free < _LEAST_FREE_BYTES
+    )
+
+
+def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """With a clock that was never set, no certificate and no signature is valid yet."""
+    if facts.clock >= _EARLIEST_CLOCK:
+        return ()
+    return (
+        Problem(
+            "the clock is wrong: certificates and signatures would not be valid yet",
+            f"it says {facts.clock} s since 1970, before this gpuprov was made",
+            "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
+        ),
+    )
+
+
+def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """The container runtime and the boot units run as root: on which Python, a user must not decide."""
+    if facts.interpreter.path:
+        return ()
+    names = facts.distribution.pythons if facts.distribution is not None else ("python3",)
+    return (
+        Problem(
+            "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",
+            "\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin",
+            f"install the distribution's own: {facts.package_manager.commands.install} {names[0]}",
+        ),
+    )
+
+
+def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.gpus:
+        return ()
+    return (
+        Problem(
+            "there is no NVIDIA GPU in this machine",
+            "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
+            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
+        ),
+    )
+
+
+def security_warnings(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return a sentence for each product that would be installed with known holes, or past its support."""
+    version = _installed_driver(facts, spec)
+    end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(facts.clock))
+    ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
+    return (*map(str, _installed_with(facts, spec)), *(ended if end < now else ()))
+
+
+def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return why what would be installed is refused, where gpuprov_refuse_advisories says so."""
+    return tuple(
+        Problem(
+            f"{one.product} {one.version} is refused for its known security holes",
+            f"gpuprov_refuse_advisories is {spec.refuse_advisories}; {one}",
+            f'set gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}", or gpuprov_refuse_advisories: none',
+        )
+        for one in _installed_with(facts, spec)
+        if one.score >= THRESHOLDS[spec.refuse_advisories]
+    )
+
+
+def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Holes, ...]:
+    found = (holes(DRIVER, _installed_driver(facts, spec)), holes(TOOLKIT, _installed_toolkit(facts, spec)))
+    return tuple(one for one in found if one is not None)
+
+
+def _installed_driver(facts: HostFacts, spec: HostSpec) -> str:
+    """Return the driver release that would be installed, nothing if none would be, or only the repository knows."""
+    if spec.driver == "packages" and not facts.driver_installed_version:
+        compiled = precompiled.chosen(facts, spec)
+        return compiled.driver if compiled else spec.driver_version if "." in spec.driver_version else ""
+    return spec.driver_version if driver_run.installs(facts, spec) else ""
+
+
+def _installed_toolkit(facts: HostFacts, spec: HostSpec) -> str:
+    installed = facts.packages.installed.get(TOOLKIT_PACKAGE, "")
+    wanted = spec.toolkit == "nvidia" and spec.toolkit_version != installed
+    return spec.toolkit_version if wanted else ""
