@@ -45,7 +45,7 @@ class Root:
 
     __slots__ = ("_covers", "_handles", "_known", "_mount", "_writable", "allowed_mounts", "owner", "volume_over")
 
-    def __init__(self, path: str, owner: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, path: str, owner: tuple[int, int] = (0, 0), *, of_process: bool = False) -> None:
         handle = posix.open(path, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
         # By its path without links, "" for the root.
         self._handles = {"": handle}
@@ -56,7 +56,8 @@ class Root:
         self.owner = owner
         self.allowed_mounts: Callable[[], set[bytes]] = set
         self.volume_over: Callable[[str], str] = _another_mount
-        if posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
+        # /proc/PID/root is a link that the kernel itself follows, into the process's own mounts.
+        if not of_process and posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
             self.close()
             # runc refuses it too, but only after this would have written.
             raise OSError(_ELOOP, "a symbolic link leads there", path)
