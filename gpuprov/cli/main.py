@@ -18,6 +18,7 @@ from gpuprov import __version__
 from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
+from gpuprov.cli.cuda import cuda
 from gpuprov.cli.hook import hook
 from gpuprov.cli.runtime import runtime
 from gpuprov.fleet.options import FILE, options_of, text_option
@@ -252,6 +253,7 @@ def completion(shell: str) -> None:
 cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
+cli.add_command(cuda)
 cli.add_command(hook)
 cli.add_command(runtime)
 

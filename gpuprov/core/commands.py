@@ -8,10 +8,11 @@ import re
 import selectors
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, TypeVar
+from typing import BinaryIO, Callable, TypeVar, cast
 
 # Commands find their programs here, whatever the caller's PATH is: a host-side run is root's.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -101,6 +102,30 @@ def run_command(
     # A signal's number comes as -N; shells, and people, know it as 128+N.
     code = 128 - code if code < 0 else code
     return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), _since(begun))
+
+
+@contextlib.contextmanager
+def command_output(argv: Sequence[str], *, timeout: float) -> Iterator[BinaryIO]:
+    """Yield what a command writes, while it does, for outputs too large for memory; it ends after `timeout` seconds.
+
+    Its errors go nowhere: an output that ends early tells of them. Raises OSError if there is no such program.
+    """
+    process = subprocess.Popen(
+        tuple(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=command_environment(), start_new_session=True, cwd="/",
+    )  # fmt: skip
+    limit = threading.Timer(timeout, _end_group, (process,))
+    limit.start()
+    try:
+        with process:
+            try:
+                # A pipe is a BufferedReader; typeshed names it by what it can do.
+                yield cast("BinaryIO", process.stdout)
+            except BaseException:
+                _end_group(process)
+                raise
+    finally:
+        limit.cancel()
 
 
 def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Callable, TextIO
 
 from gpuprov.core import disk, files
-from gpuprov.core.commands import SYSTEM_PATH, Completed, run_command
+from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.wire.errors import GpuprovError
 
 # Where runs, and the programs that they start, write; each may be a file system of its own.
@@ -153,6 +153,10 @@ class System:
         has begun is finished or undone, not torn) and a time limit in seconds. `on_line` sees each line as it comes.
         """
         return run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+
+    def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Return a command's output as it is written, for what is too large for memory. Raises OSError."""
+        return command_output(argv, timeout=timeout)
 
     def require(self, argv: Sequence[str], what: str, next_step: str = "", *, timeout: float = 60) -> Completed:
         """Run a command that must succeed; raise GpuprovError saying `what` failed otherwise."""

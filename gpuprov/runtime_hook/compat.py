@@ -9,7 +9,17 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .rootfs import Root
+    from typing import Protocol
+
+    class HasNames(Protocol):
+        """A container's root, or what stands for it."""
+
+        def names(self, path: str, most: int) -> list[str]:
+            """Return what is in a folder."""
+
+        def real_path(self, path: str) -> str:
+            """Return a folder's path without links."""
+
 
 FOLDER = "/usr/local/cuda/compat"
 # So that the image's own ldconfig keeps finding them; a name of its own, which sorts first and never piles up.
@@ -25,7 +35,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def compatibility_libraries(root: Root, host_driver: str) -> tuple[str, list[str]]:
+def compatibility_libraries(root: HasNames, host_driver: str) -> tuple[str, list[str]]:
     """Return the folder in the container, free of links, and its libraries' names; nothing if they don't count."""
     host = _major(host_driver)
     there = [name for name in root.names(FOLDER, _MOST_FILES) if name.isascii()]

@@ -15,12 +15,18 @@ from .specification import unusable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Protocol
 
     from .request import Request
-    from .rootfs import Root
     from .settings import Settings
     from .specification import Specifications
+
+    class HasFolders(Protocol):
+        """A container's root, or what stands for it: the folders that it has are all that counts."""
+
+        def is_directory(self, path: str) -> bool:
+            """Say whether there is a folder."""
+
 
 _MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 _LIB64 = "/usr/lib64"
@@ -48,7 +54,7 @@ class Equipment:
         self.decisions: list[str] = []
 
 
-def choose(specifications: Specifications, request: Request, settings: Settings, root: Root | None) -> Equipment:
+def choose(specifications: Specifications, request: Request, settings: Settings, root: HasFolders | None) -> Equipment:
     """Return what a GPU container's request gets; without a root to look into, all stays where the host has it.
 
     Raises Refused if something that was asked for is not there, or if a specification is not one.
@@ -145,7 +151,7 @@ class _Folders:
 
     __slots__ = ("_found", "_root", "decisions")
 
-    def __init__(self, root: Root | None) -> None:
+    def __init__(self, root: HasFolders | None) -> None:
         self._root = root
         self._found: dict[str, str] = {}
         self.decisions: list[str] = []

@@ -43,7 +43,7 @@ def prepare_root(root: Root, equipment: Equipment, *, cuda_compat: bool = True) 
         else:
             _remove(root, path)
         path = CACHE
-        entries = [*_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)]
+        entries = [*cache_entries(equipment), *((name, f"{folder}/{name}", _FLAGS) for name in names)]
         try:
             _write_cache(root, entries)
         except OSError as error:
@@ -65,7 +65,7 @@ def statement_on_loader(root: Root) -> str:
     return ""
 
 
-def _entries(equipment: Equipment) -> list[tuple[str, str, int]]:
+def cache_entries(equipment: Equipment) -> list[tuple[str, str, int]]:
     """Return the cache's entries: each link, and each library to which no link leads, by its name."""
     linked = {f"{path.rpartition('/')[0]}/{target}" for target, path in equipment.links}
     links = [path for _, path in equipment.links]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .errors import Refused
 
 # CUDA release, and the first driver that has it.
-_FIRST_DRIVERS = (
+FIRST_DRIVERS = (
     ("8.0", "367.48"), ("9.0", "384.81"), ("9.1", "390.46"), ("9.2", "396.26"), ("10.0", "410.48"),
     ("10.1", "418.39"), ("10.2", "440.33"), ("11.0", "450.36.06"), ("11.1", "455.23"), ("11.2", "460.27.03"),
     ("11.3", "465.19.01"), ("11.4", "470.42.01"), ("11.5", "495.29.05"), ("11.6", "510.39.01"), ("11.7", "515.43.04"),
@@ -44,9 +44,9 @@ def cuda_version_of_driver(driver: str) -> str:
 
     What a later branch has is not known here; to take it for the last known one would refuse images that run on it.
     """
-    if version_key(driver)[:1] > version_key(_FIRST_DRIVERS[-1][1])[:1]:
+    if version_key(driver)[:1] > version_key(FIRST_DRIVERS[-1][1])[:1]:
         return ""
-    found = [cuda for cuda, first in _FIRST_DRIVERS if version_key(first) <= version_key(driver)]
+    found = [cuda for cuda, first in FIRST_DRIVERS if version_key(first) <= version_key(driver)]
     return found[-1] if found else ""
 
 
@@ -156,7 +156,7 @@ def _driver_needed(name: str, operator: str, value: str, host: dict[str, str]) -
     wanted = version_key(value)
     enough = (
         first
-        for cuda, first in _FIRST_DRIVERS
+        for cuda, first in FIRST_DRIVERS
         if version_key(cuda) > wanted or (version_key(cuda) == wanted and operator != ">")
     )
     return next(enough, "").partition(".")[0]

@@ -42,7 +42,7 @@ class Walk:
         "_covers", "_known", "_mount", "_writable", "allowed_mounts", "handles", "owner", "volume_over",
     )  # fmt: skip
 
-    def __init__(self, path: str, owner: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, path: str, owner: tuple[int, int] = (0, 0), *, of_process: bool = False) -> None:
         handle = posix.open(path, posix.O_PATH | posix.O_DIRECTORY | posix.O_CLOEXEC)
         self.handles = {"": handle}
         self._known: dict[str, str] = {}
@@ -52,7 +52,8 @@ class Walk:
         self.owner = owner
         self.allowed_mounts: Callable[[], set[bytes]] = set
         self.volume_over: Callable[[str], str] = _another_mount
-        if posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
+        # /proc/PID/root is a link that the kernel itself follows, into the process's own mounts.
+        if not of_process and posix.readlink(f"/proc/self/fd/{handle}") != normal_path(path):
             self.close()
             # runc refuses it too, but only after this would have written.
             raise OSError(_ELOOP, "a symbolic link leads there", path)

@@ -394,3 +394,22 @@ def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None
     options = Options("facts", (str(tmp_path / "hosts"),), become_password="typed", password="ssh")
     found = command._inventory(options).hosts
     assert [(host.become_password, host.password) for host in found] == [("kept", "ssh"), ("typed", "ssh")]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (("803",), 0, "803  cudaErrorSystemDriverMismatch, CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: libcuda and the"),
+        (("cuda_error_no_device",), 0, "38, 100  cudaErrorNoDevice"),
+        (("7", "--json"), 2, "7: not in gpuprov's table of CUDA results\n  seen: known: 3, 34, 35, 36, 38, 100,"),
+    ],
+)
+def test_a_result_of_cuda_is_explained(words: tuple[str, ...], code: int, line: str) -> None:
+    done = gpuprov("cuda", "--explain", *words)
+    assert done.returncode == code
+    assert (done.stdout or done.stderr).startswith(line)
+
+
+def test_a_variable_of_the_call_needs_a_name_and_a_value() -> None:
+    done = gpuprov("cuda", "--env", "LD_LIBRARY_PATH")
+    assert (done.returncode, "give NAME=VALUE" in done.stderr) == (2, True)

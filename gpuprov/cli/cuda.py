@@ -1,0 +1,78 @@
+"""`gpuprov cuda`: which libcuda a program gets on this host, in an image or in a container; changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+import click
+
+from gpuprov.fleet.display_text import plain
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+# Of the caller's own environment, what decides on the host; engines give containers theirs.
+_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+
+
+@click.command(short_help="Say which libcuda programs load, and what CUDA's results mean.")
+@click.option("--env", "-e", "variables", metavar="NAME=VALUE", multiple=True,
+              help="As with docker run: a variable of the call, such as LD_LIBRARY_PATH.")  # fmt: skip
+@click.option("--program", metavar="PATH", default="", help="A program there: its RUNPATH or RPATH counts too.")
+@click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name, instead.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
+def cuda(variables: tuple[str, ...], program: str, result: str | None, as_json: bool, subject: str) -> None:
+    """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
+
+    Without an argument: for this host. IMAGE and CONTAINER are docker's or podman's; nothing of them is run. Ends with
+    1 if something is wrong.
+
+    \b
+    Examples:
+      gpuprov cuda
+      sudo gpuprov cuda my-container
+      sudo gpuprov cuda nvcr.io/nvidia/pytorch:24.05-py3 -e LD_LIBRARY_PATH=/opt/own
+      gpuprov cuda --program /usr/bin/python3
+      gpuprov cuda --explain 803
+    """
+    if result is not None:
+        _explain(result, as_json=as_json)
+        return
+    from gpuprov.core.system import System
+    from gpuprov.verify.cuda import survey
+    from gpuprov.verify.cuda.search import Program
+
+    own = {} if subject else {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    call = Program({**own, **_pairs(variables)}, os.getcwd(), program)  # noqa: PTH109
+    found = survey.survey(System("/"), subject, call)
+    if as_json:
+        click.echo(json.dumps(survey.as_json(found), indent=2))
+    else:
+        click.echo("\n".join(map(plain, survey.as_lines(found))))
+    if not found.good:
+        sys.exit(int(ExitCode.FAILED))
+
+
+def _pairs(variables: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for one in variables:
+        name, separator, value = one.partition("=")
+        if not name or not separator:
+            raise click.BadParameter(f"{one!r}: give NAME=VALUE, such as LD_LIBRARY_PATH=/opt/lib", param_hint="--env")
+        found[name] = value
+    return found
+
+
+def _explain(text: str, *, as_json: bool) -> None:
+    from gpuprov.verify.cuda.results import RESULTS, result_of
+    from gpuprov.verify.cuda.survey import result_lines
+
+    found = result_of(text)
+    if found is None:
+        known = ", ".join(str(code) for one in RESULTS for code in one.codes)
+        hint = "NVIDIA's CUDA Runtime API, `Data types used by CUDA Runtime`, has all results"
+        raise GpuprovError(f"{text}: not in gpuprov's table of CUDA results", f"known: {known}", hint,
+                           exit_code=ExitCode.USAGE)  # fmt: skip
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(result_lines(found)))

@@ -1,0 +1,221 @@
+"""Where the dynamic loader looks for a library, in its order, and what it takes. Runs nothing.
+
+Source: glibc, elf/dl-load.c (_dl_map_object), elf/dl-cache.c; ld.so(8). Of programs with more rights than their caller,
+for which the loader ignores most variables, nothing is said.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpuprov.cdi.loader_cache import CACHE, parse_cache
+from gpuprov.verify.cuda.elf_file import ElfFile, read_elf
+from gpuprov.verify.cuda.loader import GLIBC, Loader
+from gpuprov.verify.cuda.trees import Tree, chain, read_start
+
+LIBCUDA, LIBNVIDIA_ML = "libcuda.so.1", "libnvidia-ml.so.1"
+_PRELOAD_FILE = "/etc/ld.so.preload"
+_LARGEST_CACHE = 8 << 20
+_LARGEST_PRELOAD = 64 << 10
+_MOST_FOLDERS = 1000
+_TOKENS = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
+_VERSION = re.compile(r"\.so\.(\d{2,}(?:\.\d+)+)$")
+# Where libraries lie that the loader does not find by itself: CUDA's stubs and compatibility libraries, Conda's, those
+# of NVIDIA's older images, other distributions' folders.
+_KNOWN_FOLDERS = (
+    "/usr/local/cuda/compat", "/usr/local/cuda/lib64/stubs", "/usr/local/cuda/lib64", "/usr/local/nvidia/lib64",
+    "/usr/local/nvidia/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
+    "/usr/lib/x86_64-linux-gnu/nvidia/current", "/usr/lib/wsl/lib", "/usr/local/lib", "/opt/conda/lib",
+    "/opt/conda/lib/stubs", "/opt/conda/targets/x86_64-linux/lib/stubs",
+)  # fmt: skip
+_CUDA_FOLDER = re.compile(r"cuda-\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What decides a search beside the root file system: environment, working folder, the program that loads."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: str = "/"
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A library that the loader could take.
+
+    `path` is the name by which the loader opens it, `chain` that and what its links lead to, `reason` why the loader
+    looks there (empty: it does not), `fault` why it can't be used.
+    """
+
+    path: str
+    chain: tuple[str, ...]
+    reason: str = ""
+    version: str = ""
+    fault: str = ""
+    stub: bool = False
+    compat: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """The libraries of one name: the one that wins, None for none, and all others in the loader's order."""
+
+    name: str
+    winner: Candidate | None
+    others: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    path: str
+    reason: str
+
+
+def search(tree: Tree, loader: Loader, program: Program, name: str) -> Found:
+    """Return what the loader takes for a name such as libcuda.so.1, and every other that lies in the root."""
+    seen: dict[str, Candidate] = {}
+    winner: Candidate | None = None
+    places = _places(tree, loader, program, name) if loader.library == GLIBC else iter(())
+    for place in places:
+        made, elf = _candidate(tree, place)
+        if made is None or made.path in seen:
+            continue
+        if elf.machine and elf.machine != loader.machine and not elf.fault:
+            made = replace(made, fault=f"for {elf.machine}: the loader passes over it")
+        elif winner is None:
+            winner = made
+        seen[made.path] = made
+    for place in _elsewhere(tree, loader, name, seen):
+        made, _ = _candidate(tree, place)
+        if made is not None:
+            seen.setdefault(made.path, made)
+    return Found(name, winner, _others(seen.values(), winner))
+
+
+def _others(candidates: Iterable[Candidate], winner: Candidate | None) -> tuple[Candidate, ...]:
+    """Return each other file once, by the first of its paths."""
+    reals = {winner.chain[-1]} if winner is not None else set()
+    found = []
+    for one in candidates:
+        if one.chain[-1] not in reals:
+            reals.add(one.chain[-1])
+            found.append(one)
+    return tuple(found)
+
+
+def _candidate(tree: Tree, place: _Place) -> tuple[Candidate | None, ElfFile]:
+    links = chain(tree, place.path)
+    if not links:
+        return None, ElfFile()
+    elf = _elf(tree, place.path)
+    version = next((found[1] for path in reversed(links) if (found := _VERSION.search(path))), "")
+    stub = any("/stubs/" in path for path in (place.path, *links))
+    compat = any("/compat/" in path for path in (place.path, *links))
+    return Candidate(place.path, links, place.reason, version, elf.fault, stub, compat), elf
+
+
+def _elf(tree: Tree, path: str) -> ElfFile:
+    links = chain(tree, path)
+    try:
+        with tree.open(links[-1]) as file:
+            return read_elf(file)
+    except (OSError, IndexError) as error:
+        return ElfFile(fault=f"it can't be read: {error}")
+
+
+def _places(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
+    """Yield every path at which the loader would look, in its order."""
+    yield from _preloaded(tree, loader, program, name)
+    yield from _searched(tree, loader, program, name)
+
+
+def _preloaded(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
+    """Yield libraries loaded before all others that have the name, by their soname if not by that of their file."""
+    variable = re.split(r"[ :]", program.environment.get("LD_PRELOAD", ""))
+    text = read_start(tree, _PRELOAD_FILE, _LARGEST_PRELOAD).decode("utf-8", "replace")
+    lines = [word for line in text.splitlines() for word in re.split(r"[ :\t]", line.partition("#")[0])]
+    for source, words in (("LD_PRELOAD", variable), (_PRELOAD_FILE, lines)):
+        for word in filter(None, words):
+            if "/" not in word:
+                places = _searched(tree, loader, program, word)
+                found = next((one.path for one in places if _is_usable(tree, loader, one.path)), "")
+            else:
+                found = _absolute(_expanded(word, loader, program, tree), program)
+            if found and (word == name or _elf(tree, found).soname == name):
+                yield _Place(found, f"{source} names {word}")
+
+
+def _is_usable(tree: Tree, loader: Loader, path: str) -> bool:
+    return bool(chain(tree, path)) and _elf(tree, path).machine in (loader.machine, "")
+
+
+def _searched(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
+    elf = _elf(tree, program.path) if program.path else ElfFile()
+    variable = program.environment.get("LD_LIBRARY_PATH", "")
+    rpath = "" if elf.runpath else elf.rpath
+    for text, separators, reason in (
+        (rpath, ":", f"RPATH of {program.path}"),
+        (variable, "[:;]", "LD_LIBRARY_PATH"),
+        (elf.runpath, ":", f"RUNPATH of {program.path}"),
+    ):
+        # An empty variable is as good as none; an empty part of one is the working folder.
+        parts = re.split(separators, text)[:_MOST_FOLDERS] if text else []
+        for part in parts:
+            where = f"{reason} has {part}" if part else f"{reason} has an empty part: the working folder"
+            folder = _absolute(_expanded(part, loader, program, tree) or ".", program)
+            yield from (_Place(f"{one}/{name}", where) for one in loader.tried(folder))
+    yield from _cached(tree, loader, name)
+    for folder in loader.folders:
+        yield from (_Place(f"{one}/{name}", "a default folder of the loader") for one in loader.tried(folder))
+
+
+def _cached(tree: Tree, loader: Loader, name: str) -> Iterator[_Place]:
+    """Yield the one entry of the loader's cache that counts: the best variant that the processor has, or the first."""
+    entries = [
+        one for one in parse_cache(read_start(tree, CACHE, _LARGEST_CACHE)) if one.name == name and one.is_64_bit
+    ]
+    ranks = {one.rpartition("/")[2]: number for number, one in enumerate(loader.variants) if "glibc-hwcaps/" in one}
+    usable = [one for one in entries if one.variant in ("", *ranks)]
+    usable.sort(key=lambda one: ranks.get(one.variant, len(ranks)))
+    if usable:
+        yield _Place(usable[0].path, f"the loader's cache {CACHE} names it")
+
+
+def _expanded(text: str, loader: Loader, program: Program, tree: Tree) -> str:
+    origin = (chain(tree, program.path) or ("",))[-1].rpartition("/")[0]
+    values = {"ORIGIN": origin, "LIB": loader.token_lib, "PLATFORM": loader.machine}
+    return _TOKENS.sub(lambda found: values[found[1] or found[2]], text)
+
+
+def _absolute(path: str, program: Program) -> str:
+    # Not normalised: a `..` behind a link is the link's target's.
+    return (
+        path if path.startswith("/") else posixpath.join(program.folder or "/", path) if path != "." else program.folder
+    )
+
+
+def _elsewhere(tree: Tree, loader: Loader, name: str, seen: Mapping[str, Candidate]) -> Iterator[_Place]:
+    """Yield libraries of that name that the loader does not take by itself, wherever such libraries usually lie."""
+    stem = name.removesuffix("1")
+    known = {real for one in seen.values() for real in one.chain}
+    versions = [one for one in tree.names("/usr/local") if _CUDA_FOLDER.fullmatch(one)]
+    more = [f"/usr/local/{one}/{part}" for one in versions for part in ("compat", "lib64/stubs")]
+    targets = [f"/usr/local/cuda/targets/{one}/lib/stubs" for one in tree.names("/usr/local/cuda/targets")]
+    for folder in dict.fromkeys(tree.real_folder(one) for one in (*_KNOWN_FOLDERS, *more, *targets, *loader.folders)):
+        stub = stem.removesuffix(".") if (folder or "").endswith("/stubs") else name
+        names = tree.names(folder) if folder is not None else []
+        yield from _unknown(tree, (f"{folder}/{one}" for one in names if one.startswith(stem) or one == stub), known)
+    yield from _unknown(tree, tree.everywhere(stem), known)
+
+
+def _unknown(tree: Tree, paths: Iterable[str], known: set[str]) -> Iterator[_Place]:
+    """Yield the paths that lead to files not known before; these are known from then on."""
+    for path in paths:
+        reals = chain(tree, path)
+        if reals and reals[-1] not in known:
+            known.update(reals)
+            yield _Place(path, "")
