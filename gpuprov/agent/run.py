@@ -21,6 +21,8 @@ from gpuprov.core.apply import Stopped, last_undoable_run, roll_back
 from gpuprov.core.lock import host_lock
 from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
+from gpuprov.engines.docker import reach_local_docker
+from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.plan.steps import CHANGE_KINDS
@@ -65,6 +67,7 @@ def _dispatch(run: RunContext) -> Finished:
             "put sudo before it; for remote hosts set ansible_become: true",
             exit_code=ExitCode.USAGE,
         )
+    reach_local_docker(run.system)
     if command == "verify":
         return _verify(run)
     if command == "doctor":
@@ -99,6 +102,7 @@ def _locked(run: RunContext) -> Finished:
 
 def _facts(run: RunContext) -> Finished:
     try:
+        reach_local_docker(run.system)
         run.sink(FactsGathered(facts_to_json(gather(run.system))))
     except PermissionError as error:
         raise GpuprovError(
@@ -126,12 +130,16 @@ def _roll_back(run: RunContext) -> Finished:
     forget_resume(run.system)
     forget_asked(run.system)
     last = last_undoable_run(run.system)
-    if last is None:
-        return Finished(int(ExitCode.DONE), summary="there is no run to roll back")
-    for sentence in lasting(run.system, (last,), CHANGE_KINDS):
-        run.note(sentence, "warning")
-    count = roll_back(run.system, last, CHANGE_KINDS, run.sink)
-    return Finished(int(ExitCode.DONE), changed=count, summary=f"{count} changes undone")
+    count, summary = 0, "there is no run to roll back"
+    if last is not None:
+        for sentence in lasting(run.system, (last,), CHANGE_KINDS):
+            run.note(sentence, "warning")
+        count = roll_back(run.system, last, CHANGE_KINDS, run.sink)
+        summary = f"{count} changes undone"
+    problem = failure(run.system)
+    if problem is not None:
+        return Finished(int(ExitCode.FAILED), changed=count, problems=(problem,), summary=summary)
+    return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 
 def _check_roll_back(run: RunContext) -> Finished:

@@ -131,6 +131,7 @@ def undo_runs(
     The journal notes each undone change, so an interrupted rollback resumes where it stopped.
     """
     total, index = sum(len(run.undoable) for run in runs), 0
+    entries = [entry for run in runs for entry in run.undoable]
     for run in runs:
         journal = resume_journal(system, run)
         for entry in run.undoable:
@@ -139,10 +140,24 @@ def undo_runs(
                 raise Stopped(f"stopped as asked before {index} of {total}: undo: {entry.key}")
             sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
             begun = system.now()
-            _undo_entry(system, journal, entry, kinds)
+            _undo_entry(system, journal, entry, kinds, _first_image(entries[index - 1 :], kinds))
             sink(ChangeDone(entry.key, round(system.now() - begun, 3)))
         journal.end("rolled-back")
     return total
+
+
+def _first_image(entries: Sequence[Entry], kinds: Kinds) -> Json:
+    """Return what the undo of the first of these entries, which are the latest first, brings back.
+
+    The oldest entry is undone last, so an interrupted undo finds it again.
+    """
+    entry = entries[0]
+    kind = kinds.get(entry.kind)
+    if kind is None or not kind.undo_goes_to_first:
+        return entry.before
+    paths = {image["path"] for image in images_in(entry.before)}
+    same = (one for one in reversed(entries) if one.kind == entry.kind)
+    return next(one.before for one in same if {image["path"] for image in images_in(one.before)} == paths)
 
 
 def last_undoable_run(system: System) -> Run | None:
@@ -150,9 +165,10 @@ def last_undoable_run(system: System) -> Run | None:
     return next((run for run in reversed(read_runs(system)) if run.undoable and run.end != "rolled-back"), None)
 
 
-def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds) -> None:
+def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, before: Json | None = None) -> None:
+    """Undo one change; `before` is what to bring back if not what this change captured."""
     try:
-        kind_of(journal, entry, kinds).undo(system, entry.before, entry.outcome)
+        kind_of(journal, entry, kinds).undo(system, before or entry.before, entry.outcome)
         system.sync()
     except OSError as error:
         raise from_os_error(f"could not undo: {entry.key}", error) from error

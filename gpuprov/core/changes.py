@@ -37,6 +37,8 @@ class Change:
     bundle_part: ClassVar[str] = ""
     # Whether it needs the package manager's lock: a run waits for that before its first change.
     uses_package_manager: ClassVar[bool] = False
+    # Whether an undo of several changes to the same files goes to the first state at once, not through those between.
+    undo_goes_to_first: ClassVar[bool] = False
 
     @property
     def key(self) -> str:

@@ -29,6 +29,8 @@ class System:
 
     def __init__(self, root: str = "/") -> None:
         self.root = Path(root)
+        # What commands get besides core/commands.py's environment: the address of this host's docker.
+        self.environment: dict[str, str] = {}
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,7 @@ class System:
         The command gets a clean environment, its own process group (a Ctrl-C at the terminal does not reach it: what
         has begun is finished or undone, not torn) and a time limit in seconds. `on_line` sees each line as it comes.
         """
+        env = {**self.environment, **(env or {})}
         return run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
 
     def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:

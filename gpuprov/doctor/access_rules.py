@@ -7,6 +7,7 @@ import re
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, DOCKER, LIKELY, POSSIBLE, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.engines.docker_unit import listens_at
 
 
 def _podmans(x: Examined) -> Finding | None:
@@ -26,6 +27,30 @@ def _other_context(x: Examined) -> Finding | None:
         f"root's docker client talks to another docker: context {found[1]}",
         f"/root/.docker/config.json: currentContext is {found[1]}", "docker context use default", LIKELY,
     )  # fmt: skip
+
+
+def _other_host(x: Examined) -> Finding | None:
+    found = re.search(
+        r"""^\s*(?:export )?DOCKER_HOST=["']?([^"'\s]+)""", x.texts.get("/etc/environment", ""), re.MULTILINE
+    )
+    docker = x.host.docker
+    if found is None or not docker.installed or not docker.unit.load:
+        return None
+    if _place(found[1]) in {
+        _place(one) for one in (docker.address, *listens_at(docker.unit, docker.config.get("hosts")))
+    }:
+        return None
+    return Finding(
+        f"docker's clients talk to another docker than this host's: DOCKER_HOST is {found[1]}",
+        f"/etc/environment: DOCKER_HOST={found[1]}\nthis host's docker listens at {docker.address}",
+        "sed -i '/^\\s*DOCKER_HOST=/d' /etc/environment  # then log in again", LIKELY,
+    )  # fmt: skip
+
+
+def _place(address: str) -> str:
+    """Return an address with the names of this host's own interfaces left out."""
+    address = re.sub(r"^tcp://(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\])", "tcp://", address)
+    return address.replace("unix:///var/run/", "unix:///run/")
 
 
 def _rootless(x: Examined) -> Finding | None:
@@ -92,6 +117,7 @@ def _log_rule(name: str, said: str, pattern: str, what: str, step: str) -> Rule:
 
 RULES = (
     Rule("docker-is-podman", DOCKER, "package podman-docker", _podmans),
+    Rule("docker-host", DOCKER, "/etc/environment: DOCKER_HOST is another docker's", _other_host),
     Rule("docker-context", DOCKER, "/root/.docker/config.json: currentContext is not default", _other_context),
     Rule("docker-rootless", DOCKER, "/run/user/UID/docker.sock is there", _rootless),
     Rule("selinux-denies", DOCKER, "Enforcing, and `avc: denied` with nvidia or xserver_misc_device_t", _selinux),

@@ -126,8 +126,8 @@ def _docker_without(x: Examined) -> Finding | None:
         return None
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
-        f"/etc/docker/daemon.json: features.cdi is {json.dumps(setting)}, docker {docker.version}",
-        f'${{EDITOR:-vi}} /etc/docker/daemon.json; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
+        f"{docker.config_path}: features.cdi is {json.dumps(setting)}, docker {docker.version}",
+        f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
         LIKELY,
     )
 

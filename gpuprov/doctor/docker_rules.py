@@ -8,19 +8,25 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
-from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
+from gpuprov.engines.docker_config import parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+from gpuprov.wire.errors import Problem
 from gpuprov.wire.versions import version_numbers
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
 _UNIT = "docker.service"
+_FLAGS_TWICE = "specified both as a flag and in the configuration file"
+_OTHER_ENGINES = {
+    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/kubelet", "/usr/local/bin/k3s", "/usr/bin/nerdctl",
+    "/usr/local/bin/nerdctl",
+}  # fmt: skip
 _NO_DRIVER = r"could not select device driver"
 
 
 def in_file(x: Examined) -> str:
     """Return the path of runtime nvidia as daemon.json has it, nothing where it has none."""
-    entry = (parse_config(x.host.docker.config_text)[0].get("runtimes") or {}).get(_RUNTIME)
+    entry = (x.host.docker.config.get("runtimes") or {}).get(_RUNTIME)
     return str(entry.get("path") or "") if isinstance(entry, dict) else ""
 
 
@@ -32,7 +38,7 @@ def in_daemon(x: Examined) -> str:
 def _line_of(x: Examined, word: str) -> str:
     lines = (x.host.docker.config_text or "").splitlines()
     number = next((number for number, line in enumerate(lines, 1) if word in line), 1)
-    return f"{DAEMON_JSON}:{number}"
+    return f"{x.host.docker.config_path}:{number}"
 
 
 def _start(x: Examined) -> str:
@@ -41,7 +47,7 @@ def _start(x: Examined) -> str:
 
 def cdi_setting(x: Examined) -> object:
     """Return daemon.json's features.cdi, None where it says nothing."""
-    features = parse_config(x.host.docker.config_text)[0].get("features")
+    features = x.host.docker.config.get("features")
     return features.get("cdi") if isinstance(features, dict) else None
 
 
@@ -52,13 +58,20 @@ def reads_cdi(x: Examined) -> bool:
     return x.host.docker.active and (by_itself or as_told)
 
 
+def _wrong(x: Examined) -> tuple[Problem, ...]:
+    """Return what gpuprov can't read in docker's file; docker may read it all the same."""
+    docker = x.host.docker
+    return parse_config(docker.config_text, docker.config_path, docker.version)[1]
+
+
 def _absent(x: Examined) -> Finding | None:
-    others = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd"} & x.there
-    if x.host.docker.installed or x.host.docker.snap or others:
+    # containerd is docker's too, and stays when docker goes.
+    others = _OTHER_ENGINES & x.there or ("containerd" in x.spec.engines and "/usr/bin/containerd" in x.there)
+    if x.host.docker.installed or x.host.docker.snap or (others and not in_file(x)):
         return None
-    return Finding(
-        "no container engine is installed", "command -v dockerd podman crio: nothing", words.gpuprov_install(x)
-    )
+    left = [f"{x.host.docker.config_path}: runtime nvidia is {in_file(x)}"] if in_file(x) else []
+    what = "docker is not installed" if left or "/usr/bin/containerd" in x.there else "no container engine is installed"
+    return Finding(what, "\n".join(["command -v dockerd: nothing", *left]), words.gpuprov_install(x))
 
 
 def _snap(x: Examined) -> Finding | None:
@@ -71,27 +84,46 @@ def _snap(x: Examined) -> Finding | None:
 
 
 def _broken(x: Examined) -> Finding | None:
-    wrong = parse_config(x.host.docker.config_text)[1]
-    if not wrong:
+    docker, path = x.host.docker, x.host.docker.config_path
+    wrong, said = _wrong(x), _refused(x)
+    if not docker.installed or not (wrong or said or docker.config_kind) or _FLAGS_TWICE in said:
         return None
-    line = re.match(r"line (\d+)", wrong[0].evidence)
-    number = line[1] if line else "1"
-    return Finding(
-        f"docker can't read its configuration: {wrong[0].what}",
-        f"{DAEMON_JSON}:{number}: {wrong[0].evidence}",
-        f"${{EDITOR:-vi}} +{number} {DAEMON_JSON}; {_start(x)}",
-    )
+    if docker.config_kind:
+        kind = f"{path} is a {docker.config_kind}, not a file"
+        step = f"mv {path} {path}.old; {_start(x)}"
+        return Finding(f"docker can't read its configuration: {kind}", f"stat {path}: {docker.config_kind}", step,
+                       CERTAIN if said else LIKELY)  # fmt: skip
+    line = re.match(r"line (\d+)", wrong[0].evidence) if wrong else None
+    place = f"+{line[1]} {path}" if line else path
+    ours = [f"{path}:{line[1] if line else '1'}: {wrong[0].evidence}"] if wrong else []
+    if said:
+        what = wrong[0].what if wrong else f"it refuses {path}"
+        return Finding(f"docker can't read its configuration: {what}", "\n".join([f"dockerd: {said}", *ours]),
+                       f"${{EDITOR:-vi}} {place}; {_start(x)}")  # fmt: skip
+    return Finding(f"docker takes its configuration, gpuprov can't edit it: {wrong[0].what}", ours[0],
+                   f"${{EDITOR:-vi}} {place}", ASIDE)  # fmt: skip
+
+
+def _refused(x: Examined) -> str:
+    """Return why dockerd refuses its file: as it said when asked, or when it failed to start."""
+    found = find_in_log(x.docker_log, r"unable to configure the Docker daemon with file \S+: (?P<why>.*\S)")
+    logged = found[0]["why"] if found is not None and not x.host.docker.active else ""
+    return x.host.docker.refused or logged
 
 
 def _twice(x: Examined) -> Finding | None:
     pattern = r"specified both as a flag and in the configuration file: (?P<names>[^\"]*?)(?:\(|$|\")"
     found = find_in_log(x.docker_log, pattern)
-    if found is None or x.host.docker.active:
+    asked = re.search(pattern, x.host.docker.refused)
+    if asked is None and (found is None or x.host.docker.active):
         return None
+    names = asked["names"] if asked else found[0]["names"] if found else ""
+    seen = f"dockerd: {asked[0]}" if asked else f"journalctl -u docker: {found[1][0] if found else ''}"
+    path = x.host.docker.config_path
     return Finding(
-        f"docker does not start: {found[0]['names'].strip(' :')} stands in {DAEMON_JSON} and on dockerd's command line",
-        f"journalctl -u docker: {found[1][0]}",
-        f"systemctl cat docker; ${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}  # take one of the two out",
+        f"docker does not start: {names.strip(' :')} stands in {path} and on dockerd's command line",
+        seen,
+        f"systemctl cat docker; ${{EDITOR:-vi}} {path}; {_start(x)}  # take one of the two out",
     )
 
 
@@ -103,17 +135,55 @@ def _masked(x: Examined) -> Finding | None:
                    f"systemctl unmask {_UNIT}; systemctl start docker")  # fmt: skip
 
 
-def _down(x: Examined) -> Finding | None:
-    docker = x.host.docker
-    if not docker.installed or docker.active:
+def _disabled(x: Examined) -> Finding | None:
+    unit, docker = x.units.get(_UNIT), x.host.docker
+    if not docker.installed or unit is None or unit.load != "loaded" or unit.enabled != "disabled":
         return None
-    unit = x.units.get(_UNIT)
+    if docker.unit.on_demand or unit.active == "failed":
+        return None
+    evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
+    if docker.active or unit.active == "active":
+        what = "docker is disabled: it does not run after the next boot"
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE)
+    return Finding("docker is disabled, so nothing started it", evidence, f"systemctl enable --now {_UNIT}")
+
+
+def _unreachable(x: Examined) -> Finding | None:
+    docker, unit = x.host.docker, x.units.get(_UNIT)
+    if not docker.installed or docker.active or unit is None or unit.active != "active":
+        return None
+    host = f"--host {docker.address} " if docker.address else ""
+    return Finding(
+        "docker runs, but its client gets no answer; nothing more is known of it",
+        f"systemctl show {_UNIT}: {unit.active}\ndocker {host}info: {docker.error or 'no answer'}",
+        f"systemctl cat docker; docker {host}info",
+        LIKELY,
+    )
+
+
+def _down(x: Examined) -> Finding | None:
+    docker, unit = x.host.docker, x.units.get(_UNIT)
+    if not docker.installed or docker.active or (unit is not None and unit.active == "active"):
+        return None
     said = [line for line in x.docker_log if re.search(r"level=(error|fatal)|failed to start daemon|unable to", line)]
     state = f"systemctl show {_UNIT}: {unit.active}, {unit.result}" if unit else docker.error
     return Finding(
-        f"docker does not run{': ' + _reason(said[-1]) if said else ''}",
+        f"docker does not {'run' if unit else 'answer'}{': ' + _reason(said[-1]) if said else ''}",
         "\n".join([state, *(f"journalctl -u docker: {line}" for line in said[-2:])]),
         f"{_start(x)}; journalctl -u docker -n 30 --no-pager",
+        # Without systemd nobody says whether it runs.
+        CERTAIN if unit else LIKELY,
+    )
+
+
+def _unit_changed(x: Examined) -> Finding | None:
+    unit = x.host.docker.unit
+    if not x.host.docker.active or not unit.is_outdated:
+        return None
+    return Finding(
+        "docker has not been restarted since its unit changed: it reads another configuration file",
+        f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
+        words.RESTART_DOCKER,
     )
 
 
@@ -135,15 +205,15 @@ def _not_restarted(x: Examined) -> Finding | None:
 
 
 def _unregistered(x: Examined) -> Finding | None:
-    if not x.host.docker.active or in_file(x) or in_daemon(x) or parse_config(x.host.docker.config_text)[1]:
+    if not x.host.docker.active or in_file(x) or in_daemon(x) or _wrong(x):
         return None
-    step = words.gpuprov_install(x)
+    docker, step = x.host.docker, words.gpuprov_install(x)
     if not words.is_gpuprovs(x):
         step = f"nvidia-ctk runtime configure --runtime=docker; {words.RESTART_DOCKER}"
     return Finding(
         "docker does not know the runtime nvidia",
-        f"{DAEMON_JSON}: {'no runtimes.nvidia' if x.host.docker.config_text is not None else 'No such file'}\n"
-        f"docker info: runtimes {', '.join(sorted(x.host.docker.runtimes or {}))}",
+        f"{docker.config_path}: {'no runtimes.nvidia' if docker.config_text is not None else 'No such file'}\n"
+        f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
         # `--device nvidia.com/gpu=all` does without.
         ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
@@ -152,25 +222,26 @@ def _unregistered(x: Examined) -> Finding | None:
 
 def _unsaved(x: Examined) -> Finding | None:
     by_flag = "add-runtime" in x.docker_unit or "add-runtime" in x.texts.get("/etc/default/docker", "")
-    if not in_daemon(x) or in_file(x) or by_flag or parse_config(x.host.docker.config_text)[1]:
+    by_flag = by_flag or _RUNTIME in x.host.docker.unit.flag_runtimes
+    if not in_daemon(x) or in_file(x) or by_flag or _wrong(x):
         return None
     return Finding(
         "the runtime nvidia is gone from docker's configuration; docker forgets it at its next start",
-        f"docker info: runtime nvidia is {in_daemon(x)}\n{DAEMON_JSON}: no runtimes.nvidia",
+        f"docker info: runtime nvidia is {in_daemon(x)}\n{x.host.docker.config_path}: no runtimes.nvidia",
         words.gpuprov_install(x),
         LIKELY,
     )
 
 
 def _default_unknown(x: Examined) -> Finding | None:
-    config = parse_config(x.host.docker.config_text)[0]
+    config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
     if not name or name == "runc" or name in (config.get("runtimes") or {}) or name.startswith("io.containerd"):
         return None
     return Finding(
         f"docker's default runtime {name} is one that it does not have",
         f"{_line_of(x, name)}: default-runtime: {name}",
-        f"${{EDITOR:-vi}} {DAEMON_JSON}; {_start(x)}", LIKELY,
+        f"${{EDITOR:-vi}} {x.host.docker.config_path}; {_start(x)}", LIKELY,
     )  # fmt: skip
 
 
@@ -218,15 +289,18 @@ def _hook_not_on_path(x: Examined) -> Finding | None:
 
 
 RULES = (
-    Rule("docker-missing", DOCKER, "neither dockerd nor podman, crio or containerd", _absent),
+    Rule("docker-missing", DOCKER, "no dockerd, and no other engine in its place", _absent),
     Rule("docker-snap", DOCKER, "/snap/bin/docker, and no dockerd", _snap),
-    Rule("daemon-json-broken", DOCKER, "/etc/docker/daemon.json is no JSON, or has the wrong shape", _broken),
+    Rule("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it", _broken),
     Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
     Rule("docker-masked", DOCKER, "the unit is masked", _masked),
-    Rule("docker-down", DOCKER, "`docker info` gets no answer", _down,
-         ("daemon-json-broken", "docker-flags-twice", "docker-masked", "default-runtime-unknown")),
+    Rule("docker-disabled", DOCKER, "the unit is disabled, docker.socket too", _disabled),
+    Rule("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer", _unreachable),
+    Rule("docker-down", DOCKER, "`docker info` gets no answer, and the unit is not active", _down,
+         ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown")),
+    Rule("docker-unit-changed", DOCKER, "the running dockerd reads another file than its unit names", _unit_changed),
     Rule("docker-not-restarted", DOCKER, "daemon.json has runtime nvidia, `docker info` has not, or another path",
-         _not_restarted),
+         _not_restarted, ("docker-unit-changed",)),
     Rule("runtime-unregistered", DOCKER, "neither daemon.json nor `docker info` has runtime nvidia", _unregistered,
          ("toolkit-missing",)),
     Rule("runtime-unsaved", DOCKER, "`docker info` has runtime nvidia, daemon.json and dockerd's flags have not",

@@ -19,7 +19,6 @@ from gpuprov.core.system import System
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
-from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.host import HostFacts
@@ -43,13 +42,14 @@ _UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFR
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
     SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
-    "/proc/driver/nvidia/params", "/proc/self/mountinfo",
+    "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo",
 )  # fmt: skip
 # Whether these are there is asked by one rule or another.
 _WATCHED = (
     "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
-    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd",
+    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/usr/bin/kubelet", "/usr/local/bin/nerdctl",
+    "/usr/bin/nerdctl", "/usr/local/bin/k3s",
     OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *KEYS,
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         texts=texts,
         there=frozenset(path for path in _WATCHED if system.exists(path)),
         absent=frozenset(path for path in _named_paths(host, texts) if not system.exists(path)),
-        modified=_modified(system),
+        modified=_modified(system, host.docker.config_path),
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver) if specification is not None else "",
         programs={name: path for name in ("runc", "crun", _HOOK) if (path := system.which(name))},
@@ -161,7 +161,7 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     of_specifications = (
         path for name, text in texts.items() if name.startswith(SPECIFICATION_FOLDERS) for path, _ in host_paths(text)
     )
-    entries = (parse_config(host.docker.config_text)[0].get("runtimes") or {}).values()
+    entries = (host.docker.config.get("runtimes") or {}).values()
     of_file = (str(entry.get("path") or "") for entry in entries if isinstance(entry, dict))
     of_settings = re.findall(
         r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', texts.get(NVIDIA_SETTINGS_PATH, ""), re.MULTILINE
@@ -170,8 +170,8 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(path for path in named if path.startswith("/"))
 
 
-def _modified(system: System) -> Mapping[str, float]:
-    paths = (DAEMON_JSON, NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+def _modified(system: System, docker_file: str) -> Mapping[str, float]:
+    paths = (docker_file, NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
     return {path: status.modified for path in paths if (status := system.status(path)) is not None}
 
 

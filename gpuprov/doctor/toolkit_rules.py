@@ -10,7 +10,6 @@ from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
-from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.facts.interpreter import MISSING
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
@@ -35,7 +34,7 @@ def _uses_nvidias(x: Examined) -> bool:
 
 
 def _runtime_missing(x: Examined) -> Finding | None:
-    named = (("docker info", in_daemon(x)), (DAEMON_JSON, in_file(x)))
+    named = (("docker info", in_daemon(x)), (x.host.docker.config_path, in_file(x)))
     source, path = next(((source, path) for source, path in named if path in x.absent), ("", ""))
     if not path:
         return None

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.core.changes import Change
+from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.docker_config import DAEMON_JSON, parse_config, render_config, with_runtime
+from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
+from gpuprov.engines.docker_unit import (
+    UNIT,
+    DockerUnit,
+    dockerd_version,
+    flag_values,
+    gather_unit,
+    local_address,
+    refusal,
+)
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.versions import version_numbers
 
@@ -21,8 +31,10 @@ _SNAP = "/snap/bin/docker"
 class DockerFacts:
     """What docker is on a host.
 
-    `config_text` is None without a daemon.json. What comes after `active` is what the running daemon says, and empty
-    where none answers; `error` is then its client's complaint.
+    `config_path` is the file that docker.service reads; `config_text` is None where it is missing, and
+    `config_kind` says what lies there instead of a file. `refused`: why dockerd does not take the file, asked where
+    there is reason to. What comes after `active` is what the running daemon says, and empty where none answers;
+    `error` is then its client's complaint, and `version` that of the program.
     """
 
     installed: bool = False
@@ -37,34 +49,92 @@ class DockerFacts:
     cgroup_version: str = ""
     cgroup_driver: str = ""
     error: str = ""
+    config_path: str = DAEMON_JSON
+    config_kind: str = ""
+    refused: str = ""
+    unit: DockerUnit = field(default_factory=DockerUnit)
+    address: str = ""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the file says; empty if it can't be read."""
+        return parse_config(self.config_text, self.config_path, self.version)[0]
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether docker runs, as systemd says, and does not answer its client: nothing is known of it then."""
+        return self.installed and not self.active and self.unit.active == "active"
+
+
+def reach_local_docker(system: System) -> str:
+    """Let every docker command of this run reach this host's own docker; return its address.
+
+    Neither DOCKER_HOST nor a context of docker's client may lead to another one. Where systemd does not answer, they
+    stay what they are.
+    """
+    unit = gather_unit(system)
+    if not unit.load:
+        return ""
+    config = parse_config(_text(system, unit.config_path), unit.config_path)[0]
+    address = local_address(unit, config.get("hosts"))
+    system.environment["DOCKER_HOST"] = address
+    return address
 
 
 def gather(system: System) -> DockerFacts:
-    """Return what docker is here, by two commands of its client."""
+    """Return what docker is here, by a question to systemd and two commands of docker's client."""
     installed = system.which("dockerd") is not None
-    snap = not installed and system.exists(_SNAP)
-    content = system.read_bytes(DAEMON_JSON)
-    config_text = None if content is None else content.decode("utf-8", "surrogateescape")
-    if not installed or system.which("docker") is None:
-        return DockerFacts(installed=installed, snap=snap, config_text=config_text)
+    unit = gather_unit(system)
+    path = unit.config_path
+    base = DockerFacts(
+        installed=installed,
+        snap=not installed and system.exists(_SNAP),
+        config_text=_text(system, path),
+        config_path=path,
+        config_kind=_kind(system.status(system.real_path(path))),
+        unit=unit,
+        address=system.environment.get("DOCKER_HOST", ""),
+    )
+    if not installed:
+        return base
+    asked = _asked(system)
+    facts = replace(base, **asked)
+    if not facts.active:
+        facts = replace(facts, version=dockerd_version(system))
+    if not facts.active or parse_config(facts.config_text, path, facts.version)[1] or facts.config_kind:
+        facts = replace(facts, refused=refusal(system, unit, path))
+    return facts
+
+
+def _asked(system: System) -> dict[str, Any]:
+    """Return the fields that the running daemon tells."""
+    if system.which("docker") is None:
+        return {"error": "docker's client is not installed"}
     info = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
     facts = parse_info(info.stdout)
     if not facts.active:
-        error = facts.error or info.stderr.strip()
-        return DockerFacts(installed=True, config_text=config_text, error=error)
+        return {"error": facts.error or info.stderr.strip()}
     names = system.run(("docker", "ps", "--format", "{{.Names}}"), timeout=20) if facts.running_containers else None
-    return DockerFacts(
-        installed=True,
-        config_text=config_text,
-        active=True,
-        version=facts.version,
-        runtimes=facts.runtimes,
-        default_runtime=facts.default_runtime,
-        live_restore=facts.live_restore,
-        running_containers=tuple(sorted(names.stdout.split())) if names else (),
-        cgroup_version=facts.cgroup_version,
-        cgroup_driver=facts.cgroup_driver,
-    )
+    return {
+        "active": True,
+        "version": facts.version,
+        "runtimes": facts.runtimes,
+        "default_runtime": facts.default_runtime,
+        "live_restore": facts.live_restore,
+        "running_containers": tuple(sorted(names.stdout.split())) if names else (),
+        "cgroup_version": facts.cgroup_version,
+        "cgroup_driver": facts.cgroup_driver,
+    }
+
+
+def _text(system: System, path: str) -> str | None:
+    content = system.read_bytes(path)
+    return None if content is None else content.decode("utf-8", "surrogateescape")
+
+
+def _kind(status: FileStatus | None) -> str:
+    """Return what lies at a path instead of a regular file, nothing where one lies there, or nothing at all."""
+    return "" if status is None or status.kind == "file" else status.kind
 
 
 def parse_info(text: str) -> DockerFacts:
@@ -91,7 +161,7 @@ def parse_info(text: str) -> DockerFacts:
     )
 
 
-def problems(facts: DockerFacts) -> tuple[Problem, ...]:
+def problems(facts: DockerFacts, *, runtime_path: str = "", set_default: bool = False) -> tuple[Problem, ...]:
     """Return what keeps docker from being configured; nothing is touched then."""
     if facts.snap:
         return (
@@ -101,21 +171,84 @@ def problems(facts: DockerFacts) -> tuple[Problem, ...]:
                 "snap remove docker, then run the same command again: the distribution's docker is installed",
             ),
         )
-    return parse_config(facts.config_text)[1]
+    if not facts.installed:
+        return parse_config(facts.config_text, facts.config_path)[1]
+    return (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, runtime_path, set_default))
+
+
+def _file_problems(facts: DockerFacts) -> tuple[Problem, ...]:
+    path = facts.config_path
+    if facts.config_kind:
+        step = f"mv {path} {path}.old, then run the same command again"
+        return (Problem(f"{path} is a {facts.config_kind}, not a file", f"stat {path}: {facts.config_kind}", step),)
+    return parse_config(facts.config_text, path, facts.version)[1]
+
+
+def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
+    if facts.unit.load == "masked":
+        return (
+            Problem(
+                "docker is masked, so nothing can start it",
+                f"systemctl show {UNIT}: LoadState=masked",
+                f"systemctl unmask {UNIT}, then run the same command again",
+            ),
+        )
+    if facts.is_unreachable:
+        place = facts.address or "its default address"
+        return (
+            Problem(
+                "docker runs, but does not answer: whether containers run is not known",
+                f"systemctl show {UNIT}: active\ndocker info, at {place}: {facts.error or 'no answer'}",
+                f"docker {f'--host {facts.address} ' if facts.address else ''}info; journalctl -u docker -n 50",
+            ),
+        )
+    if facts.active and facts.unit.is_outdated and facts.running_containers and not facts.live_restore:
+        return (
+            Problem(
+                f"the running docker does not read {facts.config_path}, which its unit names since it was changed",
+                f"/proc/PID/cmdline of dockerd: {' '.join(facts.unit.running)}\n"
+                f"running containers: {', '.join(facts.running_containers)}",
+                "systemctl restart docker (this stops the containers), then run the same command again",
+            ),
+        )
+    return ()
+
+
+def _flag_problems(facts: DockerFacts, runtime_path: str, set_default: bool) -> tuple[Problem, ...]:
+    """dockerd does not start with the same directive as a flag and in its file."""
+    words = [f"--add-runtime={name}={path}" for name, path in facts.unit.flag_runtimes.items()]
+    is_default = not set_default or facts.default_runtime == "nvidia"
+    if not runtime_path or (_is_registered_by_flag(facts, "nvidia", runtime_path) and is_default):
+        words = []
+    if set_default and (named := flag_values(facts.unit.arguments, "--default-runtime")) and named[-1] != "nvidia":
+        words.append(f"--default-runtime={named[-1]}")
+    if not words:
+        return ()
+    return (
+        Problem(
+            f"docker's unit sets runtimes by a flag; with runtimes in {facts.config_path} too it would not start",
+            f"systemctl cat docker: {' '.join(words)}",
+            "move what the flag says into the file: systemctl edit --full docker",
+        ),
+    )
+
+
+def _is_registered_by_flag(facts: DockerFacts, name: str, path: str) -> bool:
+    return facts.unit.flag_runtimes.get(name) == path
 
 
 def plan(
     facts: DockerFacts, *, runtime_path: str, set_default: bool, runtime_name: str = "nvidia"
 ) -> tuple[Change, ...]:
-    """Return the change of daemon.json and its taking up by docker, or nothing where both are as they should be."""
-    config, wrong = parse_config(facts.config_text)
-    if wrong:
+    """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right."""
+    if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
         return ()
-    wanted = with_runtime(config, runtime_name, runtime_path, set_default=set_default)
-    text = None if wanted == config else render_config(wanted, facts.config_text)
+    text = edited(facts.config_text, runtime_name, runtime_path, set_default=set_default)
+    if _is_registered_by_flag(facts, runtime_name, runtime_path):
+        text = None
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
-    if text is None and facts.active and loaded:
+    if text is None and facts.active and loaded and not facts.unit.is_disabled:
         return ()
     return (
         ReconfigureDocker(
@@ -127,5 +260,10 @@ def plan(
             live_restore=facts.live_restore,
             validates=version_numbers(facts.version) >= (23,),
             default_runtime=set_default,
+            path=facts.config_path,
+            runs=facts.active,
+            enable=facts.unit.is_disabled,
+            is_loaded=text is None and facts.active and loaded,
+            reload=not facts.unit.is_outdated,
         ),
     )

@@ -1,29 +1,32 @@
-"""Changes daemon.json, makes docker take it up, and goes back to the old file if docker does not come up."""
+"""Changes docker's configuration file, makes docker take it up, and goes back to the old file if docker fails."""
 
 from __future__ import annotations
 
-import re
+import errno
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.engines.docker_config import DAEMON_JSON
+from gpuprov.engines.docker_unit import DAEMON_JSON, UNIT, gather_unit, last_words, refusal
 from gpuprov.wire.errors import GpuprovError, from_os_error
 
-_UNIT = "docker.service"
 _COMES_UP_SECONDS = 60
 _RELOAD_SECONDS = 15
 _RESTART_SECONDS = 180
-# Lines of docker's log that only say that it stopped, not why.
-_NOISE = re.compile(r"^(Starting|Stopping|Stopped|Started|Failed to start|docker\.service: )|level=(info|warning)")
 
 
 @dataclass(frozen=True)
 class ReconfigureDocker(Change):
-    """daemon.json shall have this content (None: it has it already) and the running docker shall know the runtime.
+    """docker's file shall have this content (None: it has it already) and the running docker shall know the runtime.
 
     `restart` is False where that would stop containers: docker takes up runtimes by a reload too, and containers go on.
+    `reload` is False where the running docker reads another file. `runs`: whether docker runs, and so whether it is
+    known which containers do. `enable`: docker shall come up at boots. `is_loaded`: nothing else is to be done.
     """
+
+    # Several runs may have changed the file, with edits by hand between them that docker could not start with.
+    undo_goes_to_first: ClassVar[bool] = True
 
     content: str | None
     runtime_name: str
@@ -33,37 +36,60 @@ class ReconfigureDocker(Change):
     live_restore: bool = False
     validates: bool = False
     default_runtime: bool = False
+    path: str = DAEMON_JSON
+    runs: bool = True
+    enable: bool = False
+    is_loaded: bool = False
+    reload: bool = True
 
     @property
     def key(self) -> str:
         return "configure docker"
 
     def summary(self) -> str:
-        what = f"write {DAEMON_JSON} and " if self.content is not None else ""
+        parts = [f"write {self.path}"] if self.content is not None else []
+        parts += [f"enable {UNIT}"] if self.enable else []
+        parts += [] if self.is_loaded else [self._taking_up()]
+        return " and ".join(parts)
+
+    def _taking_up(self) -> str:
+        if not self.runs:
+            return "start docker (it does not run)"
         how = "restart" if self.restart else "reload"
         count = len(self.containers)
         if not count:
-            return f"{what}{how} docker (no container is running)"
+            return f"{how} docker (no container is running)"
         fate = "they go on, by live-restore" if self.restart and self.live_restore else "they go on"
-        return f"{what}{how} docker ({count} running: {', '.join(self.containers)}; {fate})"
+        return f"{how} docker ({count} running: {', '.join(self.containers)}; {fate})"
 
     def diff(self, system: System) -> str:
         if self.content is None:
             return ""
-        return text_diff(DAEMON_JSON, system.read_bytes(DAEMON_JSON), self.content.encode())
+        return text_diff(self.path, system.read_bytes(self.path), self._bytes())
+
+    def _bytes(self) -> bytes:
+        return (self.content or "").encode("utf-8", "surrogateescape")
 
     def capture(self, system: System) -> Json:
-        return {"file": capture_path(system, DAEMON_JSON), "was_active": _is_active(system)}
+        found: dict[str, Any] = {"file": capture_path(system, self.path), "was_active": _is_active(system)}
+        return {**found, "was_disabled": True} if self.enable else found
 
     def apply(self, system: System, tell: Tell) -> Json:
         before = self.capture(system)
         if self.content is not None:
             self._validate(system)
             self._write(system, before)
+        if self.enable and (trouble := _systemctl(system, "enable")):
+            raise GpuprovError(
+                "docker can't be enabled, so it would not come up at boot", trouble, f"systemctl enable {UNIT}"
+            )
+        if self.is_loaded:
+            return {}
         tell(f"{'restarting' if self.restart else 'reloading'} docker", 0, 0)
+        since = system.clock()
         trouble = self._take_up(system)
         if trouble:
-            raise self._gone_back(system, before, trouble)
+            raise self._gone_back(system, before, trouble, since)
         return {}
 
     def _validate(self, system: System) -> None:
@@ -72,37 +98,35 @@ class ReconfigureDocker(Change):
             return
         folder = system.temporary_directory("/run")
         try:
-            system.write(f"{folder}/daemon.json", self.content.encode(), mode=0o600)
+            system.write(f"{folder}/daemon.json", self._bytes(), mode=0o600)
             done = system.run(("dockerd", "--validate", "--config-file", f"{folder}/daemon.json"))
         finally:
             system.remove_tree(folder)
         if not done.ok:
             raise GpuprovError(
-                f"dockerd refuses {DAEMON_JSON}; nothing was changed",
+                f"dockerd refuses {self.path}; nothing was changed",
                 done.evidence(4),
-                f"correct what it names, then check: dockerd --validate --config-file {DAEMON_JSON}",
+                f"correct what it names, then check: dockerd --validate --config-file {self.path}",
             )
 
     def _write(self, system: System, before: Json) -> None:
         mode = before["file"].get("mode", 0o644)
         try:
-            system.make_directory(parent_of(DAEMON_JSON))
-            system.write(DAEMON_JSON, (self.content or "").encode(), mode=mode)
+            system.make_directory(parent_of(self.path))
+            system.write(self.path, self._bytes(), mode=mode)
         except OSError as error:
-            next_step = f"lsattr {DAEMON_JSON} shows an immutable file (chattr -i)"
-            raise from_os_error(f"{DAEMON_JSON} can't be written", error, next_step) from None
+            is_forbidden = error.errno in (errno.EPERM, errno.EACCES)
+            next_step = f"lsattr {self.path} shows an immutable file (chattr -i)" if is_forbidden else ""
+            raise from_os_error(f"{self.path} can't be written", error, next_step) from None
 
     def _take_up(self, system: System) -> str:
         """Make docker read the file; return what went wrong, or nothing."""
-        if not _is_active(system):
-            # A unit that failed too often is not started again without this.
-            _systemctl(system, "reset-failed")
-            return _systemctl(system, "restart") or self._wait(system, _COMES_UP_SECONDS)
-        # A reload reads the file as a start does, but a docker that can't use it goes on as before: so it comes first.
-        trouble = _systemctl(system, "reload") or self._wait(system, _RELOAD_SECONDS)
-        if trouble or not self.restart:
-            return trouble
-        return _systemctl(system, "restart") or self._wait(system, _COMES_UP_SECONDS)
+        if _is_active(system) and self.reload:
+            # A docker that can't use the file goes on as before when it reloads: so that comes first.
+            trouble = _systemctl(system, "reload") or self._wait(system, _RELOAD_SECONDS)
+            if trouble or not self.restart:
+                return trouble
+        return _restart(system) or self._wait(system, _COMES_UP_SECONDS)
 
     def _wait(self, system: System, seconds: float) -> str:
         """Wait until docker has the runtime; return why it has not, or nothing."""
@@ -126,55 +150,84 @@ class ReconfigureDocker(Change):
             return f"docker info shows default runtime {default}"
         return ""
 
-    def _gone_back(self, system: System, before: Json, trouble: str) -> GpuprovError:
+    def _gone_back(self, system: System, before: Json, trouble: str, since: int) -> GpuprovError:
         """Bring the old file back, and docker with it; return the error that tells."""
-        words = _last_words(system) or trouble
+        words = last_words(system, since) or trouble
         if self.content is None:
-            return GpuprovError(f"docker does not take up {DAEMON_JSON}", words, "journalctl -u docker -n 50")
+            return GpuprovError(f"docker does not take up {self.path}", words, "journalctl -u docker -n 50")
         restore_path(system, before["file"])
-        back = _make_active(system)
+        since = system.clock()
+        back = _systemctl(system, "reload") if _is_active(system) else _restart(system)
         if _is_active(system):
             return GpuprovError(
-                f"docker did not come up with the new {DAEMON_JSON}; the old one is back and docker runs with it",
+                f"docker did not come up with the new {self.path}; the old one is back and docker runs with it",
                 words,
                 "mend what docker names, then run the same command again",
             )
         return GpuprovError(
-            f"docker did not come up with the new {DAEMON_JSON}, nor with the old one, which is back",
-            f"{words}\nwith the old file: {_last_words(system) or back}",
+            f"docker did not come up with the new {self.path}, nor with the old one, which is back",
+            f"{words}\nwith the old file: {last_words(system, since) or back}",
             "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
         )
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Bring the old file back and let docker take it up; an unchanged file disturbs nobody."""
+        """Bring the old file back, and docker to what it was: running with it, or not running.
+
+        An unchanged file disturbs nobody. Raises GpuprovError if docker ran and does not come up.
+        """
         image = before["file"]
-        if capture_path(system, DAEMON_JSON) == image:
+        is_same = capture_path(system, image["path"]) == image
+        if not is_same:
+            restore_path(system, image)
+        if system.which("dockerd") is None:
+            # It was removed since, and takes up nothing.
             return
-        restore_path(system, image)
-        if not _is_active(system):
-            return
-        # docker forgets a runtime only at a restart; where that would stop containers, it may know it until the next.
-        # Several runs undone one after the other would else end at the unit's limit of starts (StartLimitBurst).
-        _systemctl(system, "reset-failed")
-        trouble = _systemctl(system, "reload" if _restart_stops_containers(system) else "restart")
-        if trouble:
-            raise GpuprovError(
-                f"docker does not come up with its old {DAEMON_JSON}, which is back", _last_words(system) or trouble,
-                "journalctl -u docker -n 50; mend what docker names, then run the same command again",
-            )  # fmt: skip
+        if before.get("was_disabled"):
+            _systemctl(system, "disable")
         if not before["was_active"]:
-            _systemctl(system, "stop")
+            _stop(system)
+        elif not (is_same and _is_active(system)):
+            trouble = _run_again(system, image["path"])
+            # What a change that failed has told is not told again.
+            if trouble and not (is_same and outcome is None):
+                raise GpuprovError(
+                    f"docker does not come up with its old {image['path']}, which is back", trouble,
+                    "journalctl -u docker -n 50; mend what docker names, then run the same command again",
+                )  # fmt: skip
 
 
 def _is_active(system: System) -> bool:
-    return system.run(("systemctl", "is-active", "--quiet", _UNIT)).ok
+    return system.run(("systemctl", "is-active", "--quiet", UNIT)).ok
 
 
-def _make_active(system: System) -> str:
-    """Let a docker that runs read its file again, and start one that does not; return what went wrong, or nothing."""
+def _stop(system: System) -> None:
+    """Stop a docker that did not run before; where that would stop containers, it only reads its file."""
     if _is_active(system):
-        return _systemctl(system, "reload")
+        _systemctl(system, "reload" if _restart_stops_containers(system) else "stop")
+
+
+def _run_again(system: System, path: str) -> str:
+    """Let docker run with the file that is there now; return why it does not, or nothing."""
+    since = system.clock()
+    if not _is_active(system):
+        trouble = _restart(system)
+    elif _restart_stops_containers(system):
+        # docker forgets a runtime only at a restart: it may know it until the next.
+        trouble = _systemctl(system, "reload")
+    elif refusal(system, gather_unit(system), path):
+        # It ran beside a file with which it could not have started, and so it does again.
+        return ""
+    else:
+        trouble = _restart(system)
+    if not trouble and not _is_active(system):
+        trouble = f"systemctl is-active {UNIT}: no"
+    return (last_words(system, since) or trouble) if trouble else ""
+
+
+def _restart(system: System) -> str:
+    """Restart docker; return what systemctl complains of, or nothing."""
+    # Without this, a unit that was started often is not started again (StartLimitBurst), whatever its file says.
     _systemctl(system, "reset-failed")
     return _systemctl(system, "restart")
 
@@ -186,12 +239,5 @@ def _restart_stops_containers(system: System) -> bool:
 
 def _systemctl(system: System, verb: str) -> str:
     """Do something with docker's unit; return what systemctl complains of, or nothing."""
-    done = system.run(("systemctl", verb, _UNIT), timeout=_RESTART_SECONDS)
+    done = system.run(("systemctl", verb, UNIT), timeout=_RESTART_SECONDS)
     return "" if done.ok else done.evidence(3)
-
-
-def _last_words(system: System) -> str:
-    """Return why docker says it did not start, from its journal."""
-    done = system.run(("journalctl", "--unit", _UNIT, "--lines", "30", "--no-pager", "--output", "cat"))
-    telling = [line for line in done.stdout.splitlines() if line.strip() and not _NOISE.search(line)]
-    return "\n".join(telling[-3:])

@@ -8,48 +8,90 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gpuprov.engines.docker_unit import DAEMON_JSON
+from gpuprov.engines.json_text import BOM, in_place, with_member
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.versions import version_numbers
 
-DAEMON_JSON = "/etc/docker/daemon.json"
-_VALIDATE = f"dockerd --validate --config-file {DAEMON_JSON}"
+__all__ = ["DAEMON_JSON", "edited", "has_member_twice", "parse_config", "render_config", "with_runtime"]
+# The first that takes a byte order mark, and that has `dockerd --validate`.
+_FIRST_WITH_BOM = _FIRST_WITH_VALIDATE = (23,)
 
 
-def parse_config(text: str | None) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
+def parse_config(
+    text: str | None, path: str = DAEMON_JSON, version: str = ""
+) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
     """Return the configuration that daemon.json's text holds; a missing or empty file is an empty one.
 
-    `text` has bytes that are no UTF-8 as lone surrogates (surrogateescape). What docker itself could not read, or what
-    has no place for a runtime, is returned as problems.
+    `text` has bytes that are no UTF-8 as lone surrogates (surrogateescape); docker takes such bytes. Of a name that
+    stands twice in an object the last counts, as for docker. What gpuprov can't read or edit, or what has no place for
+    a runtime, is returned as problems. `version` is docker's, which decides on a byte order mark; nothing: unknown.
     """
     if text is None or not text.strip():
         return {}, ()
-    stray = re.search("[\udc80-\udcff]", text)
-    if stray is not None:
-        number = text.count("\n", 0, stray.start()) + 1
-        return {}, (Problem(f"{DAEMON_JSON} is not UTF-8", f"line {number}", f"correct it, then check: {_VALIDATE}"),)
+    if text.startswith(BOM) and version_numbers(version) >= _FIRST_WITH_BOM:
+        text = text[1:]
+    step = f"correct it, then check: {check_command(path, version)}"
     try:
-        config = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_number, parse_float=_number)
+        config = json.loads(text, parse_constant=_number, parse_float=_number)
     except json.JSONDecodeError as error:
         # Not splitlines: JSON counts line feeds only.
         line = text.split("\n")[error.lineno - 1]
         seen = f"line {error.lineno}, column {error.colno}: {error.msg}: {line.strip()}"
-        return {}, (Problem(f"{DAEMON_JSON} is not valid JSON", seen, f"correct it, then check: {_VALIDATE}"),)
+        return {}, (Problem(f"{path} is not valid JSON", _printable(seen), step),)
     except (ValueError, RecursionError) as error:
-        return {}, (
-            Problem(f"{DAEMON_JSON} can't be edited safely", str(error), f"correct it, then check: {_VALIDATE}"),
-        )
+        return {}, (Problem(f"{path} can't be edited safely", str(error), step),)
     wrong = _wrong_shape(config)
     if wrong:
-        return {}, (Problem(f"{DAEMON_JSON} has the wrong shape", wrong, f"correct it, then check: {_VALIDATE}"),)
+        return {}, (Problem(f"{path} has the wrong shape", wrong, step),)
     return config, ()
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a name that stands twice: writing the file back would silently drop one of the two."""
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f'"{twice}" stands twice in the same object')
-    return dict(pairs)
+def check_command(path: str, version: str) -> str:
+    """Return the command that checks a configuration file: dockerd's own, if it has one."""
+    if version_numbers(version) >= _FIRST_WITH_VALIDATE:
+        return f"dockerd --validate --config-file {path}"
+    return f"python3 -m json.tool {path}"
+
+
+def _printable(text: str) -> str:
+    """Return text without lone surrogates, which no terminal takes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def has_member_twice(text: str) -> bool:
+    """Say whether a name stands twice in an object of valid JSON: rendering it again would drop one of the two."""
+    found = False
+
+    def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal found
+        found = found or len({name for name, _ in pairs}) < len(pairs)
+        return dict(pairs)
+
+    json.loads(text.lstrip(BOM), object_pairs_hook=look)
+    return found
+
+
+def edited(text: str | None, name: str, path: str, *, set_default: bool) -> str | None:
+    """Return the text of valid daemon.json with a runtime of that name and path; None if nothing is to be changed.
+
+    What docker reads and JSON's own writer would lose stays, by an edit in place: a byte order mark, a name that
+    stands twice, bytes that are no UTF-8. Line ends stay as they are.
+    """
+    plain = (text or "").lstrip(BOM)
+    config = json.loads(plain) if plain.strip() else {}
+    wanted = with_runtime(config, name, path, set_default=set_default)
+    if wanted == config:
+        return None
+    is_plain = plain == (text or "") and not re.search("[\udc80-\udcff]", plain)
+    if not plain.strip() or (is_plain and not has_member_twice(plain)):
+        return render_config(wanted, text)
+
+    def edit(text: str) -> str:
+        text = with_member(text, ("runtimes", name), wanted["runtimes"][name])
+        return with_member(text, ("default-runtime",), name) if set_default else text
+
+    return in_place(text or "", edit)
 
 
 def _number(text: str) -> float:
@@ -81,10 +123,12 @@ def with_runtime(config: Mapping[str, Any], name: str, path: str, *, set_default
 
 
 def render_config(config: Mapping[str, Any], like: str | None) -> str:
-    """Return the text of a configuration, indented as the text `like` is (four blanks without one)."""
+    """Return a configuration's text, with the indentation (without one: four blanks) and line ends of `like`."""
     found = re.search(r"^([ \t]+)\"", like or "", re.MULTILINE)
     indent = found[1] if found else "    "
     plain = json.dumps(config, indent=indent, ensure_ascii=False) + "\n"
     # Half of a surrogate pair ("\ud800") is valid JSON but has no UTF-8: then every such character stays escaped.
     is_utf8 = not re.search("[\ud800-\udfff]", plain)
-    return plain if is_utf8 else json.dumps(config, indent=indent) + "\n"
+    text = plain if is_utf8 else json.dumps(config, indent=indent) + "\n"
+    # No other line end stands in JSON's own text: in strings they are escaped.
+    return text.replace("\n", "\r\n") if "\r\n" in (like or "") else text

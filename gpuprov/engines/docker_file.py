@@ -5,14 +5,16 @@ JSON has no comments, so nothing marks what is ours: a runtime of our name and p
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
-from gpuprov.engines.json_text import with_member, without_member
+from gpuprov.engines.docker_unit import dockerd_version, gather_unit
+from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _RELOAD = "systemctl reload docker"
 # Devices by CDI are set up when docker starts.
@@ -23,15 +25,17 @@ def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what brings the runtime into daemon.json, or takes it out."""
     if request.drop_in:
         raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
-    path = request.config or DAEMON_JSON
+    usual = gather_unit(system).config_path
+    path = request.config or usual
     content = system.read_bytes(path)
     text = None if content is None else content.decode("utf-8", "surrogateescape")
-    found = _parsed(text, path)
+    version = dockerd_version(system) if (text or "").startswith(BOM) else ""
+    found = _parsed(text, path, version)
     if request.unset:
         after, notes = _without(text, found, request.runtime)
     else:
-        if path == DAEMON_JSON:
-            _require_no_flags(system, request.runtime)
+        if path == usual:
+            _require_no_flags(system, request.runtime, path)
         after, notes = configured(text, request.runtime), ()
     reload_command = _RESTART if request.runtime.cdi else _RELOAD
     edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
@@ -42,6 +46,10 @@ def configured(text: str | None, entry: RuntimeEntry) -> str:
     """Return daemon.json with the runtime. `text` has been parsed without problems; None is no file."""
     if text is None or not text.strip():
         text = "{}\n"
+    return in_place(text, lambda plain: _with_runtime(plain, entry))
+
+
+def _with_runtime(text: str, entry: RuntimeEntry) -> str:
     runtimes = _parsed(text, DAEMON_JSON).get("runtimes") or {}
     there = runtimes.get(entry.name)
     if isinstance(there, Mapping):
@@ -62,30 +70,26 @@ def _without(text: str | None, found: Mapping[str, Any], entry: RuntimeEntry) ->
         note = f"{seen}: left alone (--nvidia-runtime-path names it)"
         return text, (note,)
     notes: tuple[str, ...] = ()
-    text = without_member(text, ("runtimes", entry.name))
+    members: list[tuple[str, ...]] = [("runtimes", entry.name)]
     if found.get("default-runtime") == entry.name:
-        text = without_member(text, ("default-runtime",))
+        members.append(("default-runtime",))
         notes = ("the default runtime was this one; now it is docker's own, runc",)
     if entry.cdi:
-        text = without_member(text, ("features", "cdi"))
+        members.append(("features", "cdi"))
     elif (found.get("features") or {}).get("cdi") is True:
         notes += ("CDI stays enabled; --unset --cdi.enabled takes that out too",)
-    return (None if not _parsed(text, DAEMON_JSON) else text), notes
+    text = in_place(text, lambda plain: functools.reduce(without_member, members, plain))
+    return (None if not _parsed(text.lstrip(BOM), DAEMON_JSON) else text), notes
 
 
-def _parsed(text: str | None, path: str) -> Mapping[str, Any]:
-    found, wrong = parse_config(text)
+def _parsed(text: str | None, path: str, version: str = "") -> Mapping[str, Any]:
+    found, wrong = parse_config(text, path, version)
     if not wrong:
         return found
-    raise GpuprovError.several(
-        tuple(
-            Problem(one.what.replace(DAEMON_JSON, path), one.evidence, one.next_step.replace(DAEMON_JSON, path))
-            for one in wrong
-        )
-    )
+    raise GpuprovError.several(wrong)
 
 
-def _require_no_flags(system: Reader, entry: RuntimeEntry) -> None:
+def _require_no_flags(system: Reader, entry: RuntimeEntry, path: str) -> None:
     """dockerd does not start with the same directive as a flag and in its file."""
     unit = system.run(("systemctl", "cat", "docker.service"), timeout=20)
     words = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
@@ -93,7 +97,7 @@ def _require_no_flags(system: Reader, entry: RuntimeEntry) -> None:
     clash = next((line.strip() for line in started for word in words if word in line), "") if unit.ok else ""
     if clash:
         raise GpuprovError(
-            f"docker's unit sets runtimes by a flag; with runtimes in {DAEMON_JSON} too it would not start",
+            f"docker's unit sets runtimes by a flag; with runtimes in {path} too it would not start",
             f"systemctl cat docker: {clash}",
             "move what the flag says into the file: systemctl edit --full docker",
         )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
+BOM = "\ufeff"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 Path = tuple[str, ...]
@@ -25,12 +26,21 @@ class _Member:
     end: int
 
 
+def in_place(text: str, edit: Callable[[str], str]) -> str:
+    """Return an edited text with the byte order mark and the line ends that it had."""
+    mark = BOM if text.startswith(BOM) else ""
+    text = text[len(mark) :]
+    is_crlf = text.count("\r\n") == text.count("\n") > 0
+    after = edit(text.replace("\r\n", "\n")) if is_crlf else edit(text)
+    return mark + (after.replace("\n", "\r\n") if is_crlf else after)
+
+
 def with_member(text: str, path: Path, value: Any) -> str:
     """Return the text with `value` at that path; objects on the way are made. The same text if it stands there."""
     start = _blanks(text, 0)
     for depth, name in enumerate(path):
         members = _members(text, start)
-        found = next((member for member in members if member.name == name), None)
+        found = _last(members, name)
         if found is None:
             return _inserted(text, start, members, name, _nested(path[depth + 1 :], value), depth)
         if depth == len(path) - 1 or text[found.value] != "{":
@@ -47,7 +57,7 @@ def without_member(text: str, path: Path) -> str:
     """Return the text without the member at that path, and without the objects that are empty for it, but the root."""
     start = _blanks(text, 0)
     for name in path[:-1]:
-        found = next((member for member in _members(text, start) if member.name == name), None)
+        found = _last(_members(text, start), name)
         if found is None or text[found.value] != "{":
             return text
         start = found.value
@@ -62,6 +72,11 @@ def without_member(text: str, path: Path) -> str:
     if number == 0:
         return text[: members[0].start] + text[members[1].start :]
     return text[: members[number - 1].end] + text[members[number].end :]
+
+
+def _last(members: list[_Member], name: str) -> _Member | None:
+    """Return the member of that name; the last of several, which is the one that counts."""
+    return next((member for member in reversed(members) if member.name == name), None)
 
 
 def _members(text: str, start: int) -> list[_Member]:

@@ -48,7 +48,9 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *mig.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
-            *docker.problems(facts.docker),
+            *docker.problems(
+                facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime
+            ),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )

@@ -162,23 +162,31 @@ def _next_kernel(system: System) -> Shown:
 
 def _docker(system: System) -> Shown:
     facts = docker.gather(system)
+    if not facts.installed:
+        raise Failed("docker is not installed (there is no dockerd); run gpuprov install")
+    if facts.is_unreachable:
+        raise Failed(
+            f"docker runs, but its client gets no answer at {facts.address or 'its usual address'}: {facts.error}; "
+            "docker info; systemctl cat docker"
+        )
     if not facts.active:
-        raise Failed(f"docker does not answer: {facts.error or 'not installed'}; systemctl status docker")
+        raise Failed(f"docker does not answer: {facts.error}; systemctl status docker")
     return facts.version, ""
 
 
 def _runtime(system: System, spec: HostSpec) -> Shown:
     facts = docker.gather(system)
     wanted = toolkit.runtime_path(spec)
-    wrong = docker.problems(facts)
-    if wrong:
+    loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
+    wrong = docker.problems(facts, runtime_path=wanted, set_default=spec.docker_default_runtime)
+    # What docker reads is right for it, even if gpuprov could not edit it.
+    if wrong and (facts.refused or loaded != wanted):
         raise Failed(f"{wrong[0].what}: {wrong[0].evidence}")
     # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
     if docker.plan(facts, runtime_path=wanted, set_default=spec.docker_default_runtime):
-        loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
         raise Failed(
-            f"daemon.json or the running docker does not have runtime nvidia as {wanted} (docker info: {loaded}); "
-            "run gpuprov install"
+            f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted} "
+            f"(docker info: {loaded}); run gpuprov install"
         )
     if not system.exists(wanted):
         raise Failed(f"{wanted} is missing; run gpuprov install")

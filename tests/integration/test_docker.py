@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.changes import Json
+from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, undo_runs
+from gpuprov.core.changes import Change, Json
+from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.docker_unit import DockerUnit, refusal
 from gpuprov.verify.image import verification_image
 from gpuprov.wire.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
@@ -206,6 +210,100 @@ def test_undo_gives_back_absence(host: DockerHost, runtime: str) -> None:
     ReconfigureDocker.undo(host, before, None)
     assert not host.daemon_json.exists()
     assert "nvidia" not in runtimes(host)
+
+
+# -- what becomes of docker in the end ---------------------------------------------------------------------------
+
+
+def install_again(host: DockerHost, runtime: str, *, set_default: bool) -> None:
+    """Do what a run does for docker, with its journal; a file that docker does not take fails, and is left alone."""
+    facts = docker.gather(host)
+    if docker.problems(facts, runtime_path=runtime, set_default=set_default):
+        return
+    changes = docker.plan(facts, runtime_path=runtime, set_default=set_default)
+    journal = new_journal(host, "install")
+    with contextlib.suppress(GpuprovError):
+        apply_changes(changes, host, journal, lambda event: None)
+    journal.end("done")
+
+
+def undo_all(host: DockerHost) -> None:
+    runs = tuple(run for run in reversed(read_runs(host)) if run.undoable)
+    undo_runs(host, runs, KINDS, lambda event: None)
+
+
+KINDS: dict[str, type[Change]] = {"ReconfigureDocker": ReconfigureDocker}
+HISTORIES = (
+    # An empty file is refused by docker 20.10; between two runs it is an intermediate state.
+    ("install", b"", "default", b'{"debug": true}', "install", b"{}", "default", "undo"),
+    ("install", UNKNOWN_OPTION, "default", "restart", "rollback", "undo"),
+    ("default", None, "restart", "restart", "restart", "install", b"{", "rollback", "rollback", "undo"),
+)
+# Each start of docker takes seconds on a busy machine.
+SLOW = pytest.param(HISTORIES[2], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("history", [HISTORIES[0], pytest.param(HISTORIES[1], marks=pytest.mark.slow), SLOW])
+@pytest.mark.parametrize("first", [b'{"debug":true}\r\n', pytest.param(None, marks=pytest.mark.slow)])
+def test_docker_ends_as_it_was_before_the_first_run(
+    host: DockerHost, runtime: str, first: bytes | None, history: tuple[str | bytes | None, ...]
+) -> None:
+    if first is not None:
+        host.daemon_json.write_bytes(first)
+        host.docker("info")
+    for action in history:
+        if isinstance(action, bytes):
+            host.daemon_json.write_bytes(action)
+        elif action is None:
+            host.daemon_json.unlink(missing_ok=True)
+        elif action == "restart":
+            host.run(("systemctl", "restart", "docker.service"))
+        elif action == "rollback":
+            last = last_undoable_run(host)
+            if last is not None:
+                with contextlib.suppress(GpuprovError):
+                    roll_back(host, last, KINDS, lambda event: None)
+        elif action == "undo":
+            undo_all(host)
+        else:
+            install_again(host, runtime, set_default=action == "default")
+    content = host.daemon_json.read_bytes() if host.daemon_json.exists() else None
+    assert content == first
+    assert host.pid and "nvidia" not in runtimes(host)
+
+
+def test_an_installation_restarts_a_docker_that_was_started_too_often(host: DockerHost, runtime: str) -> None:
+    for _ in range(4):
+        host.run(("systemctl", "restart", "docker.service"))
+    assert not host.pid
+    configure(host, runtime)
+    assert host.pid
+
+
+# What stands in the file, and a part of what dockerd says to it; nothing where it takes it.
+READINGS = {
+    "nothing wrong": (b'{"debug": true}', ""),
+    "a name twice": (b'{"debug": true, "debug": false}', ""),
+    "no UTF-8": (b'{"labels": ["a=caf\xe9"]}', ""),
+    "a level of its log": (b'{"log-level": "debug"}', ""),
+    "CRLF": (b'{\r\n"debug": true\r\n}\r\n', ""),
+    "unknown option": (UNKNOWN_OPTION, "no-such-option"),
+    "torn": (b"{", "unexpected EOF"),
+}
+
+
+def test_docker_itself_says_whether_it_takes_a_file(host: DockerHost) -> None:
+    said = {}
+    for name, (content, _) in READINGS.items():
+        host.daemon_json.write_bytes(content)
+        said[name] = refusal(host, DockerUnit(), "/etc/docker/daemon.json")
+    assert {name: bool(words) for name, words in said.items()} == {n: bool(part) for n, (_, part) in READINGS.items()}
+    assert all(part in said[name] for name, (_, part) in READINGS.items())
+    host.daemon_json.unlink()
+    assert refusal(host, DockerUnit(), "/etc/docker/daemon.json") == ""
+    assert "no such file" in refusal(host, DockerUnit(), "/etc/docker/other.json")
+    # It was asked beside the docker that runs, which goes on.
+    assert host.restarts == 0 and host.docker("version")
 
 
 def test_undo_leaves_containers_running_that_came_later(

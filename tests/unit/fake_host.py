@@ -42,6 +42,10 @@ class FakeHost(System):
         self.docker_loaded: dict[str, str] = {"runc": "runc"}
         self.docker_default = "runc"
         self.docker_starts = 0
+        self.docker_failed = False
+        self.docker_enabled = True
+        # systemd starts a unit a few times in a row, and then no more until reset-failed.
+        self.docker_starts_left = 3
         self.commands: list[tuple[str, ...]] = []
         self.failing_unit = "no unit"
         self.python_version = ".".join(map(str, sys.version_info[:3]))
@@ -114,7 +118,7 @@ class FakeHost(System):
             "apt-get": self._apt_get, "apt-mark": self._apt_mark, "apt-cache": self._apt_cache,
             "cp": lambda words: (0, ""),
             "dpkg": lambda words: (0, ""), "dpkg-query": self._dpkg_query,
-            "docker": self._docker, "systemctl": self._systemctl,
+            "docker": self._docker, "dockerd": self._dockerd, "systemctl": self._systemctl,
             "journalctl": lambda words: (0, "the unit's last words"),
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
@@ -175,21 +179,79 @@ class FakeHost(System):
             runtimes = {name: {"path": path} for name, path in self.docker_loaded.items()}
             info = {"ServerVersion": "20.10.24+dfsg1", "Runtimes": runtimes, "DefaultRuntime": self.docker_default}
             return 0, json.dumps({**info, "LiveRestoreEnabled": False, "ContainersRunning": 0, "CgroupVersion": "2"})
+        if "ContainersRunning" in words[-1]:
+            return 0, "0 false\n"
         return 0, f"{self.docker_loaded.get('nvidia', '')} {self.docker_default}\n"
+
+    def _dockerd(self, words: tuple[str, ...]) -> tuple[int, str]:
+        """Answer as dockerd 20.10 does that is to end before it begins anything."""
+        if "--version" in words:
+            return 0, "Docker version 20.10.24+dfsg1, build 5d6db84\n"
+        if "--validate" in words:
+            return 125, "Status: unknown flag: --validate\nSee 'dockerd --help'., Code: 125"
+        path = words[words.index("--config-file") + 1] if "--config-file" in words else "/etc/docker/daemon.json"
+        refused = self._refusal(path)
+        if refused:
+            return 1, f"unable to configure the Docker daemon with file {path}: {refused}"
+        return 1, "unable to parse logging level: none"
+
+    def _refusal(self, path: str = "/etc/docker/daemon.json") -> str:
+        """Return why dockerd 20.10 does not take the file."""
+        text = self.read_text(path)
+        if text is None:
+            return f"read {path}: is a directory" if self.status(path) else ""
+        try:
+            config = json.loads(text)
+        except ValueError:
+            return "invalid character" if text.strip() else "EOF"
+        unknown = [name for name in config if name == "no-such-option"]
+        return f"the following directives don't match any configuration option: {unknown[0]}" if unknown else ""
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words[0] == "is-active":
             return (0 if self.docker_active else 3), ""
         if self.failing_unit in words:
             return 1, f"Job for {self.failing_unit} failed."
-        if words[0] in ("restart", "reload") and "docker" in words[-1]:
-            self.docker_starts += words[0] == "restart"
-            self.docker_active = True
-            text = self.read_text("/etc/docker/daemon.json") or "{}"
-            runtimes = json.loads(text).get("runtimes", {})
-            self.docker_default = json.loads(text).get("default-runtime", "runc")
-            self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
+        if words[0] == "show":
+            return 0, self._docker_shown() if "docker.service" in words else ""
+        if "docker" in words[-1]:
+            return self._docker_unit(words[0])
         return 0, ""
+
+    def _docker_shown(self) -> str:
+        state = "active" if self.docker_active else "failed" if self.docker_failed else "inactive"
+        enabled = "enabled" if self.docker_enabled else "disabled"
+        return (
+            f"Id=docker.service\nLoadState=loaded\nActiveState={state}\nResult=success\nUnitFileState={enabled}\n"
+            "ExecStart={ path=/usr/sbin/dockerd ; argv[]=/usr/sbin/dockerd -H fd:// $DOCKER_OPTS ; ignore_errors=no }\n"
+        )
+
+    def _docker_unit(self, verb: str) -> tuple[int, str]:
+        """Do with docker what systemctl's verb does, with the real one's limit of starts."""
+        if verb in ("enable", "disable"):
+            self.docker_enabled = verb == "enable"
+        elif verb == "reset-failed":
+            self.docker_starts_left, self.docker_failed = 3, False
+        elif verb == "stop":
+            self.docker_active = False
+        elif verb == "restart":
+            self.docker_starts += 1
+            self.docker_starts_left -= 1
+            self.docker_active = self.docker_starts_left >= 0 and not self._refusal()
+            self.docker_failed = not self.docker_active
+            if self.docker_failed:
+                return 1, "Job for docker.service failed."
+            self._load_docker()
+        elif verb == "reload" and not self._refusal():
+            self._load_docker()
+        return 0, ""
+
+    def _load_docker(self) -> None:
+        self.docker_active = True
+        config = json.loads(self.read_text("/etc/docker/daemon.json") or "{}")
+        self.docker_default = config.get("default-runtime", "runc")
+        runtimes = config.get("runtimes", {})
+        self.docker_loaded = {"runc": "runc", **{name: entry["path"] for name, entry in runtimes.items()}}
 
     def _runfile(self, words: tuple[str, ...]) -> tuple[int, str]:
         """Install as the .run does: libraries, programs, its log."""

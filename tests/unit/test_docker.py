@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems, reach_local_docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
+from gpuprov.engines.docker_unit import decisive_lines, gather_unit
 from gpuprov.wire.versions import version_numbers
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
@@ -154,8 +160,6 @@ def test_what_has_no_utf8_stays_escaped() -> None:
         ("3", "wrong shape", "it holds a int, not an object"),
         ('{"runtimes": ["nvidia"]}', "wrong shape", '"runtimes" is a list, not an object'),
         ('{"runtimes": "nvidia"}', "wrong shape", '"runtimes" is a str, not an object'),
-        ('{"debug": true, "debug": false}', "can't be edited safely", '"debug" stands twice'),
-        ('{"runtimes": {"a": {"path": "x", "path": "y"}}}', "can't be edited safely", '"path" stands twice'),
         ('{"a": NaN}', "can't be edited safely", "NaN"),
         ('{"a": 1e999}', "can't be edited safely", "1e999"),
         ("[" * 100_000, "can't be edited safely", ""),
@@ -166,7 +170,11 @@ def test_what_docker_could_not_read_is_a_problem_and_is_not_touched(text: str, w
     (problem,) = problems(running(text))
     assert what in problem.what
     assert evidence in problem.evidence
-    assert "dockerd --validate" in problem.next_step
+    # docker 20.10 has no --validate.
+    assert problem.next_step == "correct it, then check: python3 -m json.tool /etc/docker/daemon.json"
+    (newer,) = problems(running(text, version="28.5.2")) or (None,)
+    if newer is not None:
+        assert newer.next_step == "correct it, then check: dockerd --validate --config-file /etc/docker/daemon.json"
     assert plan(running(text), runtime_path=RUNTIME, set_default=False) == ()
 
 
@@ -221,7 +229,11 @@ def test_running_containers_go_on(changes: dict[str, Any], set_default: bool, re
 def test_a_file_that_docker_has_not_loaded_is_only_taken_up(changes: dict[str, Any], set_default: bool) -> None:
     change = the_change(running(ONLY_OURS, **{"config_text": ONLY_OURS, **changes}), set_default=set_default)
     assert change.content is None
-    assert change.summary() == "restart docker (no container is running)"
+    # Containers may outlive a docker that does not run (live-restore): nothing is said of them.
+    runs = changes.get("active", True)
+    assert change.summary() == (
+        "restart docker (no container is running)" if runs else "start docker (it does not run)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,8 +316,235 @@ def test_unknown_keys_survive_and_a_second_plan_is_empty(
     assert plan(settled, runtime_path=RUNTIME, set_default=set_default) == ()
 
 
-def test_a_byte_that_is_no_utf8_is_named_by_its_line_and_the_file_left_alone() -> None:
-    text = b'{\n  "log-driver": "caf\xe9"\n}\n'.decode("utf-8", "surrogateescape")
-    config, wrong = parse_config(text)
-    assert config == {}
-    assert (wrong[0].what, wrong[0].evidence) == ("/etc/docker/daemon.json is not UTF-8", "line 2")
+# What docker reads, and a JSON writer would lose: version, text, the text afterwards.
+_BYTE = b"\xe9".decode("utf-8", "surrogateescape")
+_CRLF_ENTRY = f'''  "runtimes": {{
+    "nvidia": {{
+      "path": "{RUNTIME}",
+      "args": []
+    }}
+  }}
+}}
+'''.replace("\n", "\r\n")
+KEPT = {
+    "byte order mark, docker 26": (
+        "26.1.5",
+        '\ufeff{"debug": true}',
+        '\ufeff{"debug": true, "runtimes": {"nvidia": ' + ENTRY + "}}",
+    ),
+    "a name twice": (
+        "20.10.24",
+        '{"debug": true, "debug": false}',
+        '{"debug": true, "debug": false, "runtimes": {"nvidia": ' + ENTRY + "}}",
+    ),
+    "runtimes twice": (
+        "20.10.24",
+        '{"runtimes": {"a": {}}, "runtimes": {"b": {"path": "x", "path": "y"}}}',
+        '{"runtimes": {"a": {}}, "runtimes": {"b": {"path": "x", "path": "y"}, "nvidia": ' + ENTRY + "}}",
+    ),
+    "no UTF-8": (
+        "20.10.24",
+        '{"log-driver": "caf' + _BYTE + '"}',
+        '{"log-driver": "caf' + _BYTE + '", "runtimes": {"nvidia": ' + ENTRY + "}}",
+    ),
+    "CRLF": (
+        "20.10.24",
+        '{\r\n  "debug": true\r\n}\r\n',
+        '{\r\n  "debug": true,\r\n' + _CRLF_ENTRY,
+    ),
+    "CRLF, a name twice": (
+        "20.10.24",
+        '{\r\n  "debug": 1,\r\n  "debug": true\r\n}\r\n',
+        '{\r\n  "debug": 1,\r\n  "debug": true,\r\n' + _CRLF_ENTRY,
+    ),
+}
+
+
+@pytest.mark.parametrize(("version", "text", "after"), KEPT.values(), ids=KEPT)
+def test_what_docker_reads_is_no_problem_and_stays_to_the_byte(version: str, text: str, after: str) -> None:
+    facts = running(text, version=version)
+    assert problems(facts) == ()
+    change = the_change(facts)
+    assert change.content == after
+    assert change._bytes() == after.encode("utf-8", "surrogateescape")
+    assert plan(replace(facts, config_text=after), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_a_folder_in_the_files_place_is_said_to_be_one() -> None:
+    facts = running(None, config_kind="directory")
+    (problem,) = problems(facts)
+    assert problem.what == "/etc/docker/daemon.json is a directory, not a file"
+    assert problem.next_step.startswith("mv /etc/docker/daemon.json /etc/docker/daemon.json.old")
+    assert plan(facts, runtime_path=RUNTIME, set_default=False) == ()
+
+
+# In the form of `systemctl show docker.service docker.socket -p …` (systemd 252).
+SHOWN = """Id=docker.service
+LoadState=loaded
+ActiveState=active
+Result=success
+UnitFileState={enabled}
+MainPID={pid}
+ExecStart={{ path=/usr/sbin/dockerd ; argv[]={command} ; ignore_errors=no ; start_time=[n/a] ; stop_time=[n/a] ; \
+pid=0 ; code=(null) ; status=0/0 }}
+Environment=LEVEL=info
+EnvironmentFiles=/etc/default/docker (ignore_errors=yes)
+
+Id=docker.socket
+LoadState=loaded
+ActiveState=active
+UnitFileState={socket}
+Listen=/run/docker.sock (Stream)
+"""
+_DOCKERD = "/usr/sbin/dockerd -H fd:// --containerd=/run/containerd/containerd.sock $DOCKER_OPTS"
+
+
+class UnitHost(System):
+    """A host on which systemd says how docker is started."""
+
+    def __init__(self, root: Path, command: str = _DOCKERD, **words: str) -> None:
+        super().__init__(str(root))
+        self.shown = SHOWN.format(
+            **{"enabled": "enabled", "socket": "enabled", "pid": "0", "command": command, **words}
+        )
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), 0, self.shown) if argv[:2] == ("systemctl", "show") else Completed(tuple(argv), 1)
+
+    def put(self, path: str, content: str) -> None:
+        self.make_directory(path.rpartition("/")[0])
+        self.write(path, content.encode())
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "path"),
+    [
+        (_DOCKERD, "", "/etc/docker/daemon.json"),
+        (_DOCKERD, "DOCKER_OPTS='--config-file /opt/dk/d.json'\n", "/opt/dk/d.json"),
+        (_DOCKERD, "# DOCKER_OPTS=--config-file=/x\n", "/etc/docker/daemon.json"),
+        ("/usr/bin/dockerd --config-file=/opt/dk/d.json", "", "/opt/dk/d.json"),
+        ("/usr/bin/dockerd --config-file /a.json --config-file=${LEVEL}.json", "", "/info.json"),
+        ('/usr/bin/dockerd --config-file "/opt/d k/d.json"', "", "/opt/d k/d.json"),
+        ("/usr/bin/numactl --membind=0 /usr/bin/dockerd --config-file=/n.json", "", "/n.json"),
+    ],
+)
+def test_the_file_that_counts_is_the_one_of_dockers_command_line(
+    tmp_path: Path, command: str, options: str, path: str
+) -> None:
+    host = UnitHost(tmp_path, command)
+    host.put("/etc/default/docker", options)
+    assert gather_unit(host).config_path == path
+    facts = replace(running("{}"), unit=gather_unit(host), config_path=gather_unit(host).config_path)
+    assert the_change(facts).summary().startswith(f"write {path} and ")
+
+
+def test_a_wrapper_is_looked_through_by_the_process(tmp_path: Path) -> None:
+    host = UnitHost(tmp_path, "/usr/local/sbin/start-docker", pid="77")
+    host.put("/proc/77/cmdline", "dockerd\0--config-file=/opt/dk/d.json\0")
+    assert gather_unit(host).config_path == "/opt/dk/d.json"
+    assert not gather_unit(host).is_outdated
+
+
+def test_a_docker_that_reads_another_file_than_its_unit_names_is_restarted(tmp_path: Path) -> None:
+    host = UnitHost(tmp_path, "/usr/bin/dockerd --config-file=/new.json", pid="77")
+    host.put("/proc/77/cmdline", "/usr/bin/dockerd\0-H\0fd://\0")
+    unit = gather_unit(host)
+    assert unit.is_outdated and unit.config_path == "/new.json"
+    assert not the_change(running("{}", unit=unit)).reload
+    (problem,) = problems(running("{}", unit=unit, running_containers=("web",)))
+    assert "docker" in problem.what and "stops the containers" in problem.next_step
+
+
+@pytest.mark.parametrize(
+    ("command", "hosts", "address"),
+    [
+        ("/usr/bin/dockerd -H fd://", None, "unix:///run/docker.sock"),
+        ("/usr/bin/dockerd", None, "unix:///var/run/docker.sock"),
+        ("/usr/bin/dockerd", ["tcp://0.0.0.0:2375"], "tcp://127.0.0.1:2375"),
+        ("/usr/bin/dockerd -H tcp://0.0.0.0:2375 -Hunix:///srv/d.sock", None, "unix:///srv/d.sock"),
+        ("/usr/bin/dockerd --host=tcp://10.0.0.7:2376", None, "tcp://10.0.0.7:2376"),
+    ],
+)
+def test_dockers_client_is_sent_to_this_hosts_docker(
+    tmp_path: Path, command: str, hosts: list[str] | None, address: str
+) -> None:
+    host = UnitHost(tmp_path, command)
+    if hosts:
+        host.put("/etc/docker/daemon.json", json.dumps({"hosts": hosts}))
+    assert reach_local_docker(host) == address
+    assert host.environment == {"DOCKER_HOST": address}
+
+
+def test_commands_get_the_address_of_this_hosts_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere.example:2375")
+    host = System()
+    host.environment["DOCKER_HOST"] = "unix:///run/docker.sock"
+    assert host.run(("printenv", "DOCKER_HOST")).stdout == "unix:///run/docker.sock\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "set_default", "evidence"),
+    [
+        ("--add-runtime kata=/k", False, "--add-runtime=kata=/k"),
+        ("--add-runtime=nvidia=/old", False, "--add-runtime=nvidia=/old"),
+        ("--default-runtime=crun", True, "--default-runtime=crun"),
+        ("--default-runtime=crun", False, ""),
+        (f"--add-runtime=nvidia={RUNTIME}", False, ""),
+        (f"--add-runtime=nvidia={RUNTIME}", True, f"--add-runtime=nvidia={RUNTIME}"),
+    ],
+)
+def test_what_stands_on_the_command_line_is_not_written_to_the_file_too(
+    tmp_path: Path, flags: str, set_default: bool, evidence: str
+) -> None:
+    facts = running("{}", unit=gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd {flags}")))
+    found = problems(facts, runtime_path=RUNTIME, set_default=set_default)
+    assert [problem.evidence for problem in found] == ([f"systemctl cat docker: {evidence}"] if evidence else [])
+
+
+def test_a_runtime_that_the_command_line_registers_is_left_alone(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd --add-runtime=nvidia={RUNTIME}"))
+    assert plan(running(None, unit=unit), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_a_disabled_docker_is_enabled_and_the_plan_says_so(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, enabled="disabled", socket="disabled"))
+    assert the_change(running(ONLY_OURS, unit=unit)).summary() == "enable docker.service"
+    stopped = the_change(running(ONLY_OURS, unit=unit, active=False))
+    assert stopped.summary() == "enable docker.service and start docker (it does not run)"
+    on_demand = gather_unit(UnitHost(tmp_path / "other", enabled="disabled"))
+    assert plan(running(ONLY_OURS, unit=on_demand), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_of_a_docker_that_does_not_answer_nothing_is_said(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, "/usr/bin/dockerd -H tcp://127.0.0.1:2376 --tlsverify"))
+    facts = running("{}", active=False, unit=unit, address="tcp://127.0.0.1:2376", error="client sent an HTTP request")
+    (problem,) = problems(facts)
+    assert "docker runs, but does not answer" in problem.what and "not known" in problem.what
+    assert problem.next_step.startswith("docker --host tcp://127.0.0.1:2376 info")
+
+
+LIMIT = """Starting Docker Application Container Engine...
+docker.service: Start request repeated too quickly.
+docker.service: Failed with result 'start-limit-hit'.
+Failed to start Docker Application Container Engine.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (LIMIT, "docker.service: Start request repeated too quickly."),
+        (
+            'level=info msg="Starting up"\nfailed to start daemon: error initializing graphdriver: no-such-driver\n'
+            "docker.service: Main process exited\nReloading Docker Application Container Engine...\n" + LIMIT,
+            "failed to start daemon: error initializing graphdriver: no-such-driver",
+        ),
+        ("Reloading Docker Application Container Engine...\n", ""),
+        ("Reloading\nan unusual last word\n", "an unusual last word"),
+    ],
+)
+def test_the_decisive_line_of_dockers_journal_is_the_evidence(log: str, said: str) -> None:
+    assert decisive_lines(log) == said

@@ -137,7 +137,10 @@ def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> Non
     assert finished(events).exit_code == ExitCode.DONE
     assert any(isinstance(event, Planned) and event.changes for event in events)
     assert host.state() == before
-    assert {command[0] for command in host.commands} <= {"dpkg-query", "docker", f"/usr/bin/{PYTHON}"}
+    systemd = {command[1] for command in host.commands if command[0] == "systemctl"}
+    assert systemd <= {"show"}
+    programs = {command[0] for command in host.commands}
+    assert programs <= {"dpkg-query", "docker", "systemctl", f"/usr/bin/{PYTHON}"}
 
 
 @pytest.mark.parametrize("name", STEP_NAMES)

@@ -126,6 +126,9 @@ INFO = {
 }
 
 
+_REFUSES = "unable to configure the Docker daemon with file /etc/docker/daemon.json: "
+
+
 def only(report: str, minor: int) -> str:
     """The report of a container that sees that one GPU of the two."""
     other = gpu(1 - minor).bus_id
@@ -140,6 +143,11 @@ class RecordedHost(System):
         self.answers: dict[str, tuple[int, str, str]] = {
             "smi": (0, REPORT, ""),
             "info": (0, json.dumps(INFO), ""),
+            # systemd does not answer: no unit is known.
+            "show": (1, "", ""),
+            "--version": (0, "Docker version 20.10.24+dfsg1, build 5d6db84", ""),
+            "--validate": (125, "", "unknown flag: --validate"),
+            "--log-level=none": (1, "", f"{_REFUSES}unexpected EOF"),
             "inspect": (0, "[]", ""),
             "all": (0, REPORT, ""),
             gpu(1).uuid: (0, only(REPORT, 1), ""),
@@ -243,6 +251,20 @@ def test_without_the_driver_no_container_is_tried(
     assert reason in done["driver"].reason and "\n" not in done["driver"].reason
     assert {done[name].reason for name in CONTAINERS} == {"requires the driver"}
     assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
+
+
+# docker 20.10 reads the first value of the file; of a name that stands twice the last counts.
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"runtimes": {"nvidia": {"path": "RUNTIME"}}} x',
+        '{"runtimes": {}, "runtimes": {"nvidia": {"path": "RUNTIME"}}}',
+    ],
+)
+def test_a_file_that_docker_reads_is_no_failure(host: RecordedHost, text: str) -> None:
+    host.write("/etc/docker/daemon.json", text.replace("RUNTIME", RUNTIME).encode())
+    host.answers["--log-level=none"] = (1, "", "unable to parse logging level: none")
+    assert checks(host)[0]
 
 
 def test_without_docker_neither_runtime_nor_containers_are_tried(host: RecordedHost) -> None:

@@ -47,6 +47,15 @@ class DoctorHost(FakeHost):
 
 def healthy(root: Path) -> DoctorHost:
     """Return a host on which gpuprov's own installation has just ended well."""
+    host = healthy_tree(root)
+    events: list[Any] = []
+    code = run_request(Request("install", spec_to_json(SPEC)), events.append, host)
+    assert code == 0, events[-1]
+    return host
+
+
+def healthy_tree(root: Path) -> DoctorHost:
+    """Return a host that has its driver, and on which gpuprov has not run yet."""
     host = DoctorHost(root)
     simgpu.install_tree(host.root)
     host.installed["runc"] = "1.1.5"
@@ -55,9 +64,6 @@ def healthy(root: Path) -> DoctorHost:
         (host.root / "usr/bin" / program).chmod(0o755)
     (host.root / "etc/ld.so.conf").write_text("/usr/lib/x86_64-linux-gnu\n")
     subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True, timeout=60)
-    events: list[Any] = []
-    code = run_request(Request("install", spec_to_json(SPEC)), events.append, host)
-    assert code == 0, events[-1]
     return host
 
 

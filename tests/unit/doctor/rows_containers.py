@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.reboot_state import RebootFacts
@@ -29,6 +30,7 @@ from tests.unit.doctor.ill import (
     nvidias,
     registered,
     text,
+    there,
     unit,
     without,
 )
@@ -242,15 +244,79 @@ CONTAINER_ROWS = (
     Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", ASIDE),
     Row(
         "daemon-json-broken",
-        docker(config_text='{\n  "runtimes": {,\n}\n'),
-        "daemon.json:2: line 2, column 16",
+        docker(config_text='{\n  "runtimes": {,\n}\n', refused="invalid character ',' looking for beginning of string"),
+        "dockerd: invalid character ','",
         "+2 /etc/docker/daemon.json",
+    ),
+    # dockerd 20.10.24 reads the first value, and nothing after it.
+    Row(
+        "daemon-json-broken",
+        lambda x: docker(config_text=f"{x.host.docker.config_text} x")(x),
+        "Extra data",
+        "/etc/docker/daemon.json",
+        ASIDE,
+    ),
+    Row(
+        "daemon-json-broken",
+        docker(config_text="{}", config_path="/opt/dk/d.json", refused="no such option", active=False, runtimes=None),
+        "dockerd: no such option",
+        "${EDITOR:-vi} /opt/dk/d.json",
+    ),
+    Row(
+        "daemon-json-broken",
+        docker(config_text=None, config_kind="directory", refused="is a directory", active=False, runtimes=None),
+        "stat /etc/docker/daemon.json: directory",
+        "mv /etc/docker/daemon.json /etc/docker/daemon.json.old",
+    ),
+    # docker.io purged, containerd and daemon.json left.
+    Row(
+        "docker-missing",
+        both(docker(installed=False, active=False, runtimes=None), there("/usr/bin/containerd", "/usr/bin/podman")),
+        "command -v dockerd: nothing\n/etc/docker/daemon.json: runtime nvidia is",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-missing",
+        both(docker(installed=False, active=False, runtimes=None, config_text=None), there("/usr/bin/containerd")),
+        "command -v dockerd: nothing",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-disabled",
+        both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
+        "systemctl show docker.service: disabled, inactive",
+        "systemctl enable --now docker.service",
+    ),
+    Row("docker-disabled", unit("docker.service", enabled="disabled"), "disabled, active", "systemctl enable", ASIDE),
+    Row(
+        "docker-unreachable",
+        docker(active=False, runtimes=None, address="tcp://127.0.0.1:2376", error="client sent an HTTP request"),
+        "docker --host tcp://127.0.0.1:2376 info: client sent an HTTP request",
+        "docker --host tcp://127.0.0.1:2376 info",
+        LIKELY,
+    ),
+    Row(
+        "docker-unit-changed",
+        docker(unit=DockerUnit(load="loaded", command=("dockerd", "--config-file=/n"), running=("dockerd", "-H", "x"))),
+        "/proc/PID/cmdline of dockerd: dockerd -H x",
+        "systemctl restart docker",
+    ),
+    Row(
+        "docker-host",
+        both(
+            docker(unit=DockerUnit(load="loaded", command=("dockerd",)), address="unix:///var/run/docker.sock"),
+            text("/etc/environment", "DOCKER_HOST=tcp://build.example:2375\n"),
+        ),
+        "/etc/environment: DOCKER_HOST=tcp://build.example:2375",
+        "sed -i",
+        LIKELY,
     ),
     # dockerd 20.10.24, its unit started with --add-runtime beside the file.
     Row(
         "docker-flags-twice",
         both(
             docker(active=False, runtimes=None),
+            unit("docker.service", active="failed", result="exit-code"),
             docker_says(
                 "unable to configure the Docker daemon with file /etc/docker/daemon.json: the following directives are "
                 "specified both as a flag and in the configuration file: hosts: (from flag: [fd://], from file: [tcp://x])"

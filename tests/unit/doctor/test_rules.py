@@ -13,9 +13,10 @@ import pytest
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CONFIDENCES
 from gpuprov.doctor.rules import RULES, diagnose
+from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import examined, healthy, with_driver
-from tests.unit.doctor.ill import NODES, Change, Row, both, bound_to, docker, mismatched, unit
+from tests.unit.doctor.ill import NODES, Change, Row, both, bound_to, docker, mismatched, text, unit
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
@@ -40,7 +41,19 @@ CONSEQUENCES = (
     ("nodes-unit-failed", both(unit(NODES, active="failed"), lambda x: with_driver(x, present=())), "nodes-missing"),
     ("nvidia-smi-18", mismatched, "version-mismatch"),
     ("module-not-loaded", bound_to("nouveau"), "gpu-nouveau"),
-    ("docker-down", docker(active=False, runtimes=None, config_text="{"), "daemon-json-broken"),
+    (
+        "docker-down",
+        both(
+            docker(active=False, runtimes=None, config_text="{", refused="unexpected EOF"),
+            unit("docker.service", active="failed", result="exit-code"),
+        ),
+        "daemon-json-broken",
+    ),
+    (
+        "docker-down",
+        both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
+        "docker-disabled",
+    ),
 )
 COVERED = {row.rule for row in ROWS} | {name for name, _, _ in CONSEQUENCES}
 
@@ -52,6 +65,31 @@ def test_every_rule_is_tried() -> None:
 
 def test_nothing_is_wrong_with_the_host_that_all_rows_start_from(x: Examined) -> None:
     assert diagnose(x) == ()
+
+
+# What docker reads is no trouble, however odd; of what it does not say nothing is certain.
+READ_BY_DOCKER = (
+    ("20.10.24", '{"debug": true, "debug": false, '),
+    ("26.1.5", '\ufeff{"debug": true, '),
+    ("20.10.24", '{"log-driver": "caf\udce9", '),
+    ("20.10.24", '{\r\n"debug": true,\r\n'),
+)
+
+
+@pytest.mark.parametrize(("version", "beginning"), READ_BY_DOCKER)
+def test_a_file_that_docker_reads_is_no_trouble(x: Examined, version: str, beginning: str) -> None:
+    text = beginning + (x.host.docker.config_text or "")[1:]
+    assert diagnose(docker(config_text=text, version=version)(x)) == ()
+
+
+@pytest.mark.parametrize("address", ["unix:///run/docker.sock", "tcp://localhost:2375", "tcp://127.0.0.1:2375"])
+def test_a_docker_host_that_leads_to_this_docker_is_no_trouble(x: Examined, address: str) -> None:
+    both_ways = DockerUnit(load="loaded", command=("dockerd", "-H", "fd://", "-H", "tcp://0.0.0.0:2375"))
+    ill = both(
+        docker(unit=both_ways, address="unix:///run/docker.sock"),
+        text("/etc/environment", f'PATH="/usr/bin"\nDOCKER_HOST={address}\n'),
+    )
+    assert diagnose(ill(x)) == ()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.rule)

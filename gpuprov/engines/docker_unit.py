@@ -1,0 +1,285 @@
+"""How docker is started on this host: its unit with every drop-in, dockerd's command line, what these decide.
+
+systemd is the source, for the next start follows it; where dockerd is started by hand or by a script, its process is.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpuprov.core.system import System
+from gpuprov.engines.runtime_entry import Reader
+from gpuprov.wire.errors import Problem
+
+DAEMON_JSON = "/etc/docker/daemon.json"
+UNIT = "docker.service"
+SOCKET = "docker.socket"
+_DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+_PROPERTIES = (
+    "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath"
+)
+_SECONDS = 20
+# Lines of docker's log that only say that it stopped or read its file, not why.
+_NOISE = re.compile(
+    r"^(Starting|Stopping|Stopped|Started|Failed to start|Reloading|Reloaded|docker\.service: )"
+    r"|level=(info|warning)|Got signal to reload"
+)
+_DECISIVE = re.compile(
+    r"level=(?:error|fatal)|^failed to start|^unable to |^invalid |^Error starting|specified both as a flag"
+)
+
+
+@dataclass(frozen=True)
+class DockerUnit:
+    """docker.service as systemd has loaded it, in `systemctl show`'s words; all empty where systemd does not answer.
+
+    `command`: what starts dockerd, variables expanded. `running`: the command line of the dockerd that runs, which may
+    be older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker needs not be.
+    """
+
+    load: str = ""
+    enabled: str = ""
+    active: str = ""
+    result: str = ""
+    command: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    socket: str = ""
+    on_demand: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments that count: the unit's where they can be read, else those of the dockerd that runs."""
+        return _arguments(self.command) or _arguments(self.running)
+
+    @property
+    def config_path(self) -> str:
+        """The configuration file that docker reads when it starts."""
+        return _config_path(self.arguments)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the dockerd that runs reads another file than its unit names: only a restart helps."""
+        running = _arguments(self.running)
+        return bool(running) and _config_path(running) != self.config_path
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether docker does not come up after a boot, neither by itself nor when it is used."""
+        return self.load == "loaded" and self.enabled == "disabled" and not self.on_demand
+
+    @property
+    def flag_runtimes(self) -> Mapping[str, str]:
+        """The runtimes that the command line adds, name → path."""
+        words = (value.partition("=") for value in flag_values(self.arguments, "--add-runtime"))
+        return {name: path for name, _, path in words}
+
+
+def gather_unit(system: Reader) -> DockerUnit:
+    """Return how docker is started, by one question to systemd."""
+    blocks: dict[str, Mapping[str, Sequence[str]]] = {}
+    if system.which("systemctl") is not None:
+        done = system.run(("systemctl", "show", UNIT, SOCKET, "-p", _PROPERTIES), timeout=_SECONDS)
+        blocks = dict(parse_show(done.stdout)) if done.ok else {}
+    unit, socket = blocks.get(UNIT, {}), blocks.get(SOCKET, {})
+    environment = _environment(system, unit)
+    command = expanded(exec_start("".join(unit.get("ExecStart", ()))), environment)
+    return DockerUnit(
+        load=_one(unit, "LoadState"),
+        enabled=_one(unit, "UnitFileState"),
+        active=_one(unit, "ActiveState"),
+        result=_one(unit, "Result"),
+        command=command,
+        running=_running(system, _one(unit, "MainPID")),
+        socket=_one(socket, "Listen").partition(" ")[0],
+        on_demand=_one(socket, "UnitFileState") == "enabled",
+    )
+
+
+def parse_show(text: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Return unit → property → its lines, of `systemctl show` over several units."""
+    found = {}
+    for block in text.split("\n\n"):
+        lines: dict[str, list[str]] = {}
+        for line in block.splitlines():
+            name, mark, value = line.partition("=")
+            if mark:
+                lines.setdefault(name, []).append(value)
+        if lines.get("Id"):
+            found[lines["Id"][0]] = lines
+    return found
+
+
+def exec_start(text: str) -> tuple[str, ...]:
+    """Return the words of the last command in `systemctl show`'s ExecStart; variables are not expanded yet."""
+    found = re.findall(r"argv\[\]=(.*?) ; ignore_errors=", text)
+    return _words(found[-1]) if found else ()
+
+
+def expanded(words: Iterable[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the words as systemd.service(5) expands them: $A as a word of its own is split, ${A} is not."""
+    found: list[str] = []
+    for word in words:
+        whole = re.fullmatch(r"\$(\w+)", word)
+        if whole:
+            found += _words(environment.get(whole[1], ""))
+        else:
+            found.append(re.sub(r"\$\{(\w+)\}", lambda name: environment.get(name[1], ""), word))
+    return tuple(found)
+
+
+def flag_values(arguments: Sequence[str], *names: str) -> tuple[str, ...]:
+    """Return the values of a flag in the forms that dockerd takes: --name=value, --name value, -Nvalue."""
+    found: list[str] = []
+    for number, word in enumerate(arguments):
+        for name in names:
+            if word == name:
+                found += arguments[number + 1 : number + 2]
+            elif word.startswith(f"{name}="):
+                found.append(word[len(name) + 1 :])
+            elif len(name) == 2 and word.startswith(name):
+                found.append(word[2:])
+    return tuple(found)
+
+
+def local_address(unit: DockerUnit, hosts: object) -> str:
+    """Return the address at which this host's docker listens, for DOCKER_HOST; `hosts` is what its file says.
+
+    A socket before TCP: that needs no certificates.
+    """
+    listed = listens_at(unit, hosts)
+    for host in listed:
+        if host.startswith("unix://"):
+            return host
+        if host.startswith("fd://"):
+            return f"unix://{unit.socket}" if unit.socket else _DEFAULT_ADDRESS
+    tcp = next((host for host in listed if host.startswith("tcp://")), "")
+    return re.sub(r"^tcp://(?:0\.0\.0\.0|\[::\])?(?=:|$)", "tcp://127.0.0.1", tcp) or _DEFAULT_ADDRESS
+
+
+def dockerd_version(system: Reader) -> str:
+    """Return the version of the dockerd that is installed, nothing if it does not say."""
+    if system.which("dockerd") is None:
+        return ""
+    found = re.search(r"version ([^\s,]+)", system.run(("dockerd", "--version"), timeout=_SECONDS).stdout)
+    return found[1] if found else ""
+
+
+def listens_at(unit: DockerUnit, hosts: object) -> tuple[str, ...]:
+    """Return where docker listens, in its own words: by its flags or its file, which never both say so."""
+    of_file = tuple(str(host) for host in hosts) if isinstance(hosts, list) else ()
+    return flag_values(unit.arguments, "-H", "--host") or of_file
+
+
+def refusal(system: System, unit: DockerUnit, path: str) -> str:
+    """Return why dockerd refuses a configuration file, in its own words; nothing if it takes the file.
+
+    dockerd 23 and later has --validate. Before, it reads the file and merges it with its flags before it looks at the
+    level of its log: with a level that does not exist it ends there, and has begun nothing.
+    """
+    if system.which("dockerd") is None:
+        return ""
+    arguments = unit.arguments
+    if path != unit.config_path:
+        # Only then, for dockerd starts without its usual file, and not without one that is named.
+        arguments = (*_without(arguments, "--config-file"), "--config-file", path)
+    done = system.run(("dockerd", "--validate", *arguments), timeout=_SECONDS)
+    if "unknown flag: --validate" in done.stderr + done.stdout:
+        done = system.run(("dockerd", "--log-level=none", *_without(arguments, "--log-level", "-l")), timeout=_SECONDS)
+    said = f"{done.stderr}\n{done.stdout}"
+    found = re.search(rf"unable to configure the Docker daemon with file {re.escape(path)}: (.*)", said)
+    words = found[1].strip() if found else ""
+    # The level that is given here may stand in the file too: that is no fault of the file's.
+    return "" if re.search(r"configuration file: log-level: \(from flag: none, [^)]*\)$", words) else words
+
+
+def last_words(system: System, since: int = 0) -> str:
+    """Return why docker says that it did not start, from its journal since a time (seconds since 1970)."""
+    after = ("--since", f"@{since}") if since else ()
+    done = system.run(("journalctl", "--unit", UNIT, "--lines", "60", "--no-pager", "--output", "cat", *after))
+    return decisive_lines(done.stdout)
+
+
+def failure(system: System) -> Problem | None:
+    """Return the problem of a docker whose unit has failed, None for every other one."""
+    unit = gather_unit(system)
+    if (unit.load, unit.active) != ("loaded", "failed"):
+        return None
+    seen = f"systemctl show {UNIT}: {unit.active}, {unit.result}\n{last_words(system)}".strip()
+    return Problem("docker has failed and does not run", seen, "journalctl -u docker -n 50")
+
+
+def decisive_lines(log: str) -> str:
+    """Return the lines of docker's log that say why it failed; where none does, the last that say anything."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    decisive = list(dict.fromkeys(line for line in lines if _DECISIVE.search(line)))
+    telling = decisive or [line for line in lines if not _NOISE.search(line)]
+    limit = [line for line in lines if "Start request repeated too quickly" in line]
+    return "\n".join((telling or limit)[-3:])
+
+
+def _arguments(command: Sequence[str]) -> tuple[str, ...]:
+    """Return what follows dockerd in a command; nothing for a command that is not visibly dockerd's."""
+    number = next((number for number, word in enumerate(command) if word.rpartition("/")[2] == "dockerd"), None)
+    return () if number is None else tuple(command[number + 1 :])
+
+
+def _config_path(arguments: Sequence[str]) -> str:
+    named = flag_values(arguments, "--config-file")
+    return f"/{named[-1].lstrip('/')}" if named and named[-1] else DAEMON_JSON
+
+
+def _without(arguments: Sequence[str], *names: str) -> tuple[str, ...]:
+    """Return the arguments without these flags and their values."""
+    found: list[str] = []
+    skip = False
+    for word in arguments:
+        if not skip and word not in names and not word.startswith(tuple(f"{name}=" for name in names)):
+            found.append(word)
+        skip = not skip and word in names
+    return tuple(found)
+
+
+def _environment(system: Reader, unit: Mapping[str, Sequence[str]]) -> Mapping[str, str]:
+    """Return the unit's environment; files override what the unit sets (systemd.exec(5))."""
+    found: dict[str, str] = {}
+    lines = [word for line in unit.get("Environment", ()) for word in _words(line)]
+    for line in unit.get("EnvironmentFiles", ()):
+        text = _read(system, line.partition(" (")[0])
+        lines += [one.strip() for one in text.splitlines() if one.strip()[:1] not in ("#", ";", "")]
+    for line in lines:
+        name, mark, value = line.partition("=")
+        if mark:
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+            found[name.strip()] = value[1:-1] if quoted else value
+    return found
+
+
+def _running(system: Reader, pid: str) -> tuple[str, ...]:
+    """Return the command line of the dockerd that runs, nothing if none does."""
+    pid = pid if pid.strip("0") else _read(system, "/run/docker.pid").strip()
+    if not pid.isdecimal():
+        return ()
+    words = _read(system, f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+    return tuple(words) if _is_dockerd(words) else ()
+
+
+def _is_dockerd(words: Sequence[str]) -> bool:
+    return any(word.rpartition("/")[2] == "dockerd" for word in words[:1])
+
+
+def _read(system: Reader, path: str) -> str:
+    return (system.read_bytes(path) or b"").decode("utf-8", "replace")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError:
+        return tuple(text.split())
+
+
+def _one(properties: Mapping[str, Sequence[str]], name: str) -> str:
+    return (*properties.get(name, ()), "")[0]
