@@ -25,7 +25,11 @@ from tests.integration.container_bench import LIBRARIES, Bench
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.integration.test_libcuda_loader import make_root
 
-pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman"),
+]
 OWN = "/opt/own/libcuda.so.535.261.03"
 GPUPROV = (sys.executable, "-m", "gpuprov", "cuda")
 

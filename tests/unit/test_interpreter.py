@@ -21,7 +21,7 @@ from gpuprov.facts.interpreter import (
     gather_interpreter,
 )
 from gpuprov.plan.preflight import preflight
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, deployed_files, python_of, render_launcher
+from gpuprov.runtime_hook.deploy import _FORMAT, LAUNCHER_PATH, deployed_files, python_of, render_launcher
 from gpuprov.wire.spec import parse_spec
 from tests import simgpu
 from tests.pythons import PYTHONS
@@ -149,7 +149,7 @@ def test_byte_code_belongs_to_the_python_that_runs_it(tmp_path: Path, python: st
     assert not bytecode_is_current(system, chosen, folder)
     compile_bytecode(system, chosen, folder)
     assert bytecode_is_current(system, chosen, folder)
-    assert (tmp_path / f"__pycache__/main.{tag}").exists()
+    assert (tmp_path / f"__pycache__/main.{_FORMAT}.{tag}").exists()
     assert not bytecode_is_current(system, replace(chosen, cache_tag="another", path="/bin/false"), folder)
     (tmp_path / "errors.py").write_text("")
     assert not bytecode_is_current(system, chosen, folder)
