@@ -14,6 +14,7 @@ import pytest
 
 from gpuprov.core.system import System
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
+from gpuprov.runtime_hook.deploy import _FORMAT
 from tests.integration.container_bench import Bench
 from tests.pythons import ABSENT, NAMED, NEWEST, PYTHONS, TOO_OLD, newest
 from tests.simgpu.commands import BuildError
@@ -83,9 +84,9 @@ def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str,
         ask = "import sys; print(sys.implementation.cache_tag)"
         tag = subprocess.run((python, "-c", ask), capture_output=True, text=True, check=True).stdout.strip()
         compile_bytecode(System(), Interpreter(python, cache_tag=tag), str(library))
-        assert {path.name for path in (library / "__pycache__").glob(f"*main.{tag}")} == {
-            f"main.{tag}",
-            f"hook_main.{tag}",
+        assert {path.name for path in (library / "__pycache__").glob(f"*main.*{tag}")} == {
+            f"main.{_FORMAT}.{tag}",
+            f"hook_main.{_FORMAT}.{tag}",
         }
     lines = bench.report(ALL, by_hook=WAYS[way])
     assert sum(re.match(r"node /dev/nvidia\d ", line) is not None for line in lines) == 2, lines
