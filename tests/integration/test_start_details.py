@@ -233,7 +233,7 @@ def test_nothing_of_the_image_runs_in_a_hook(bench: Bench, stage: str, env: list
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
 def test_a_broken_deployment_closes_the_door_in_one_line(bench: Bench, spoil: str, by_hook: str) -> None:
     library = bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook"
-    for bundle in (library / "__pycache__").glob("*main.cpython-*"):
+    for bundle in (library / "__pycache__").glob("*main.*cpython-*"):
         if bundle.suffix == ".pyc":
             continue
         if spoil == "bundle torn":
