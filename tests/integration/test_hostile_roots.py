@@ -237,6 +237,7 @@ for place in itertools.cycle(places):
 """
 
 
+@pytest.mark.property
 def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -> None:
     """CVE-2024-0132, CVE-2025-23359: between look and use the image's path may become another."""
     outside = outside_of(tmp_path)
@@ -265,6 +266,7 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
     assert state(outside) == before
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("target", ["{outside}", "/volume"])
 def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench, target: str) -> None:
     """Also into a volume that the container has."""
