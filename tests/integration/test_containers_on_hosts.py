@@ -226,7 +226,8 @@ done
 
 def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
     """As after `nvidia-smi mig -cgi …`: the next run makes the nodes and names the parts."""
-    host = site.hosts["main"]
+    host = site.installed("main")
+    host.ssh(_IMAGE)
     inventory = site.inventory("main")
     host.ssh(_DIVIDE)
     try:
