@@ -55,6 +55,6 @@ def left_processes() -> list[str]:
 
 
 def _report(left: list[str]) -> pytest.TestReport:
-    text = "\n".join(["processes of this session are left; whoever started them must end them:", *left])
+    text = "\n".join(["processes of this session are left; the test that started them must end them:", *left])
     place = ("tests", 0, "processes left behind")
     return pytest.TestReport("processes left behind", place, {}, "failed", text, "teardown")

@@ -143,7 +143,7 @@ def published_sha256(system: System, url: str) -> str:
 
 
 def trusted_sha256(system: System, url: str) -> str:
-    """Return the same, nothing over http: whoever can change the file on the way can change its digest."""
+    """Return the published digest, nothing over http: an attacker who changes the file can change its digest too."""
     return "" if url.startswith("http:") else published_sha256(system, url)
 
 

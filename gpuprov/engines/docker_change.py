@@ -160,12 +160,12 @@ class ReconfigureDocker(Change):
         back = _systemctl(system, "reload") if _is_active(system) else _restart(system)
         if _is_active(system):
             return GpuprovError(
-                f"docker did not come up with the new {self.path}; the old one is back and docker runs with it",
+                f"docker failed to start with the new {self.path}; the old one is back and docker runs with it",
                 words,
-                "mend what docker names, then run the same command again",
+                "fix what docker names, then run the same command again",
             )
         return GpuprovError(
-            f"docker did not come up with the new {self.path}, nor with the old one, which is back",
+            f"docker starts neither with the new {self.path} nor with the old one, which is back",
             f"{words}\nwith the old file: {last_words(system, since) or back}",
             "journalctl -u docker -n 50; it was the old file that docker could not start with, before gpuprov came",
         )
@@ -193,7 +193,7 @@ class ReconfigureDocker(Change):
             if trouble and not (is_same and outcome is None):
                 raise GpuprovError(
                     f"docker does not come up with its old {image['path']}, which is back", trouble,
-                    "journalctl -u docker -n 50; mend what docker names, then run the same command again",
+                    "journalctl -u docker -n 50; fix what docker names, then run the same command again",
                 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ _PROFILE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+\d+/(\d+)\s", re.MULTILI
 
 @dataclass(frozen=True)
 class MigGpu:
-    """A GPU as far as MIG goes: `current` and `pending` are Enabled, Disabled, or [N/A] where it has none.
+    """The MIG state of a GPU: `current` and `pending` are Enabled, Disabled, or [N/A] where it has none.
 
     `instances`: the profiles of its GPU instances, sorted. `most`: profile → how many an empty GPU has room for.
     """

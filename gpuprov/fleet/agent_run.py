@@ -163,7 +163,7 @@ def as_root(
     if not answer.went_through:
         said = "\n".join(text for text in done.stderr.splitlines() if text.startswith(("sudo:", "Sorry")))
         what = "sudo on the host refuses the password" if answer.wrong_password else "sudo on the host refuses us"
-        raise _error(Problem(what, said or done.evidence(), "run again with -K, or mend ansible_become_password"))
+        raise _error(Problem(what, said or done.evidence(), "run again with -K, or correct ansible_become_password"))
     return done
 
 

@@ -198,7 +198,7 @@ def _resolved(host: str, values: Mapping[str, Any], template: Callable[[Any], An
                     raise _usage(
                         f"{host}: the template in {name} does not resolve",
                         explained(error),
-                        f"mend {name} in the inventory",
+                        f"correct {name} in the inventory",
                     ) from None
     return resolved
 

@@ -1,4 +1,4 @@
-"""A host over SSH as far as reading it goes: a few files and commands, as root, without the agent. Writes nothing."""
+"""Read files and run commands of a host over SSH, as root, without the agent. Writes nothing."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from gpuprov.wire.spec import HostSpec
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
-    """Return the spec with version, place and digest of each .run file, as far as a bundle or a mirror decides them.
+    """Return the spec with version, place and digest of each .run file that a bundle or a mirror decides.
 
     Done once per run, before the plan.
 

@@ -1,4 +1,4 @@
-"""The types in a CDI specification, as far as this runtime uses it: a table, and what is wrong with a document.
+"""The types of the keys in a CDI specification that this runtime uses, and what is wrong with a document.
 
 Not a validation of CDI (gpuprov.cdi.validation is that, on the host side): what passes here breaks nothing later.
 """

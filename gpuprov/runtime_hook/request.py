@@ -72,7 +72,7 @@ def _fill(
 ) -> None:
     if malformed:
         raise Refused(
-            f"the container's environment has an entry without '=': {malformed!r}: mend the image or the call"
+            f"the container's environment has an entry without '=': {malformed!r}: correct the image or the command"
         )
     _refuse_other_kinds(request, settings)
     _add_mig(environment, request)
@@ -209,9 +209,9 @@ def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
 
 
 def _refuse_other_kinds(request: Request, settings: Settings) -> None:
-    """An image, and whoever may start one, names NVIDIA's devices: what other vendors give away is not theirs to ask.
+    """An image, or the user who starts it, may name NVIDIA's devices only, not those of other vendors.
 
-    Annotations are the engine's, or of whoever may write them there.
+    Annotations come from the engine, so they may name any kind.
     """
     if request.by_annotation:
         return

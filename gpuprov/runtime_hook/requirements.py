@@ -98,7 +98,7 @@ def _condition(text: str) -> tuple[str, str, str]:
     operator = next((mark for mark in _OPERATORS if text.startswith(mark, place)), "")
     name, value = text[:place], text[place + len(operator) :]
     if not name or not operator or not value or value[0] in "!<>=":
-        raise Refused(f"the image's requirement {text!r} is no condition such as cuda>=12.4: mend NVIDIA_REQUIRE_*")
+        raise Refused(f"the image's requirement {text!r} is no condition such as cuda>=12.4: correct NVIDIA_REQUIRE_*")
     if name == "brand" and operator not in ("=", "!="):
         raise Refused(f"the image's requirement {text!r} can't be: brands are = or !=")
     if name in _VERSIONS:
