@@ -10,12 +10,20 @@ from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _ENGINES = ("docker", "podman")
 _SECONDS = 20
+_STATE = "{{.Id}} {{.State.Running}}"
 
 
 def decision_of(system: System, container: str) -> dict[str, Any]:
     """Return what is kept of a container. Raises GpuprovError where there is no such container, or nothing is kept."""
     known = _names(system)
-    identifier, engine = _identifier(system, container, known)
+    identifier, engine, runs = _identifier(system, container, known)
+    if engine and not runs:
+        # plain runc leaves the hook's file behind until the next start: it says nothing of a container that ended.
+        raise GpuprovError(
+            f"the container {container} does not run, and a decision is kept only while one does",
+            f"{engine} inspect {container}: State.Running is false",
+            f"{engine} start {container}, then ask again",
+        )
     found = _read(system, identifier) if identifier in known else None
     if found is not None:
         return found
@@ -56,15 +64,19 @@ def _read(system: System, identifier: str) -> dict[str, Any] | None:
     return record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")
 
 
-def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str]:
-    """Return a container's id, and the engine that told it, "" for none: whole ids and beginnings are known without."""
+def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str, bool]:
+    """Return a container's id, the engine that knows it, and whether it runs there.
+
+    The engine is "" for a whole id or a beginning that only the files know.
+    """
     if container in known:
-        return container, ""
+        return container, "", False
     for engine in _ENGINES:
         if system.which(engine):
-            done = system.run((engine, "inspect", "--type", "container", "--format", "{{.Id}}", "--", container),
+            done = system.run((engine, "inspect", "--type", "container", "--format", _STATE, "--", container),
                               timeout=_SECONDS)  # fmt: skip
-            if done.ok and done.stdout.strip():
-                return done.stdout.split()[0], engine
+            words = done.stdout.split()
+            if done.ok and len(words) == 2:
+                return words[0], engine, words[1] == "true"
     begun = [one for one in known if one.startswith(container)]
-    return (begun[0], "") if len(begun) == 1 else ("", "")
+    return begun[0] if len(begun) == 1 else "", "", False

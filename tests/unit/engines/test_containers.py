@@ -29,11 +29,11 @@ class Engines(System):
         return f"/usr/bin/{program}" if program in self.names else None
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        assert argv[1:-1] == ("inspect", "--type", "container", "--format", "{{.Id}}", "--")
+        assert argv[1:-1] == ("inspect", "--type", "container", "--format", "{{.Id}} {{.State.Running}}", "--")
         found = self.names[argv[0]].get(argv[-1])
         if found is None:
             return Completed(tuple(argv), 1, "\n", f"Error: No such container: {argv[-1]}\n", 0.1)
-        return Completed(tuple(argv), 0, f"{found}\n", "", 0.1)
+        return Completed(tuple(argv), 0, f"{found} {'false' if argv[-1] == 'ended' else 'true'}\n", "", 0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,13 @@ def test_one_of_which_nothing_is_known_is_said_so(system: System, name: str, say
     with pytest.raises(GpuprovError) as caught:
         decision_of(system, name)
     assert says in str(caught.value)
+
+
+def test_a_container_that_has_ended_is_said_to_have_ended() -> None:
+    """The hook's file outlives it under plain runc; and it did ask for GPUs."""
+    with pytest.raises(GpuprovError, match="the container ended does not run") as caught:
+        decision_of(Engines(docker={"ended": ID}), "ended")
+    assert "docker start ended" in str(caught.value)
 
 
 def test_two_with_the_same_beginning_are_none(records: Path) -> None:
