@@ -1,0 +1,188 @@
+"""How docker is really started: its unit, its command line, its address; and what of that is not known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
+from gpuprov.engines.docker import plan, problems, reach_local_docker
+from gpuprov.engines.docker_unit import decisive_lines, gather_unit
+from tests.unit.test_docker import ONLY_OURS, RUNTIME, running, the_change
+
+# In the form of `systemctl show docker.service docker.socket -p …` (systemd 252).
+SHOWN = """Id=docker.service
+LoadState=loaded
+ActiveState=active
+Result=success
+UnitFileState={enabled}
+MainPID={pid}
+ExecStart={{ path=/usr/sbin/dockerd ; argv[]={command} ; ignore_errors=no ; start_time=[n/a] ; stop_time=[n/a] ; \
+pid=0 ; code=(null) ; status=0/0 }}
+Environment=LEVEL=info
+EnvironmentFiles=/etc/default/docker (ignore_errors=yes)
+
+Id=docker.socket
+LoadState=loaded
+ActiveState=active
+UnitFileState={socket}
+Listen=/run/docker.sock (Stream)
+"""
+_DOCKERD = "/usr/sbin/dockerd -H fd:// --containerd=/run/containerd/containerd.sock $DOCKER_OPTS"
+
+
+class UnitHost(System):
+    """A host on which systemd says how docker is started."""
+
+    def __init__(self, root: Path, command: str = _DOCKERD, **words: str) -> None:
+        super().__init__(str(root))
+        self.shown = SHOWN.format(
+            **{"enabled": "enabled", "socket": "enabled", "pid": "0", "command": command, **words}
+        )
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        return Completed(tuple(argv), 0, self.shown) if argv[:2] == ("systemctl", "show") else Completed(tuple(argv), 1)
+
+    def put(self, path: str, content: str) -> None:
+        self.make_directory(path.rpartition("/")[0])
+        self.write(path, content.encode())
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "path"),
+    [
+        (_DOCKERD, "", "/etc/docker/daemon.json"),
+        (_DOCKERD, "DOCKER_OPTS='--config-file /opt/dk/d.json'\n", "/opt/dk/d.json"),
+        (_DOCKERD, "# DOCKER_OPTS=--config-file=/x\n", "/etc/docker/daemon.json"),
+        ("/usr/bin/dockerd --config-file=/opt/dk/d.json", "", "/opt/dk/d.json"),
+        ("/usr/bin/dockerd --config-file /a.json --config-file=${LEVEL}.json", "", "/info.json"),
+        ('/usr/bin/dockerd --config-file "/opt/d k/d.json"', "", "/opt/d k/d.json"),
+        ("/usr/bin/numactl --membind=0 /usr/bin/dockerd --config-file=/n.json", "", "/n.json"),
+    ],
+)
+def test_the_file_that_counts_is_the_one_of_dockers_command_line(
+    tmp_path: Path, command: str, options: str, path: str
+) -> None:
+    host = UnitHost(tmp_path, command)
+    host.put("/etc/default/docker", options)
+    assert gather_unit(host).config_path == path
+    facts = replace(running("{}"), unit=gather_unit(host), config_path=gather_unit(host).config_path)
+    assert the_change(facts).summary().startswith(f"write {path} and ")
+
+
+def test_a_wrapper_is_looked_through_by_the_process(tmp_path: Path) -> None:
+    host = UnitHost(tmp_path, "/usr/local/sbin/start-docker", pid="77")
+    host.put("/proc/77/cmdline", "dockerd\0--config-file=/opt/dk/d.json\0")
+    assert gather_unit(host).config_path == "/opt/dk/d.json"
+    assert not gather_unit(host).is_outdated
+
+
+def test_a_docker_that_reads_another_file_than_its_unit_names_is_restarted(tmp_path: Path) -> None:
+    host = UnitHost(tmp_path, "/usr/bin/dockerd --config-file=/new.json", pid="77")
+    host.put("/proc/77/cmdline", "/usr/bin/dockerd\0-H\0fd://\0")
+    unit = gather_unit(host)
+    assert unit.is_outdated and unit.config_path == "/new.json"
+    assert not the_change(running("{}", unit=unit)).reload
+    (problem,) = problems(running("{}", unit=unit, running_containers=("web",)))
+    assert "docker" in problem.what and "stops the containers" in problem.next_step
+
+
+@pytest.mark.parametrize(
+    ("command", "hosts", "address"),
+    [
+        ("/usr/bin/dockerd -H fd://", None, "unix:///run/docker.sock"),
+        ("/usr/bin/dockerd", None, "unix:///var/run/docker.sock"),
+        ("/usr/bin/dockerd", ["tcp://0.0.0.0:2375"], "tcp://127.0.0.1:2375"),
+        ("/usr/bin/dockerd -H tcp://0.0.0.0:2375 -Hunix:///srv/d.sock", None, "unix:///srv/d.sock"),
+        ("/usr/bin/dockerd --host=tcp://10.0.0.7:2376", None, "tcp://10.0.0.7:2376"),
+    ],
+)
+def test_dockers_client_is_sent_to_this_hosts_docker(
+    tmp_path: Path, command: str, hosts: list[str] | None, address: str
+) -> None:
+    host = UnitHost(tmp_path, command)
+    if hosts:
+        host.put("/etc/docker/daemon.json", json.dumps({"hosts": hosts}))
+    assert reach_local_docker(host) == address
+    assert host.environment == {"DOCKER_HOST": address}
+
+
+def test_commands_get_the_address_of_this_hosts_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere.example:2375")
+    host = System()
+    host.environment["DOCKER_HOST"] = "unix:///run/docker.sock"
+    assert host.run(("printenv", "DOCKER_HOST")).stdout == "unix:///run/docker.sock\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "set_default", "evidence"),
+    [
+        ("--add-runtime kata=/k", False, "--add-runtime=kata=/k"),
+        ("--add-runtime=nvidia=/old", False, "--add-runtime=nvidia=/old"),
+        ("--default-runtime=crun", True, "--default-runtime=crun"),
+        ("--default-runtime=crun", False, ""),
+        (f"--add-runtime=nvidia={RUNTIME}", False, ""),
+        (f"--add-runtime=nvidia={RUNTIME}", True, f"--add-runtime=nvidia={RUNTIME}"),
+    ],
+)
+def test_what_stands_on_the_command_line_is_not_written_to_the_file_too(
+    tmp_path: Path, flags: str, set_default: bool, evidence: str
+) -> None:
+    facts = running("{}", unit=gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd {flags}")))
+    found = problems(facts, runtime_path=RUNTIME, set_default=set_default)
+    assert [problem.evidence for problem in found] == ([f"systemctl cat docker: {evidence}"] if evidence else [])
+
+
+def test_a_runtime_that_the_command_line_registers_is_left_alone(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, f"/usr/bin/dockerd --add-runtime=nvidia={RUNTIME}"))
+    assert plan(running(None, unit=unit), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_a_disabled_docker_is_enabled_and_the_plan_says_so(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, enabled="disabled", socket="disabled"))
+    assert the_change(running(ONLY_OURS, unit=unit)).summary() == "enable docker.service"
+    stopped = the_change(running(ONLY_OURS, unit=unit, active=False))
+    assert stopped.summary() == "enable docker.service and start docker (it does not run)"
+    on_demand = gather_unit(UnitHost(tmp_path / "other", enabled="disabled"))
+    assert plan(running(ONLY_OURS, unit=on_demand), runtime_path=RUNTIME, set_default=False) == ()
+
+
+def test_of_a_docker_that_does_not_answer_nothing_is_said(tmp_path: Path) -> None:
+    unit = gather_unit(UnitHost(tmp_path, "/usr/bin/dockerd -H tcp://127.0.0.1:2376 --tlsverify"))
+    facts = running("{}", active=False, unit=unit, address="tcp://127.0.0.1:2376", error="client sent an HTTP request")
+    (problem,) = problems(facts)
+    assert "docker runs, but does not answer" in problem.what and "not known" in problem.what
+    assert problem.next_step.startswith("docker --host tcp://127.0.0.1:2376 info")
+
+
+LIMIT = """Starting Docker Application Container Engine...
+docker.service: Start request repeated too quickly.
+docker.service: Failed with result 'start-limit-hit'.
+Failed to start Docker Application Container Engine.
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (LIMIT, "docker.service: Start request repeated too quickly."),
+        (
+            'level=info msg="Starting up"\nfailed to start daemon: error initializing graphdriver: no-such-driver\n'
+            "docker.service: Main process exited\nReloading Docker Application Container Engine...\n" + LIMIT,
+            "failed to start daemon: error initializing graphdriver: no-such-driver",
+        ),
+        ("Reloading Docker Application Container Engine...\n", ""),
+        ("Reloading\nan unusual last word\n", "an unusual last word"),
+    ],
+)
+def test_the_decisive_line_of_dockers_journal_is_the_evidence(log: str, said: str) -> None:
+    assert decisive_lines(log) == said

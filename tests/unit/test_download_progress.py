@@ -1,0 +1,193 @@
+"""What a download tells: progress, missing room, and what it found in the place of the file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuprov.core.download import fetch, fetch_small, unreachable
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError, Problem
+from tests.unit.download_server import (
+    CONTENT,
+    DIGEST,
+    PIECE,
+    Impatient,
+    Site,
+    site,
+    system,
+)
+
+__all__ = ["site", "system"]
+
+
+class Clocked(Impatient):
+    """A machine whose clock goes on by some seconds whenever it is looked at, and that has some room."""
+
+    seconds = 1.0
+    time = 0.0
+    room = 10 << 30
+
+    def now(self) -> float:
+        self.time += self.seconds
+        return self.time
+
+    def free_bytes(self, path: str) -> int:
+        return self.room
+
+
+def progress(system: System, url: str) -> list[tuple[str, int, int]]:
+    told: list[tuple[str, int, int]] = []
+    fetch(system, url, "/file", sha256=DIGEST, tell=lambda *words: told.append(words))
+    return told
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("have", [0, 2 * PIECE])
+def test_progress_counts_what_is_there_already(tmp_path: Path, site: Site, have: int, lengths: bool) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], site.lengths = CONTENT, lengths
+    if have:
+        system.write("/file.part", CONTENT[:have])
+    told = progress(system, f"{site.url}/f")
+    total = len(CONTENT) if lengths else 0
+    assert told[0] == ("downloading", have + PIECE, total)
+    assert told[-1] == ("downloading", len(CONTENT), total)
+    assert [done for _, done, _ in told] == sorted({done for _, done, _ in told})
+    assert system.sha256("/file") == DIGEST
+
+
+def test_progress_is_told_now_and_then_alone(tmp_path: Path, site: Site) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"], system.seconds = CONTENT, 0.25
+    pieces = len(CONTENT) // PIECE + 1
+    told = progress(system, f"{site.url}/f")
+    # Each piece looks at the clock once, and once more if it is told of: every third piece.
+    assert pieces // 4 <= len(told) <= pieces // 2
+    system.remove("/file")
+    system.seconds = 0.0
+    assert progress(system, f"{site.url}/f") == []
+
+
+@pytest.mark.parametrize("have", [0, 2 * PIECE])
+def test_a_file_that_has_no_room_is_not_begun(tmp_path: Path, site: Site, have: int) -> None:
+    system = Clocked(str(tmp_path))
+    site.files["/f"] = CONTENT
+    if have:
+        system.write("/file.part", CONTENT[:have])
+    system.room = len(CONTENT) - have - 1
+    with pytest.raises(GpuprovError) as caught:
+        progress(system, f"{site.url}/f")
+    (problem,) = caught.value.problems
+    assert problem.what == f"not enough room for {site.url}/f"
+    assert problem.evidence == "2 MiB to come, 2 MiB free for /file.part"
+    assert (system.status("/file.part") is None) == (have == 0)
+    system.room += 1
+    progress(system, f"{site.url}/f")
+    assert system.sha256("/file") == DIGEST
+
+
+def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site) -> None:
+    system = Clocked(str(tmp_path))
+    system.make_directory("/var/cache")
+    site.files["/f"], system.room = CONTENT, 0
+    with pytest.raises(GpuprovError) as caught:
+        fetch(system, f"{site.url}/f", "/var/cache/f", sha256=DIGEST, tell=lambda *_: None)
+    (problem,) = caught.value.problems
+    assert problem.evidence == "2 MiB to come, 0 MiB free for /var/cache/f.part"
+    assert problem.next_step == "make room: df -h /var/cache"
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_another_file_is_told_once_and_begun_anew(system: System, site: Site) -> None:
+    site.files["/run"] = CONTENT
+    system.write("/file.part", b"of another file")
+    told = progress(Clocked(str(system.root)), f"{site.url}/run")
+    anew = told.index(("what an earlier download left does not belong to this file; starting again", 0, 0))
+    assert {message for message, _, _ in (*told[:anew], *told[anew + 1 :])} == {"downloading"}
+    assert told[anew + 1] == ("downloading", PIECE, len(CONTENT))
+
+
+def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) -> None:
+    system.write("/media.run", CONTENT)
+    system.write("/file.part", CONTENT + b"more")
+    assert progress(system, "file:///media.run") == []
+    assert system.sha256("/file") == DIGEST
+    with pytest.raises(GpuprovError) as caught:
+        fetch(system, "file:///nothing.run", "/other", sha256=DIGEST, tell=lambda *_: None)
+    (problem,) = caught.value.problems
+    assert (problem.evidence, problem.next_step) == ("", "check the path")
+
+
+def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
+    url = site.url.replace("//", "//user:secret@")
+    site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
+    found: list[Problem] = []
+    for name in ("run", "page"):
+        with pytest.raises(GpuprovError) as caught:
+            progress(system, f"{url}/{name}")
+        found += caught.value.problems
+    masked_url = site.url.replace("//", "//user:***@")
+    assert [problem.what for problem in found] == [
+        f"what {masked_url}/run gave is not the file that was asked for",
+        f"{masked_url}/page gave a web page instead of a file",
+    ]
+    assert found[0].evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
+    assert found[1].evidence == "<!DOCTYPE html>" + "y" * 104
+    assert "digest" in found[0].next_step
+    assert "check the URL" in found[1].next_step and "proxy" in found[1].next_step
+
+
+def test_small_files_that_can_not_be_had_say_what_to_do(system: System, site: Site) -> None:
+    url = site.url.replace("//", "//user:secret@")
+    site.files["/huge"] = b"x" * ((1 << 20) + 1)
+    found: list[Problem] = []
+    for address in (f"{url}/huge", "file:///nothing"):
+        with pytest.raises(GpuprovError) as caught:
+            fetch_small(system, address)
+        found += caught.value.problems
+    assert (found[0].what, found[0].evidence, found[0].next_step) == (
+        f"{site.url.replace('//', '//user:***@')}/huge is larger than expected", "more than 1048576 bytes",
+        "check the URL",
+    )  # fmt: skip
+    assert (found[1].what, found[1].evidence) == ("there is no file file:///nothing", "")
+    assert found[1].next_step == "check the path"
+    system.write("/there", b"content")
+    assert fetch_small(system, "file:///there") == b"content"
+
+
+def test_of_a_huge_local_file_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    class Counting(System):
+        def read_start(self, path: str, size: int) -> bytes | None:
+            assert size == (1 << 20) + 1
+            return super().read_start(path, size)
+
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 34)
+    with pytest.raises(GpuprovError, match="larger than expected"):
+        fetch_small(Counting(str(tmp_path)), "file:///huge")
+
+
+def test_what_can_not_be_had_is_told_in_order_and_redirections_are_followed(system: System, site: Site) -> None:
+    site.files["/there"] = CONTENT
+    site.moved = {"/a": "/there", "/b": "/gone"}
+    url = site.url.replace("//", "//user:secret@")
+    found = unreachable(system, [f"{url}/{name}" for name in ("z", "b", "there", "a", "z")])
+    masked_url = site.url.replace("//", "//user:***@")
+    assert [(one.what, one.evidence) for one in found] == [
+        (f"{masked_url}/b can't be had", "HTTP 404"), (f"{masked_url}/z can't be had", "HTTP 404"),
+    ]  # fmt: skip
+    assert {one.next_step for one in found} == {"there is no such file: check version and URL"}
+
+
+def test_a_wait_that_a_server_asks_for_is_not_shorter_than_ours(system: Impatient, site: Site) -> None:
+    site.files["/f"] = CONTENT
+    site.troubles, site.retry_after = [503, 503, 503], "2"
+    told = progress(system, f"{site.url}/f")
+    assert system.pauses == [2.0, 2.0, 4.0]
+    assert told[0] == ("HTTP 503 Service Unavailable, trying again (2 of 4)", 0, 0)

@@ -1,0 +1,140 @@
+"""What each download asks of requests: time limits, certificates, tries; and the advice for each cause."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+
+from gpuprov.core.download import fetch, fetch_small, unreachable
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+from tests.unit.download_server import (
+    DIGEST,
+    Impatient,
+    download,
+    site,
+    system,
+)
+
+__all__ = ["site", "system"]
+
+
+@pytest.fixture
+def asked_of_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Return the list to which each call of requests adds its options; every call is refused."""
+    made: list[dict[str, object]] = []
+
+    def refuse(url: str, **options: object) -> None:
+        made.append({"url": url, **options})
+        raise requests.exceptions.InvalidURL("not in this test")
+
+    monkeypatch.setattr("requests.get", refuse)
+    monkeypatch.setattr("requests.head", refuse)
+    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+def ask_in_every_way(system: System) -> None:
+    with pytest.raises(GpuprovError):
+        download(system, "https://example.org/x")
+    with pytest.raises(GpuprovError):
+        fetch_small(system, "https://example.org/y")
+    assert unreachable(system, ["https://example.org/z"])
+
+
+def test_no_question_waits_for_ever_and_files_come_in_pieces(
+    system: System, asked_of_requests: list[dict[str, object]]
+) -> None:
+    ask_in_every_way(system)
+    first, second, third = asked_of_requests
+    for options in asked_of_requests:
+        timeout = options["timeout"]
+        assert isinstance(timeout, tuple) and all(0 < seconds <= 60 for seconds in timeout)
+    assert (first["stream"], second["stream"], third["allow_redirects"]) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "files", "expected"),
+    [
+        ({}, (), True),
+        ({}, ("/etc/ssl/ca-bundle.pem",), "/etc/ssl/ca-bundle.pem"),
+        ({}, ("/etc/ssl/ca-bundle.pem", "/etc/ssl/certs/ca-certificates.crt"), "/etc/ssl/certs/ca-certificates.crt"),
+        ({"SSL_CERT_FILE": "/b"}, ("/etc/ssl/ca-bundle.pem",), "/b"),
+        ({"SSL_CERT_FILE": "/b", "REQUESTS_CA_BUNDLE": "/a"}, ("/etc/ssl/ca-bundle.pem",), "/a"),
+    ],
+)
+def test_certificates_are_always_checked_against_those_of_the_host(
+    system: System, asked_of_requests: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str], files: tuple[str, ...], expected: object,
+) -> None:  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for path in files:
+        system.make_directory(path.rpartition("/")[0])
+        system.write(path, b"")
+    ask_in_every_way(system)
+    assert [options["verify"] for options in asked_of_requests] == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "begun", "attempts"),
+    [
+        (requests.exceptions.ReadTimeout("Read timed out."), False, 4),
+        (requests.exceptions.ConnectTimeout("timed out"), False, 1),
+        (requests.exceptions.ConnectTimeout("timed out"), True, 4),
+        (requests.exceptions.ChunkedEncodingError("Connection broken: IncompleteRead"), False, 4),
+        (requests.exceptions.ConnectionError("Connection aborted."), False, 4),
+        (requests.exceptions.ConnectionError("reset by peer"), False, 4),
+        (requests.exceptions.ConnectionError("Connection refused"), False, 1),
+        (requests.exceptions.ConnectionError("Connection refused"), True, 4),
+        (requests.exceptions.ConnectionError("NameResolutionError"), True, 1),
+        (requests.exceptions.ConnectionError("Name or service not known"), True, 1),
+        (requests.exceptions.SSLError("CERTIFICATE_VERIFY_FAILED"), True, 1),
+        (requests.exceptions.TooManyRedirects("Exceeded 30 redirects."), True, 1),
+    ],
+    ids=str,
+)
+def test_what_may_pass_is_tried_four_times_and_what_can_not_once(
+    system: Impatient, monkeypatch: pytest.MonkeyPatch, error: Exception, begun: bool, attempts: int
+) -> None:
+    made = []
+
+    def fail(url: str, **options: object) -> None:
+        made.append(url)
+        raise error
+
+    monkeypatch.setattr("requests.get", fail)
+    if begun:
+        system.write("/file.part", b"some of it")
+    told: list[tuple[str, int, int]] = []
+    with pytest.raises(GpuprovError, match="can't be reached"):
+        fetch(system, "http://example.org/x", "/file", sha256=DIGEST, tell=lambda *words: told.append(words))
+    assert len(made) == attempts
+    assert system.pauses == [1.0, 2.0, 4.0][: attempts - 1]
+    assert told == [(f"connection lost, trying again ({number} of 4)", 0, 0) for number in range(2, attempts + 1)]
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "next_step"),
+    [
+        ("CERTIFICATE_VERIFY_FAILED", ": its certificate is not trusted", "update-ca-certificates"),
+        ("NameResolutionError", ": its name is not known", "DNS"),
+        ("Read timed out", ": it does not answer", "firewall"),
+        ("ProxyError", ": the proxy does not let it through", "https_proxy"),
+        ("something else", "", "network and proxy"),
+    ],
+)
+def test_each_cause_has_its_advice(
+    system: System, monkeypatch: pytest.MonkeyPatch, said: str, what: str, next_step: str
+) -> None:
+    def fail(url: str, **options: object) -> None:
+        raise requests.exceptions.InvalidURL(f"{'x' * 300} http://user:secret@example.org/ {said}")
+
+    monkeypatch.setattr("requests.get", fail)
+    with pytest.raises(GpuprovError) as caught:
+        download(system, "http://user:secret@example.org/x")
+    (problem,) = caught.value.problems
+    assert problem.what == f"http://user:***@example.org/x can't be reached{what}"
+    assert problem.evidence.endswith(said) and len(problem.evidence) == 200 and "secret" not in problem.evidence
+    assert next_step in problem.next_step
