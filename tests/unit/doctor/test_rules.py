@@ -19,10 +19,11 @@ from tests.unit.doctor.host import examined, healthy, with_driver
 from tests.unit.doctor.ill import NODES, Change, Row, both, bound_to, docker, mismatched, text, unit
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS
+from tests.unit.doctor.rows_engines import ENGINE_ROWS
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
 
 pytestmark = pytest.mark.root
-ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS)
+ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS)
 
 
 @pytest.fixture(scope="module")

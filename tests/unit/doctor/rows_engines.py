@@ -1,0 +1,336 @@
+"""Troubles of docker and other engines, with what the doctor must say of each.
+
+Messages are recorded where a row says from where: drivers and installers in Debian chroots, NVIDIA's open kernel
+modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.engines.docker_unit import DockerUnit
+from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from tests.unit.doctor.ill import (
+    AVC,
+    Row,
+    both,
+    docker,
+    docker_says,
+    host,
+    installed,
+    nvidias,
+    registered,
+    text,
+    there,
+    unit,
+    without,
+)
+
+ENGINE_ROWS = (
+    # -- docker
+    Row(
+        "docker-missing",
+        docker(installed=False, active=False, runtimes=None, config_text=None),
+        "command -v dockerd",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-snap",
+        docker(installed=False, snap=True, active=False, runtimes=None, config_text=None),
+        "/snap/bin/docker",
+        "snap remove docker",
+    ),
+    Row("docker-is-podman", installed(podman_docker="4.3.1"), "podman-docker", "--device nvidia.com/gpu=all", ASIDE),
+    Row(
+        "daemon-json-broken",
+        docker(config_text='{\n  "runtimes": {,\n}\n', refused="invalid character ',' looking for beginning of string"),
+        "dockerd: invalid character ','",
+        "+2 /etc/docker/daemon.json",
+    ),
+    # dockerd 20.10.24 reads the first value, and nothing after it.
+    Row(
+        "daemon-json-broken",
+        lambda x: docker(config_text=f"{x.host.docker.config_text} x")(x),
+        "Extra data",
+        "/etc/docker/daemon.json",
+        ASIDE,
+    ),
+    Row(
+        "daemon-json-broken",
+        docker(config_text="{}", config_path="/opt/dk/d.json", refused="no such option", active=False, runtimes=None),
+        "dockerd: no such option",
+        "${EDITOR:-vi} /opt/dk/d.json",
+    ),
+    Row(
+        "daemon-json-broken",
+        docker(config_text=None, config_kind="directory", refused="is a directory", active=False, runtimes=None),
+        "stat /etc/docker/daemon.json: directory",
+        "mv /etc/docker/daemon.json /etc/docker/daemon.json.old",
+    ),
+    # docker.io purged, containerd and daemon.json left.
+    Row(
+        "docker-missing",
+        both(docker(installed=False, active=False, runtimes=None), there("/usr/bin/containerd", "/usr/bin/podman")),
+        "command -v dockerd: nothing\n/etc/docker/daemon.json: runtime nvidia is",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-missing",
+        both(docker(installed=False, active=False, runtimes=None, config_text=None), there("/usr/bin/containerd")),
+        "command -v dockerd: nothing",
+        "gpuprov install",
+    ),
+    Row(
+        "docker-disabled",
+        both(docker(active=False, runtimes=None), unit("docker.service", active="inactive", enabled="disabled")),
+        "systemctl show docker.service: disabled, inactive",
+        "systemctl enable --now docker.service",
+    ),
+    Row("docker-disabled", unit("docker.service", enabled="disabled"), "disabled, active", "systemctl enable", ASIDE),
+    Row(
+        "docker-unreachable",
+        docker(active=False, runtimes=None, address="tcp://127.0.0.1:2376", error="client sent an HTTP request"),
+        "docker --host tcp://127.0.0.1:2376 info: client sent an HTTP request",
+        "docker --host tcp://127.0.0.1:2376 info",
+        LIKELY,
+    ),
+    Row(
+        "docker-unit-changed",
+        docker(unit=DockerUnit(load="loaded", command=("dockerd", "--config-file=/n"), running=("dockerd", "-H", "x"))),
+        "/proc/PID/cmdline of dockerd: dockerd -H x",
+        "systemctl restart docker",
+    ),
+    Row(
+        "docker-host",
+        both(
+            docker(unit=DockerUnit(load="loaded", command=("dockerd",)), address="unix:///var/run/docker.sock"),
+            text("/etc/environment", "DOCKER_HOST=tcp://build.example:2375\n"),
+        ),
+        "/etc/environment: DOCKER_HOST=tcp://build.example:2375",
+        "sed -i",
+        LIKELY,
+    ),
+    # dockerd 20.10.24, its unit started with --add-runtime beside the file.
+    Row(
+        "docker-flags-twice",
+        both(
+            docker(active=False, runtimes=None),
+            unit("docker.service", active="failed", result="exit-code"),
+            docker_says(
+                "unable to configure the Docker daemon with file /etc/docker/daemon.json: the following directives are "
+                "specified both as a flag and in the configuration file: hosts: (from flag: [fd://], from file: [tcp://x])"
+            ),
+        ),
+        "specified both as a flag",
+        "systemctl cat docker",
+    ),
+    Row(
+        "docker-masked",
+        both(docker(active=False), unit("docker.service", load="masked", active="inactive")),
+        "masked",
+        "systemctl unmask docker.service",
+    ),
+    Row(
+        "docker-down",
+        both(
+            docker(active=False, error="Cannot connect"),
+            unit("docker.service", active="failed", result="exit-code"),
+            docker_says(
+                'level=error msg="failed to start daemon: error initializing graphdriver: driver not supported"'
+            ),
+        ),
+        "failed, exit-code",
+        "systemctl reset-failed docker; systemctl restart docker",
+    ),
+    Row(
+        "docker-not-restarted",
+        docker(runtimes={"runc": "runc"}),
+        f"runtime nvidia is {LAUNCHER_PATH}",
+        "systemctl restart docker",
+    ),
+    Row(
+        "docker-not-restarted",
+        docker(runtimes={"runc": "runc", "nvidia": "/opt/old"}),
+        "has runtime nvidia as /opt/old",
+        "systemctl restart docker",
+    ),
+    Row(
+        "runtime-unregistered",
+        docker(config_text="{}", runtimes={"runc": "runc"}),
+        "no runtimes.nvidia",
+        "gpuprov install",
+    ),
+    Row(
+        "runtime-unregistered",
+        both(nvidias, docker(config_text=None, runtimes={"runc": "runc"})),
+        "No such file",
+        "nvidia-ctk runtime configure --runtime=docker; systemctl restart docker",
+    ),
+    Row("runtime-unsaved", docker(config_text="{}"), "no runtimes.nvidia", "gpuprov install", LIKELY),
+    Row(
+        "default-runtime-unknown",
+        lambda x: docker(
+            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "default-runtime": "kata"})
+        )(x),
+        "default-runtime: kata",
+        "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker",
+        LIKELY,
+    ),
+    Row(
+        "hook-missing",
+        both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
+        f"ls {NVIDIA_HOOK_PATH}",
+        "systemctl restart docker",
+    ),
+    # dockerd 20.10.24 and 26.1.5, `docker run --gpus all` without the hook at its start.
+    Row(
+        "hook-unseen",
+        docker_says(
+            'level=error msg="Handler for POST /v1.41/containers/x/start returned error: could not select device '
+            'driver \\"\\" with capabilities: [[gpu]]"'
+        ),
+        "could not select device driver",
+        "systemctl restart docker",
+    ),
+    Row(
+        "hook-unseen",
+        lambda x: replace(x, modified={NVIDIA_HOOK_PATH: 20.0, "/run/docker.pid": 10.0}),
+        "stat",
+        "systemctl restart docker",
+        ASIDE,
+    ),
+    Row(
+        "hook-not-on-path",
+        lambda x: replace(x, docker_unit="[Service]\nEnvironment=PATH=/opt/bin:/bin\n"),
+        "PATH=/opt/bin:/bin",
+        "systemctl edit docker",
+        LIKELY,
+    ),
+    Row(
+        "docker-context",
+        text("/root/.docker/config.json", '{"currentContext": "desktop-linux"}'),
+        "desktop-linux",
+        "docker context use default",
+        LIKELY,
+    ),
+    Row(
+        "docker-rootless",
+        lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)),
+        "/run/user/1000",
+        "systemctl --user restart docker",
+        ASIDE,
+    ),
+    Row(
+        "selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", container_use_devices="off", kernel_log=(AVC,)),
+        "xserver_misc_device_t",
+        "setsebool -P container_use_devices 1",
+        LIKELY,
+    ),
+    Row(
+        "selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", container_use_devices="on", audit_log=(AVC,)),
+        "denied",
+        "setsebool",
+        POSSIBLE,
+    ),
+    Row(
+        "apparmor-denies",
+        lambda x: replace(
+            x,
+            kernel_log=(
+                'audit: apparmor="DENIED" operation="open" profile="docker-default" name="/dev/nvidiactl" pid=1',
+            ),
+        ),
+        "docker-default",
+        "aa-status",
+        POSSIBLE,
+    ),
+    Row(
+        "bpf-refused",
+        docker_says(
+            "nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
+            "BPF_CGROUP_DEVICE) failed: operation not permitted"
+        ),
+        "bpf_prog_query",
+        "CDI",
+        ASIDE,
+    ),
+    Row(
+        "library-not-loaded",
+        docker_says(
+            "nvidia-container-cli: initialization error: load library failed: "
+            "libnvidia-ml.so.1: cannot open shared object file"
+        ),
+        "libnvidia-ml",
+        "ldconfig",
+        ASIDE,
+    ),
+    Row(
+        "cdi-unresolved",
+        docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
+        "gpu=7",
+        "gpuprov cdi list",
+        ASIDE,
+    ),
+    Row(
+        "requirement-unmet",
+        docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
+        "cuda>=13.0",
+        "image",
+        ASIDE,
+    ),
+    # -- other engines
+    Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y crio"),
+    Row(
+        "engine-unreadable",
+        host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),
+        "line 1",
+        "correct it",
+    ),
+    Row(
+        "engine-unconfigured",
+        host(
+            engines={
+                "containerd": EngineFacts(
+                    "/bin/containerd", "", {"/etc/containerd/config.toml": b"[plugins.cri]\na = 1\n"}
+                )
+            }
+        ),
+        "/etc/containerd/config.toml",
+        "gpuprov install",
+    ),
+    Row(
+        "engine-down",
+        both(
+            host(engines=registered("containerd")),
+            unit("containerd.service", active="failed", result="timeout"),
+        ),
+        "failed, timeout",
+        "systemctl restart containerd",
+    ),
+    Row(
+        "podman-without-cdi",
+        both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))),
+        "3.0.1",
+        "apt-get install -y podman",
+        LIKELY,
+    ),
+    Row(
+        "refresh-unit-failed",
+        unit("gpuprov-refresh.service", active="failed", result="exit-code"),
+        "exit-code",
+        "systemctl start gpuprov-refresh",
+        ASIDE,
+    ),
+    Row(
+        "persistenced-failed",
+        unit("nvidia-persistenced.service", active="failed", result="signal"),
+        "signal",
+        "systemctl restart nvidia-persistenced",
+        ASIDE,
+    ),
+)
