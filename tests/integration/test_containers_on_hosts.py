@@ -224,6 +224,26 @@ done
 """
 
 
+@pytest.mark.parametrize(("flags", "way"), zip(_WAYS, ("hook", "runtime")))
+def test_what_a_running_container_was_given_is_explained_by_its_name(
+    host: Host, site: Site, flags: str, way: str
+) -> None:
+    """The engine's own answer to `inspect`: a name, an id; a container that has ended is told apart."""
+    explain = ("hook", "explain", "--hosts", site.inventory(host.name), "--limit", host.name)
+    sleep = "full:1 python3 -c 'import time; time.sleep(600)'"
+    identifier = host.ssh(f"docker run -d --name explained --network=none {flags} {sleep}").stdout.strip()
+    try:
+        for name in ("explained", identifier[:12]):
+            done = gpuprov(*explain, name)
+            assert done.returncode == 0, done.stdout
+            assert f"{identifier}, started with GPUs by the {way}" in done.stdout
+        host.ssh("docker kill explained")
+        done = gpuprov(*explain, "explained")
+        assert done.returncode == 1 and "the container explained does not run" in done.stdout
+    finally:
+        host.ssh("docker rm -f explained")
+
+
 def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
     """As after `nvidia-smi mig -cgi …`: the next run makes the nodes and names the parts."""
     host = site.installed("main")

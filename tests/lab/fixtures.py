@@ -103,8 +103,8 @@ class Site:
 
 def patience(words: Sequence[object]) -> tuple[str, ...]:
     """Return what a call over SSH needs more on a busy machine, whose hosts may say nothing for ten seconds."""
-    # `bundle` reads an inventory too, but connects to nobody.
-    connects = "--hosts" in words and words[0] != "bundle"
+    # `bundle` reads an inventory too, but connects to nobody; `hook explain` has no such option.
+    connects = "--hosts" in words and words[0] not in ("bundle", "hook")
     return ("--connect-timeout", "60") if connects and "--connect-timeout" not in words else ()
 
 
