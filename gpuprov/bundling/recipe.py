@@ -254,7 +254,7 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
 
 
 def _only(asked: Iterable[RunFile], what: str) -> RunFile:
-    """Return the one .run file that is asked for, or none; whoever pins its digest pins it for all."""
+    """Return the one .run file that is asked for, or none; a digest pinned for one host holds for all."""
     files = tuple(asked)
     kinds = {(one.version, one.url) for one in files}
     if len(kinds) > 1:

@@ -1,7 +1,7 @@
 """What the driver's own library (NVML) says of the GPUs: the one door through which its answers come in.
 
 It is asked by a process of its own (nvml_child.py): a driver that hangs or crashes takes that one along, and a time
-limit ends it. What it says is checked: a library is only as honest as whoever laid it there.
+limit ends it. What it says is checked: the library may be broken or not NVIDIA's.
 """
 
 from __future__ import annotations

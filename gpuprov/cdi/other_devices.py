@@ -30,7 +30,7 @@ MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
         (),
     ),
 }  # fmt: skip
-# What an installation writes by itself; management is for the tools of whoever runs a cluster.
+# What an installation writes by itself; management is for the tools of a cluster's operator.
 _WRITTEN = ("gds", "mofed", "gdrcopy", "nvswitch", "imex")
 _FOLDER = "/etc/cdi"
 PATHS = tuple(f"{_FOLDER}/nvidia-{mode}.json" for mode in _WRITTEN)

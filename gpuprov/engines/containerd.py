@@ -76,7 +76,7 @@ def version_of(found: Mapping[str, Any], default: int) -> int:
     if isinstance(version, bool) or not isinstance(version, int):
         hint = "write it without quotes: version = 2"
         raise GpuprovError("containerd's configuration version must be a whole number", f"version = {version!r}", hint)
-    # What comes after 3 has the tables of 3, as far as anybody knows.
+    # Versions after 3 are treated as 3: no later table names are known.
     return min(version, 3) if version >= 1 else 1
 
 

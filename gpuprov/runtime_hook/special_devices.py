@@ -24,7 +24,7 @@ _CAPABILITIES = "/dev/nvidia-caps"
 
 
 def special_edits(specifications: Specifications, request: Request) -> list[dict[str, Any]]:
-    """Return CDI edits, one for each such wish. Raises Refused for what is not on this host."""
+    """Return CDI edits, one for each such request. Raises Refused for what is not on this host."""
     found = [_channel(name) for name in request.imex_channels]
     for value, name in ((request.mig_config, "config"), (request.mig_monitor, "monitor")):
         if value:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: the vocabulary between the agent on a host and whoever watches it.
+"""The events that a run reports: what the agent on a host sends to the controller.
 
 Every event is a frozen dataclass; on the wire it is one JSON object a line, its class under the key `event`. A reader
 skips events it does not know, so that an older controller can watch a newer agent. docs/json.md documents each field;

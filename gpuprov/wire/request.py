@@ -18,7 +18,7 @@ class Request:
     """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
-    `caller_returns`: whoever asks comes back with the same request after a reboot; else the host goes on by itself.
+    `caller_returns`: the caller repeats the request after a reboot; otherwise the host resumes by itself.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
     `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
