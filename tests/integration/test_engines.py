@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench, nodes
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.integration.podman_store import podman_store
 from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="needs root: dockerd, podman")]
@@ -167,15 +167,13 @@ def test_podman_takes_devices_by_the_specification(bench: Bench, tmp_path: Path)
     (tmp_path / "etc").mkdir()
     private = ("unshare", "-m", "sh", "-ec", _WITH_CDI, "sh", f"{tmp_path}/etc", str(bench.deployed.specifications))
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
-    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+    with podman_store() as folder:
         argv = (
             *private, "podman", f"--root={folder}/store", f"--runroot={folder}/run", "--runtime=runc", "run",
             "--rm", "--network=none", "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
             "--device=nvidia.com/gpu=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
         )  # fmt: skip
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
-        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     report = done.stdout.splitlines()
     assert paths(report) == ["/dev/nvidia1", "/dev/nvidiactl"]

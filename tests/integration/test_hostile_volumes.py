@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from gpuprov.cli.main import cli
 from gpuprov.runtime_hook import deploy
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench, low_level_runtime
+from tests.integration.podman_store import podman_store
 from tests.integration.test_hostile_roots import state
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: device nodes, runc")]
@@ -288,8 +289,7 @@ def test_podman_with_a_folder_of_hooks_writes_nothing_into_the_hosts_root(bench:
         (bench.root / link).symlink_to(f"/rootfs/{link}")
     (bench.root / "rootfs").mkdir(exist_ok=True)
     before = state(host)
-    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
-    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+    with podman_store() as folder:
         done = podman(bench, bench.low_level, folder, "-v", f"{host}:/rootfs:ro")
     assert state(host) == before
     assert "Traceback" not in done.stderr

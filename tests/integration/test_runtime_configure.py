@@ -22,6 +22,7 @@ from gpuprov.cli.main import cli
 from gpuprov.engines import containerd as engine
 from tests.integration.container_bench import LIBRARIES, REPORT, Bench
 from tests.integration.dockerd import docker_host
+from tests.integration.podman_store import podman_store
 from tests.simgpu import cache, debian
 from tests.simgpu.commands import BuildError
 
@@ -245,15 +246,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def podman_run(bench: Bench, configuration: Path, *words: str) -> list[str]:
     """Run the report in a container of podman's; return the GPUs' nodes that it saw, and the CUDA library."""
     environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    # Not pytest's own folder: podman takes no long path for what it keeps while it runs.
-    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
+    with podman_store() as folder:
         argv = (
             "podman", f"--root={folder}/store", f"--runroot={folder}/run", *words, "run", "--rm", "--network=none",
             "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
             "--env=NVIDIA_VISIBLE_DEVICES=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
         )  # fmt: skip
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
-        subprocess.run(("umount", f"{folder}/store/overlay"), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     report = done.stdout.splitlines()
     return [line.split()[1] for line in report if line.startswith("node ") or "libcuda.so.1 cuda" in line]

@@ -126,13 +126,13 @@ def test_another_users_process_that_holds_it_is_named_as_such(system: System, tm
     path.touch(0o644)
     for folder in path.parents[:-2]:
         folder.chmod(folder.stat().st_mode | 0o055)
-    command = ("flock", "--no-fork", str(path), "sh", "-c", "echo held; exec sleep 60")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, user=65534, group=65534) as other:
+    command = ("flock", "--no-fork", str(path), "sh", "-c", "echo held; read line")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=65534, group=65534) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(GpuprovError) as caught:
             take(system, 0)
         other.kill()
     assert "a process that is not root's keeps this host locked" in str(caught.value)
-    assert f"sleep (pid {other.pid}) of user 65534 has {LOCK_PATH} open" in str(caught.value)
+    assert f"sh (pid {other.pid}) of user 65534 has {LOCK_PATH} open" in str(caught.value)
     assert path.stat().st_mode & 0o777 == 0o600
