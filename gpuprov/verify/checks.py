@@ -15,6 +15,8 @@ from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
+from gpuprov.verify.cuda_checks import NAMES as CUDA_CHECKS
+from gpuprov.verify.cuda_checks import cuda_checks
 from gpuprov.verify.outcome import Checks, Failed, Shown, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
@@ -58,6 +60,7 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         "container, one GPU",
         "container, no GPU",
         "docker run --gpus",
+        *CUDA_CHECKS,
         *(("torch",) if spec.torch_image else ()),
     )
     if not (driver_ok and runtime_ok):
@@ -92,8 +95,9 @@ def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport,
     checks.check(names[1], lambda: containers.one_gpu(bench))
     checks.check(names[2], lambda: containers.no_gpu(bench))
     checks.check(names[3], lambda: containers.by_docker_gpus(bench))
+    cuda_checks(checks, bench, own_image=not spec.verify_image)
     if spec.torch_image:
-        checks.check(names[4], lambda: containers.torch(Bench(system, spec.torch_image, host)))
+        checks.check("torch", lambda: containers.torch(Bench(system, spec.torch_image, host)))
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:

@@ -14,8 +14,8 @@ from gpuprov.wire.spec import HostSpec
 _CONTAINER_SECONDS = 120
 _TORCH_SECONDS = 600
 _PULL_SECONDS = 1800
-_ALL = "NVIDIA_VISIBLE_DEVICES=all"
-_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+ALL_GPUS = ("NVIDIA_VISIBLE_DEVICES=all", CAPABILITIES)
 # Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
@@ -86,9 +86,9 @@ def one_gpu(bench: Bench) -> Shown:
 def no_gpu(bench: Bench) -> Shown:
     """A container that asks for nothing must get nothing: neither nodes nor files."""
     for environment in (_NOTHING_ASKED, ("NVIDIA_VISIBLE_DEVICES=void",)):
-        done = _run(bench.system, bench.image, ("sh", "-c", _LISTING), environment)
+        done = run(bench.system, bench.image, ("sh", "-c", _LISTING), environment)
         if not done.ok:
-            raise Failed(_ended(done))
+            raise Failed(ended(done))
         if done.stdout.strip():
             got = ", ".join(done.stdout.split())
             raise Failed(f"a container that asked for no GPU got {got}; look at what the image and docker bring it")
@@ -98,11 +98,11 @@ def no_gpu(bench: Bench) -> Shown:
 def by_docker_gpus(bench: Bench) -> Shown:
     """`docker run --gpus all`, which takes another way (a hook, and plain runc), must show the same GPUs."""
     command = ("nvidia-smi", "-q", "-x")
-    done = _run(bench.system, bench.image, command, (_CAPABILITIES,), flags=("--gpus=all",))
+    done = run(bench.system, bench.image, command, (CAPABILITIES,), flags=("--gpus=all",))
     if _NO_HOOK in done.stderr:
         raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
     if not done.ok:
-        raise Failed(_ended(done))
+        raise Failed(ended(done))
     seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
@@ -112,7 +112,7 @@ def by_docker_gpus(bench: Bench) -> Shown:
 def torch(bench: Bench) -> Shown:
     """PyTorch must say that it can use CUDA, on each of the GPUs."""
     pull_if_missing(bench.system, bench.image)
-    done = _run(bench.system, bench.image, ("python3", "-c", _TORCH), (_ALL, _CAPABILITIES), seconds=_TORCH_SECONDS)
+    done = run(bench.system, bench.image, ("python3", "-c", _TORCH), ALL_GPUS, seconds=_TORCH_SECONDS)
     if not done.ok:
         last = (done.stderr.strip().splitlines() or ["(silent)"])[-1]
         raise Failed(f"python3 in {bench.image} exited {done.returncode}: {last}")
@@ -128,21 +128,22 @@ def torch(bench: Bench) -> Shown:
 
 
 def _smi(bench: Bench, devices: str) -> SmiReport:
-    environment = (f"NVIDIA_VISIBLE_DEVICES={devices}", _CAPABILITIES)
-    done = _run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), environment)
+    environment = (f"NVIDIA_VISIBLE_DEVICES={devices}", CAPABILITIES)
+    done = run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), environment)
     if not done.ok:
-        raise Failed(_ended(done))
+        raise Failed(ended(done))
     return parse_smi(done.stdout)
 
 
-def _ended(done: Completed) -> str:
+def ended(done: Completed) -> str:
+    """Return how a container ended, with what to do about it if that is known."""
     line = telling_line(done)
     # Our own runtime says itself what to do.
     hint = "" if "gpuprov:" in line else _HINTS.get(done.returncode, "")
     return f"the container exited {done.returncode}: {line}" + (f"; {hint}" if hint else "")
 
 
-def _run(
+def run(
     system: System,
     image: str,
     command: tuple[str, ...],
@@ -151,6 +152,7 @@ def _run(
     seconds: float = _CONTAINER_SECONDS,
     flags: tuple[str, ...] = ("--runtime=nvidia",),
 ) -> Completed:
+    """Run a command in a container with docker and return what it did."""
     asked = [word for entry in environment for word in ("--env", entry)]
     name = f"gpuprov-verify-{system.own_pid()}"
     # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry point

@@ -23,6 +23,10 @@ class Failed(Exception):  # noqa: N818 (carries a check's outcome)
         self.container = container
 
 
+class LeftOut(Exception):  # noqa: N818 (carries a check's outcome)
+    """Ends a check that can't be made here, and says why: no failure."""
+
+
 class Checks:
     """One verification: emits a CheckDone for each check, and knows whether all went well."""
 
@@ -31,9 +35,12 @@ class Checks:
         self.good = True
 
     def check(self, name: str, do: Callable[[], Shown]) -> bool:
-        """Run a check; `do` returns what to show for host and container, or raises."""
+        """Run a check and say whether it went well; `do` returns what to show for host and container, or raises."""
         try:
             host, container = do()
+        except LeftOut as left_out:
+            self.skip((name,), str(left_out))
+            return False
         except (Failed, GpuprovError) as error:
             failed = error if isinstance(error, Failed) else Failed(" ".join(str(error).split()))
             self.good = False

@@ -106,7 +106,7 @@ def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
     image = derived(host, "ENV NVIDIA_VISIBLE_DEVICES=all", "ENV CUDA_VERSION=12.4", 'ENTRYPOINT ["echo", "banner"]')
     script = 'echo "${NVIDIA_VISIBLE_DEVICES-unset} ${CUDA_VERSION-unset} ${PATH-unset}"'
     assert host.docker("run", "--rm", "--network=none", "--entrypoint=sh", image, "-c", script).startswith("all 12.4 ")
-    done = containers._run(System(), image, ("sh", "-c", script), containers._NOTHING_ASKED)
+    done = containers.run(System(), image, ("sh", "-c", script), containers._NOTHING_ASKED)
     assert done.stdout.startswith("unset unset /"), done.evidence()
 
 
@@ -118,7 +118,7 @@ def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
 
 
 def test_a_container_that_hangs_is_removed(host: DockerHost) -> None:
-    done = containers._run(
+    done = containers.run(
         System(), verification_image(System()), ("sh", "-c", "read forever < /dev/zero"), (), seconds=2
     )
     assert done.returncode == TIMED_OUT
@@ -126,7 +126,7 @@ def test_a_container_that_hangs_is_removed(host: DockerHost) -> None:
 
 
 def test_an_image_that_is_missing_is_not_looked_for_elsewhere(host: DockerHost) -> None:
-    done = containers._run(System(), f"{REPOSITORY}:of-somebody-else", ("sh", "-c", ":"), ())
+    done = containers.run(System(), f"{REPOSITORY}:of-somebody-else", ("sh", "-c", ":"), ())
     assert done.returncode == 125
     assert "No such image" in done.stderr
 

@@ -19,7 +19,10 @@ from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.verify import verify
+from gpuprov.verify import checks as all_checks
+from gpuprov.verify import cuda_checks, verify
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Event
@@ -181,7 +184,7 @@ class RecordedHost(System):
 
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
-CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus"]
+CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus", *cuda_checks.NAMES]
 NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
@@ -203,6 +206,18 @@ def host(tmp_path: Path) -> RecordedHost:
         made.make_directory(str(Path(path).parent))
         made.write(path, content)
     return made
+
+
+@pytest.fixture(autouse=True)
+def cuda_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of CUDA have tests of their own, in verify/test_cuda_checks.py."""
+
+    def well(checks: Checks, bench: Bench, *, own_image: bool) -> None:
+        assert own_image is False
+        for name in cuda_checks.NAMES:
+            checks.check(name, lambda: ("", ""))
+
+    monkeypatch.setattr(all_checks, "cuda_checks", well)
 
 
 def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, CheckDone]]:

@@ -52,7 +52,7 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
     Raises GpuprovError if there is neither container nor image, or if it can't be read.
     """
     if not name:
-        with _root("/", name, of_process=False) as tree:
+        with _root(str(system.path("/")), name, of_process=False) as tree:
             yield Subject("host", "", tree, call, "the host's own files")
         return
     engine, kind, found = _inspected(system, name)
