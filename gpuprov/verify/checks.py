@@ -13,7 +13,7 @@ from gpuprov.facts.host import gather_software
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
-from gpuprov.verify import containers
+from gpuprov.verify import containers, frameworks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda_checks import NAMES as CUDA_CHECKS
 from gpuprov.verify.cuda_checks import cuda_checks
@@ -61,7 +61,8 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         "container, no GPU",
         "docker run --gpus",
         *CUDA_CHECKS,
-        *(("torch",) if spec.torch_image else ()),
+        *((frameworks.TORCH,) if spec.torch_image else ()),
+        *((frameworks.TENSORFLOW,) if spec.tensorflow_image else ()),
     )
     if not (driver_ok and runtime_ok):
         missing = "the driver" if not driver_ok else "docker" if not docker_ok else "the runtime"
@@ -97,7 +98,9 @@ def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport,
     checks.check(names[3], lambda: containers.by_docker_gpus(bench))
     cuda_checks(checks, bench, own_image=not spec.verify_image)
     if spec.torch_image:
-        checks.check("torch", lambda: containers.torch(Bench(system, spec.torch_image, host)))
+        checks.check(frameworks.TORCH, lambda: frameworks.torch(Bench(system, spec.torch_image, host)))
+    if spec.tensorflow_image:
+        checks.check(frameworks.TENSORFLOW, lambda: frameworks.tensorflow(Bench(system, spec.tensorflow_image, host)))
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:

@@ -1,4 +1,4 @@
-"""The checks that look from within a container: all GPUs, one of them, none, and PyTorch's own view."""
+"""The checks that look from within a container: all GPUs, one of them, none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from gpuprov.verify.smi import SmiReport, compare, parse_smi
 from gpuprov.wire.spec import HostSpec
 
 _CONTAINER_SECONDS = 120
-_TORCH_SECONDS = 600
 _PULL_SECONDS = 1800
 CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 ALL_GPUS = ("NVIDIA_VISIBLE_DEVICES=all", CAPABILITIES)
 # Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
-_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
 # What docker says where no hook was on its PATH when it started.
 _NO_HOOK = "could not select device driver"
 # Exit codes: docker's own, a shell's, and nvidia-smi's where the host's own went well.
@@ -107,24 +105,6 @@ def by_docker_gpus(bench: Bench) -> Shown:
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
     return counted(len(wanted)), f"{counted(len(seen))} (hook)"
-
-
-def torch(bench: Bench) -> Shown:
-    """PyTorch must say that it can use CUDA, on each of the GPUs."""
-    pull_if_missing(bench.system, bench.image)
-    done = run(bench.system, bench.image, ("python3", "-c", _TORCH), ALL_GPUS, seconds=_TORCH_SECONDS)
-    if not done.ok:
-        last = (done.stderr.strip().splitlines() or ["(silent)"])[-1]
-        raise Failed(f"python3 in {bench.image} exited {done.returncode}: {last}")
-    available, _, rest = (done.stdout.strip().splitlines() or ["(silent)"])[-1].partition(" ")
-    count = len(bench.host.gpus)
-    if available != "True":
-        raise Failed(f"torch.cuda.is_available() is {available} in {bench.image} (CUDA of torch: {rest or '?'})")
-    # A GPU that is divided (MIG) counts otherwise.
-    divided = any(gpu.mig == "Enabled" for gpu in bench.host.gpus)
-    if rest.partition(" ")[0] != str(count) and not divided:
-        raise Failed(f"torch.cuda.device_count() is {rest.partition(' ')[0]} in {bench.image}, the host has {count}")
-    return counted(count), f"torch.cuda.is_available(): True ({rest})"
 
 
 def _smi(bench: Bench, devices: str) -> SmiReport:

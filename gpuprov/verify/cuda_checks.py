@@ -20,13 +20,15 @@ from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.verify.cuda.survey import Survey, survey
 from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown, counted
+from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_numbers
 
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
 NAMES = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
-# Waits for the end of its input, which `--interactive` keeps open.
-_WAIT = ("sh", "-c", "read line")
+# They wait for the end of their input, which `--interactive` keeps open: the first program that the image has.
+_WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
+_NOT_FOUND = 127
 _DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 
 
@@ -68,6 +70,20 @@ def cuda_checks(checks: Checks, bench: Bench, *, own_image: bool) -> None:
         checks.skip((COMPUTES,), f"requires {CALLS}")
 
 
+def explain_image(bench: Bench) -> str:
+    """Return why CUDA fails in a container of an image with all GPUs, with what to do; nothing if it does not fail."""
+    try:
+        seen = _look(bench, _Python("python3"))
+        found = parse_calls(seen.calls) if seen.calls is not None else ""
+    except (Failed, GpuprovError) as error:
+        return " ".join(str(error).split())
+    problem = next((one for one in seen.files.findings if not one.note), None)
+    if problem is not None:
+        return f"{problem.what} ({problem.evidence}); {problem.next_step}"
+    failed = isinstance(found, Calls) and (found.failed or LIBCUDA in found.faults)
+    return _said(found) if failed and isinstance(found, Calls) else ""
+
+
 def _host_python(system: System) -> _Python:
     path = recorded_python(system)
     parts = parts_of_python(system, path) if path else "the host has no Python that gpuprov may use; gpuprov doctor"
@@ -91,7 +107,10 @@ def _look(bench: Bench, python: _Python) -> _Seen:
 def _waiting(bench: Bench, python: _Python) -> Iterator[str]:
     """Give the name of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     flags = ("--runtime=nvidia", "--detach", "--interactive", *python.flags)
-    done = containers.run(bench.system, bench.image, _WAIT, containers.ALL_GPUS, flags=flags)
+    for wait in _WAIT:
+        done = containers.run(bench.system, bench.image, wait, containers.ALL_GPUS, flags=flags)
+        if done.returncode != _NOT_FOUND:
+            break
     if not done.ok:
         _explain_start(bench, done)
     name = done.stdout.split()[-1]

@@ -262,7 +262,12 @@ class HostSpec:
     )
     torch_image: str = text(
         "",
-        "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
+        "An image with PyTorch: verify asks it for its GPUs and computes on each. Default: that check is left out.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
+    )
+    tensorflow_image: str = text(
+        "",
+        "An image with TensorFlow: verify asks it for its GPUs. Default: that check is left out.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
 

@@ -157,7 +157,6 @@ class RecordedHost(System):
             "none": (0, "", ""),
             "void": (0, "", ""),
             "gpus": (0, REPORT, ""),
-            "torch": (0, "True 2 12.4\n", ""),
         }
         self.asked: list[tuple[str, ...]] = []
 
@@ -174,8 +173,6 @@ class RecordedHost(System):
             return "smi"
         if argv[1] != "run":
             return argv[1]
-        if "python3" in argv:
-            return "torch"
         if "--gpus=all" in argv:
             assert not [word for word in argv if word.startswith("--runtime")]
             return "gpus"
@@ -395,24 +392,6 @@ def test_a_container_that_is_not_as_the_host(
     assert not good
     assert states(done) == {"ok": [name for name in NAMES if name != failed], "failed": [failed], "skipped": []}
     assert reason in done[failed].reason
-
-
-@pytest.mark.parametrize(
-    ("answer", "ok", "says"),
-    [
-        ((0, "True 2 12.4\n", ""), True, "torch.cuda.is_available(): True (2 12.4)"),
-        ((0, "=== PyTorch ===\n\nTrue 2 12.4\n", ""), True, "True (2 12.4)"),
-        ((0, "False 0 None\n", ""), False, "torch.cuda.is_available() is False"),
-        ((0, "", ""), False, "torch.cuda.is_available() is (silent)"),
-        ((1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n"), False, "No module named 'torch'"),
-    ],
-)
-def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says: str) -> None:
-    host.answers["torch"] = answer
-    good, done = checks(host, HostSpec(verify_image="example.org/cuda", torch_image="example.org/torch"))
-    assert good is ok
-    assert list(done) == [*NAMES, "torch"]
-    assert says in done["torch"].in_container + done["torch"].reason
 
 
 @pytest.mark.parametrize(
