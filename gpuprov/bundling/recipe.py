@@ -154,7 +154,11 @@ def _distribution(distro: str) -> Distribution:
         (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
     )
     if row is None:
-        raise _usage(f"--distro {distro} is none that bundles are made for", "", f"supported are: {supported_names()}")
+        raise _usage(
+            f"--distro {distro} is not a distribution that bundles are made for",
+            "",
+            f"supported are: {supported_names()}",
+        )
     return row
 
 
