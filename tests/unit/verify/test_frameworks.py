@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_what_is_well_is_shown_with_the_versions() -> None:
     assert asked(frameworks.torch, {**FOUND, "error": "CUDA out of memory. Tried to allocate 2 MiB"}).startswith(
         "2 GPUs"
     )
+
+
+def test_a_gpu_that_is_divided_counts_otherwise() -> None:
+    """CUDA has one of its MIG devices."""
+    divided = replace(REPORT, gpus=tuple(replace(gpu, mig="Enabled") for gpu in REPORT.gpus))
+    bench = Bench(Images(python3=(0, json.dumps({**FOUND, "count": 1}), "")), "app", divided)
+    assert frameworks.torch(bench) == ("2 GPUs", "1 GPU, torch 2.5.1 for CUDA 12.4")
 
 
 # The warnings as PyTorch 1.13 to 2.5 write them.
