@@ -121,8 +121,8 @@ def facts(**options: Any) -> None:
     \b
     Examples:
       gpuprov facts
-      gpuprov facts --hosts inventory.ini --limit lab-a
-      gpuprov facts --hosts inventory.ini --json
+      gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
+      gpuprov facts --hosts inventory.ini --json             for programs
     """
     _run("facts", options)
 
