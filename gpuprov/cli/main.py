@@ -274,6 +274,9 @@ def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None
     raise SystemExit(int(run_command(made)))
 
 
+run_on_hosts = _run
+
+
 def _asked(what: str, *, wanted: bool) -> str:
     """Return what is typed at the terminal or, where there is none, the next line of standard input.
 

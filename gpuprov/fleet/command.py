@@ -47,7 +47,10 @@ def run_command(options: Options) -> ExitCode:
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
+    request = Request(
+        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest,
+        arguments=options.arguments,
+    )  # fmt: skip
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     if options.command == "doctor":
