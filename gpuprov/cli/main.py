@@ -19,6 +19,7 @@ from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
+from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import runtime
@@ -255,6 +256,7 @@ cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
+cli.add_command(docker_args)
 cli.add_command(hook)
 cli.add_command(playbooks)
 cli.add_command(runtime)
