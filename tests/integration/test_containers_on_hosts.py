@@ -139,7 +139,7 @@ def test_running_containers_keep_their_gpus_over_a_restart_of_docker(host: Host)
     config = "/etc/docker/daemon.json"
     names = ("by-hook", "by-runtime")
     for name, flags in zip(names, _WAYS):
-        flags = f"{flags} --restart=always --name {name} --detach --network=none"
+        flags = f"{flags} --restart=always --stop-signal=KILL --name {name} --detach --network=none"
         host.ssh(f"docker run {flags} full:1 python3 -c 'import time; time.sleep(1000)'")
     host.ssh(f"cp {config} /root/daemon.json")
     try:
@@ -149,6 +149,7 @@ def test_running_containers_keep_their_gpus_over_a_restart_of_docker(host: Host)
         assert all(one != other for one, other in zip(first, again))
         assert [host.ssh(f"docker exec {name} nvidia-smi -L").stdout for name in names] == [expected] * 2
         host.ssh(f"sed -i '0,/{{/s//{{\"live-restore\": true,/' {config} && systemctl reload docker")
+        host.ssh("until docker info | grep -q 'Live Restore Enabled: true'; do sleep 0.1; done")
         host.ssh(_RESTART)
         assert _started(host, names) == again
         assert [host.ssh(f"docker exec {name} nvidia-smi -L").stdout for name in names] == [expected] * 2
