@@ -105,7 +105,7 @@ _FILES = {
     # No test gives a container a network, and every start of docker would set up forty rules for it.
     "etc/docker/daemon.json": '{"bridge": "none", "iptables": false, "ip6tables": false}\n',
     # The default is post-quantum, which costs each connection a second without KVM.
-    "etc/ssh/sshd_config.d/lab.conf": "KexAlgorithms curve25519-sha256\n",
+    "etc/ssh/sshd_config.d/lab.conf": "KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org\n",
 }
 # The links in / lead to the kernel that was installed last: what Debian's own configuration of grub would choose.
 _GRUB = """search --no-floppy --file --set=root /vmlinuz
