@@ -5,7 +5,7 @@ Nothing of NVIDIA's is in the repository. The machine's own apt and pip fetch wh
 
 from __future__ import annotations
 
-from .debian import BRANCHES, Driver, Unavailable, driver
+from .debian import BRANCHES, Driver, UnavailableError, driver
 from .pypi import libcudart
 
-__all__ = ["BRANCHES", "Driver", "Unavailable", "driver", "libcudart"]
+__all__ = ["BRANCHES", "Driver", "UnavailableError", "driver", "libcudart"]

@@ -12,7 +12,7 @@ from tests.simgpu.debian import fetch
 _PACKAGES = ("libcuda1", "libnvidia-ml1", "nvidia-smi")
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """Debian does not have this driver branch now; the message says what was asked for and what is there."""
 
 
@@ -53,7 +53,7 @@ class Driver:
 
 
 def driver(branch: str) -> Driver:
-    """Return a driver of the branch, fetched once. Raises Unavailable if Debian has moved on, BuildError otherwise."""
+    """Return a driver of the branch, fetched once. Raises UnavailableError if Debian has moved on, else BuildError."""
     suite = BRANCHES[branch].suite
     try:
         folder = cache.built(
@@ -62,12 +62,12 @@ def driver(branch: str) -> Driver:
         )  # fmt: skip
     except BuildError as error:
         if suite == "experimental":  # what is there comes and goes
-            raise Unavailable(f"driver {branch} can't be fetched from Debian's {suite}: {error}") from None
+            raise UnavailableError(f"driver {branch} can't be fetched from Debian's {suite}: {error}") from None
         raise
     versions = {
         found[1] for path in folder.rglob("libcuda.so.*") if (found := re.search(r"\.so\.(\d+\..+)$", path.name))
     }
     version = next(iter(versions), "none")
     if not version.startswith(f"{branch}."):
-        raise Unavailable(f"Debian's {suite} has driver {version} now, not {branch}")
+        raise UnavailableError(f"Debian's {suite} has driver {version} now, not {branch}")
     return Driver(version, folder / "unpacked")

@@ -80,7 +80,7 @@ class GenuineBench(Bench):
     def __init__(self, folder: Path, probe: Path, low_level: str = "runc") -> None:
         super().__init__(folder, low_level)
         self._roots: dict[str, Path] = {}
-        self.kernel = ""
+        self.kernel, self.host = "", folder
         fill_root(self.root, probe)
 
     def _driver(self) -> None:
@@ -95,7 +95,7 @@ class GenuineBench(Bench):
     def give(self, root: Path) -> None:
         """Make the host's specification the one of the driver below this root, as discovery finds it."""
         facts = discover(System(str(root)))
-        self.kernel = facts.kernel_version
+        self.kernel, self.host = facts.kernel_version, root
         self.specification.write_bytes(render_json(below_root(specification(facts), root, self.deployed.hook)))
 
     def put(self, path: str, source: Path) -> None:
@@ -104,6 +104,13 @@ class GenuineBench(Bench):
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, place)
         subprocess.run(("ldconfig", "-n", str(place.parent)), check=True)
+
+    def forget_starts(self) -> None:
+        """Remove what earlier starts left in the image: empty targets of mounts, links, the loader's cache."""
+        for place in (self.root / LIBRARIES.lstrip("/")).iterdir():
+            if place.is_symlink() or place.stat().st_size == 0:
+                place.unlink()
+        (self.root / "etc/ld.so.cache").unlink(missing_ok=True)
 
     def probe(self, *libraries: str, environment: Sequence[str] = _ALL, by_hook: str = "") -> list[str]:
         """Return what the probe says of these libraries in a container, a line for each."""
