@@ -6,9 +6,10 @@ they recommend would take a minute for each host.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -127,12 +128,17 @@ CASES = [(host, name) for host in BOTH for name, row in ROWS.items() if host in 
 
 
 @pytest.fixture(scope="module")
-def host(request: pytest.FixtureRequest, site: Site) -> Host:
-    """A provisioned host with its clients and an image for them."""
-    found = site.installed(request.param)
-    unpack(found, *_PACKAGES[request.param])
-    found.ssh("sh -s", stdin=_PREPARE)
-    return found
+def prepared(site: Site) -> Callable[[str], Host]:
+    """Return a function that gives a provisioned host with its clients and an image for them: once for all tests."""
+
+    @functools.cache
+    def prepare(name: str) -> Host:
+        found = site.installed(name)
+        unpack(found, *_PACKAGES[name])
+        found.ssh("sh -s", stdin=_PREPARE)
+        return found
+
+    return prepare
 
 
 def unpack(host: Host, release: str, packages: tuple[str, ...]) -> None:
@@ -151,9 +157,9 @@ def gpus(text: str) -> list[str]:
     return re.findall(r"UUID: (GPU-[0-9a-f-]+)", text)
 
 
-@pytest.mark.parametrize(("host", "client"), CASES, indirect=["host"])
-def test_what_a_client_gets(host: Host, client: str) -> None:
-    row = ROWS[client]
+@pytest.mark.parametrize(("name", "client"), CASES)
+def test_what_a_client_gets(prepared: Callable[[str], Host], name: str, client: str) -> None:
+    host, row = prepared(name), ROWS[client]
     done = host.ssh(row.command, check=False)
     said = done.stdout + done.stderr
     known = gpus(host.ssh(_SMI).stdout)
@@ -182,9 +188,10 @@ docker service logs --raw one
 """
 
 
-@pytest.fixture
-def default_runtime(host: Host) -> Iterator[Host]:
+@pytest.fixture(params=BOTH)
+def default_runtime(request: pytest.FixtureRequest, prepared: Callable[[str], Host]) -> Iterator[Host]:
     """A host whose docker starts everything with the runtime, offers GPUs to swarm, and reads CDI where it can."""
+    host = prepared(request.param)
     daemon = host.ssh(f"cat {_DAEMON}").stdout
     offered = ", ".join(f'"gpu={uuid}"' for uuid in gpus(host.ssh(_SMI).stdout))
     features = '"features": {"cdi": true}, ' if host.name == "trixie" else ""
@@ -197,7 +204,6 @@ def default_runtime(host: Host) -> Iterator[Host]:
     host.ssh(f"rm {_SETTINGS}; docker swarm leave --force; {_RESTART}", check=False)
 
 
-@pytest.mark.parametrize("host", BOTH, indirect=True)
 def test_builds_services_and_cdi_with_the_runtime_as_the_default(default_runtime: Host) -> None:
     host = default_runtime
     known = gpus(host.ssh(_SMI).stdout)
@@ -214,9 +220,9 @@ def test_builds_services_and_cdi_with_the_runtime_as_the_default(default_runtime
         assert gpus(host.ssh(_COMPOSE % "cdi").stdout) == known[1:]
 
 
-@pytest.mark.parametrize("host", ["trixie"], indirect=True)
-def test_apptainer_without_root(host: Host) -> None:
+def test_apptainer_without_root(prepared: Callable[[str], Host]) -> None:
     """apptainer finds the driver itself, by the host's ldconfig, and always gives all GPUs."""
+    host = prepared("trixie")
     unpack(host, "sid", ("apptainer",))
     host.ssh("docker save small:1 > /home/pod/image.tar && chmod 644 /home/pod/image.tar")
     run = "su pod -c 'cd && {} apptainer exec {} box nvidia-smi -L'"
