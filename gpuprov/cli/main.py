@@ -19,7 +19,9 @@ from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
+from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
+from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import runtime
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -118,8 +120,8 @@ def facts(**options: Any) -> None:
     \b
     Examples:
       gpuprov facts
-      gpuprov facts --hosts inventory.ini --limit lab-a
-      gpuprov facts --hosts inventory.ini --json
+      gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
+      gpuprov facts --hosts inventory.ini --json             for programs
     """
     _run("facts", options)
 
@@ -254,7 +256,9 @@ cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
+cli.add_command(docker_args)
 cli.add_command(hook)
+cli.add_command(playbooks)
 cli.add_command(runtime)
 
 
