@@ -115,6 +115,9 @@ ROWS = {
     "buildah, --runtime": Row(
         _BUILDAH % "--runtime /usr/bin/gpuprov-container-runtime --env NVIDIA_VISIBLE_DEVICES=1", (1,)
     ),
+    "buildah 1.28, --device": Row(
+        _BUILDAH % "--device nvidia.com/gpu=1", hosts=("main",), fails="unknown flag: --device"
+    ),
     "buildah 1.39, --device": Row(
         _BUILDAH % "--device nvidia.com/gpu=1", hosts=("trixie",), fails="device access at .* field cannot be empty"
     ),

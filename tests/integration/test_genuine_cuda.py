@@ -91,7 +91,7 @@ def test_genuine_runtimes_start_on_the_drivers_that_gpuprov_says(bench: GenuineB
 
 
 def test_a_genuine_runtime_without_a_driver(bench: GenuineBench) -> None:
-    bench.install(genuine("550"))
+    bench.install(genuine("535"))
     bench.put(f"/opt/cuda/{libcudart('12').name}", libcudart("12"))
     (line,) = bench.probe(f"/opt/cuda/{libcudart('12').name}", environment=())
     assert answers([line]) == {"cudaDriverGetVersion": "0:0", "cudaGetDeviceCount": "35:-1"}
