@@ -1,6 +1,7 @@
 """`make test-torch`: a genuine PyTorch from PyPI in containers, on the simulated GPUs and with the genuine libcuda.
 
-By hand: it fetches 2.9 GB and unpacks 5 GB, which are removed at the end. Prints what PyTorch says in each case.
+By hand: it fetches 2.9 GB and unpacks 5 GB, which are removed at the end; an argument names a folder that has PyTorch
+already (pip install --target). Prints what PyTorch says in each case.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.deployed import PYTHON
 from tests.genuine.debian import driver
 from tests.integration.container_python import add_python
 from tests.integration.genuine_bench import GenuineBench, build_probe
+from tests.simgpu import cache
 
 TORCH = "torch==2.5.1"
 _SITE = "/site"
@@ -50,6 +52,7 @@ def fetch(folder: Path) -> Path:
 
 def make_bench(folder: Path, site: Path) -> GenuineBench:
     """Make containers in which PyTorch lies at /site."""
+    folder.mkdir()
     bench = GenuineBench(folder, build_probe(folder))
     bench.patience = 600
     add_python(bench.root, *map(str, (site / "torch/lib").glob("libtorch_cuda.so")))
@@ -78,9 +81,9 @@ def ask(bench: GenuineBench, site: Path, variable: str) -> Mapping[str, Any]:
 def main() -> int:
     """Ask in each case; return 1 if an answer is not the expected one."""
     good, begun = True, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpuprov-torch-", dir=Path.cwd()) as name:
+    with tempfile.TemporaryDirectory(prefix="gpuprov-torch-", dir=cache.cache_root()) as name:
         folder = Path(name)
-        site = fetch(folder)
+        site = Path(sys.argv[1]) if sys.argv[1:] else fetch(folder)
         size = sum(one.stat().st_size for one in site.rglob("*") if one.is_file())
         print(f"{TORCH}: {size / 1e9:.1f} GB, installed in {time.monotonic() - begun:.0f} s")
         bench = make_bench(folder / "bench", site)
