@@ -99,11 +99,13 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
 def doctor(**options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
 
-    Only looks, and changes nothing; the table of causes is in docs/doctor.md. Ends with 0 where nothing is wrong.
+    Without --fix it changes nothing; the table of causes is in docs/doctor.md. Ends with 0 if nothing is wrong (any
+    more), with 1 if a cause is left.
 
     \b
     Examples:
       sudo gpuprov doctor
+      sudo gpuprov doctor --fix --check --diff
       gpuprov doctor --hosts inventory.ini --limit gpu07
       gpuprov doctor --hosts inventory.ini --json
     """

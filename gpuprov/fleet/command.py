@@ -40,6 +40,11 @@ _PIPE_WIDTH = 160
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    if options.command == "doctor" and (options.check or options.diff) and not options.fix:
+        raise GpuprovError(
+            "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     if options.report:
         require_writable(options.report)
@@ -47,7 +52,9 @@ def run_command(options: Options) -> ExitCode:
     inventory = _inventory(options)
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
+    request = Request(
+        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix
+    )
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     if options.command == "doctor":

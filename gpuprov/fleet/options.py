@@ -96,12 +96,17 @@ class Options(SshSettings):
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
     check: bool = _option(
-        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall"),
+        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
         help="Say what would change; change nothing.",
     )  # fmt: skip
     diff: bool = _option(
-        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall"), help="Show the changes to files."
-    )
+        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
+        help="Show the changes to files.",
+    )  # fmt: skip
+    fix: bool = _option(
+        "--fix", is_flag=True, commands=("doctor",),
+        help="Do about the causes what gpuprov can do, then look again. `gpuprov rollback` undoes it.",
+    )  # fmt: skip
     bundle: str = _option(
         "--bundle", type=FILE, commands=("install",),
         help="Install from this file alone, without a network (`gpuprov bundle create` makes it).",

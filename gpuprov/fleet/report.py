@@ -256,7 +256,8 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     if command == "facts":
         return f"facts of {hosts}"
     if command == "doctor":
-        return f"{hosts}: nothing found wrong in all that was looked at"
+        made = "" if not any(result.changed for result in results) else f"{changes} {noun} {_CHANGED[check]}; "
+        return f"{hosts}: {made}nothing found wrong in all that was looked at"
     if check:
         return f"{hosts}: {changes} {noun} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""
@@ -268,6 +269,7 @@ def _summed(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
 
 
+_CHANGED = {False: "made", True: "would be made"}
 _ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
 _PARTICIPLES = {
     "install": "installed", "verify": "ready", "facts": "answered", "doctor": "found healthy",

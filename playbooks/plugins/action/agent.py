@@ -55,6 +55,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             {
                 "command": {"type": "str", "default": "install"},
                 "steps": {"type": "list", "elements": "str", "default": []},
+                "fix": {"type": "bool", "default": False},
             }
         )[1]
         agent, digest = _agent()
@@ -74,6 +75,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 run_id=_run_id(),
                 bundle=bundle,
                 bundle_digest=bundle_digest,
+                fix=arguments["fix"],
             )
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
