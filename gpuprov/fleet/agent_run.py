@@ -45,12 +45,15 @@ def run_agent(
     *,
     bootstrap_python: bool = False,
     host_timeout: float | None = None,
+    claim: Callable[[str], None] = lambda _: None,
 ) -> Finished:
     """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one.
 
-    `host_timeout`: how many seconds the agent may say nothing.
+    `host_timeout`: how many seconds the agent may say nothing. `claim` gets the machine's identity before anything is
+    done to it, and raises GpuprovError to leave it alone.
     """
     probe = _probe(connection, target, agent)
+    claim(probe.machine)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
         _bootstrap(connection, target, probe)

@@ -16,7 +16,7 @@ from rich.text import Text
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, one_line, plain, shortened
-from gpuprov.fleet.result import HostResult, overall_exit_code
+from gpuprov.fleet.result import HostResult, machines, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
@@ -67,6 +67,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
             "summary": result.summary,
             "problems": [asdict(problem) for problem in result.problems],
             "versions": dict(result.versions),
+            "same_as": result.same_as,
         }
         for result in results
     ]
@@ -249,6 +250,7 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         follow_up = f"; next: {next_command}" if next_command and ill else ""
         return f"{done} of {counted(len(results), 'host')} {_PARTICIPLES.get(command, 'done')}; {reasons}{follow_up}"
     hosts = counted(len(results), "host")
+    results = machines(results)
     changes = _summed([result.changed for result in results])
     noun = "change" if changes == "1" else "changes"
     if command == "verify":

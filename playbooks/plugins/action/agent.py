@@ -58,6 +58,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 "fix": {"type": "bool", "default": False},
             }
         )[1]
+        self._warnings: list[str] = []
         agent, digest = _agent()
         from gpuprov.agent import playbook_task
         from gpuprov.wire.errors import GpuprovError
@@ -97,7 +98,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         except GpuprovError as error:
             return {**result, **self._told(playbook_task.failure(error), task_vars or {})}
         answer = playbook_task.task_result(command, events, _local_facts(task_vars or {}))
-        return {**result, **self._told(answer, task_vars or {})}
+        warnings = [*answer.get("warnings", ()), *self._warnings]
+        told = {**answer, "warnings": warnings} if warnings else answer
+        return {**result, **self._told(told, task_vars or {})}
 
     def _told(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         """Print the result's one line for people, and return the result; with -v Ansible shows all of it."""
@@ -180,6 +183,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
+        self._claim(probe.machine, request, self._task.delegate_to or task_vars.get("inventory_hostname", "host"))
         if probe.agent_digest != digest:
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
@@ -187,6 +191,17 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if request.bundle:
             request = replace(request, bundle=self._bring_bundle(request))
         return probe, request
+
+    def _claim(self, machine: str, request: Any, name: str) -> None:
+        """Leave a machine alone that the play reaches under another name too; only reading it is no more than odd."""
+        from gpuprov.agent import same_machine
+        from gpuprov.wire.errors import ExitCode, GpuprovError
+
+        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov-machines", name, machine)
+        if other and same_machine.changes_the_host(request):
+            raise GpuprovError.several((same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE)
+        if other:
+            self._warnings.append(same_machine.sentence(name, other))
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
