@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuprov.agent.refusals import sudo_problem
 from gpuprov.agent.same_machine import SCRIPT, machine_of
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -39,7 +40,7 @@ for python in "$@"; do
 done
 if [ "$(id -u)" != 0 ]; then
   said=$(sudo -n true 2>&1 </dev/null); code=$?
-  echo "sudo $code $(echo "$said" | head -n 1)"
+  echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
 fi
 """
     + f'{SCRIPT}\necho "end"\n'
@@ -98,7 +99,7 @@ def parse_probe(text: str) -> Probe | None:
         agent_digest=values.get("agent", [""])[0],
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         sudo_code=int(code) if code.isdecimal() else None,
-        sudo_said=said,
+        sudo_said=said.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
         machine=machine_of(values.get("machine", [""])[0]),
     )
@@ -130,6 +131,9 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
             f"`sudo -n true` exited 127: {probe.sudo_said}",
             "install sudo, or set ansible_user to root",
         )
+    refused = sudo_problem(probe.sudo_said) if probe.sudo_code != 0 else None
+    if refused is not None:
+        return refused
     if probe.sudo_code != 0 and not has_password:
         return Problem(
             "sudo on the host wants a password",

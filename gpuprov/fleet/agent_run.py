@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.agent.probe import PROBE, PYTHONS, Probe, bootstrap_script, parse_probe, probe_problem, python_problem
-from gpuprov.agent.push import STORE, agent_command, said, unfinished_problem
+from gpuprov.agent.push import STORE, agent_command, no_probe_problem, said, unfinished_problem
+from gpuprov.agent.refusals import sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
@@ -100,13 +101,12 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
             "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
     if probe is None:
-        raise _error(
-            Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
-                    "is this a machine with a POSIX shell, and may this user run commands?")
-        )  # fmt: skip
-    problem = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
-    if problem is not None:
-        raise _error(problem)
+        problem, no_login = no_probe_problem(done, ended=_ENDS.get(done.returncode, ""))
+        code = ExitCode.UNREACHABLE if no_login else ExitCode.FAILED
+        raise GpuprovError.several((problem,), exit_code=code)
+    refused = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
+    if refused is not None:
+        raise _error(refused)
     return probe
 
 
@@ -164,10 +164,18 @@ def as_root(
         stdin=_line(target.become_password), answer=answer, timeout=timeout,
     )  # fmt: skip
     if not answer.went_through:
-        said = "\n".join(text for text in done.stderr.splitlines() if text.startswith(("sudo:", "Sorry")))
-        what = "sudo on the host refuses the password" if answer.wrong_password else "sudo on the host refuses us"
-        raise _error(Problem(what, said or done.evidence(), "run again with -K, or correct ansible_become_password"))
+        raise _error(_sudo_refusal(target, done, wrong_password=answer.wrong_password))
     return done
+
+
+def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
+    """Return why sudo refused, though it was given a password."""
+    told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _said(done)
+    if wrong_password:
+        step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
+        return Problem("sudo on the host refuses the password", told, step)
+    step = f"try on the host, as {target.user or 'this user'}: sudo -v"
+    return sudo_problem(done.stderr) or Problem("sudo on the host refuses us", told, step)
 
 
 class _SudoAnswer:

@@ -160,7 +160,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
-            raise GpuprovError.several((unfinished_problem(done, strays),))
+            raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
         return str(done.stdout)
 
     def _prepare(
@@ -197,8 +197,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.agent import same_machine
         from gpuprov.wire.errors import ExitCode, GpuprovError
 
-        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / "gpuprov-machines", name, machine)
-        if other and same_machine.changes_the_host(request):
+        # A name that is only read keeps no other from changing the machine.
+        changes = same_machine.changes_the_host(request)
+        folder = f"gpuprov-machines-{'changed' if changes else 'read'}"
+        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / folder, name, machine)
+        if other and changes:
             raise GpuprovError.several((same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE)
         if other:
             self._warnings.append(same_machine.sentence(name, other))
@@ -249,15 +252,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _probe(self, digest: str, named_python: str) -> Any:
         from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
-        from gpuprov.agent.push import said
+        from gpuprov.agent.push import no_probe_problem
         from gpuprov.wire.errors import GpuprovError
 
         pythons = (named_python,) if named_python else PYTHONS
         done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
         probe = parse_probe(done.stdout)
         if probe is None:
-            next_step = "is this a machine with a POSIX shell, and may this user run commands?"
-            raise GpuprovError("the host's shell does not answer as a shell should", said(done), next_step)
+            raise GpuprovError.several((no_probe_problem(done)[0],))
         if not probe.system.startswith("Linux "):
             raise GpuprovError("this host does not run Linux", f"uname says {probe.system}")
         return probe
