@@ -53,12 +53,12 @@ def run_agent(
     `host_timeout`: how many seconds the agent may say nothing. `claim` gets the machine's identity before anything is
     done to it, and raises GpuprovError to leave it alone.
     """
-    probe = _probe(connection, target, agent)
+    probe = probe_host(connection, target, agent.digest)
     claim(probe.machine)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
         _bootstrap(connection, target, probe)
-        probe = _probe(connection, target, agent)
+        probe = probe_host(connection, target, agent.digest)
     problem = python_problem(probe, target.python)
     if problem is not None:
         raise _error(problem)
@@ -89,10 +89,11 @@ def run_agent(
     return finished[-1]
 
 
-def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
+def probe_host(connection: Connection, target: HostTarget, digest: str = "none") -> Probe:
+    """Return what the host is. Raises GpuprovError where nothing can run there as root. `digest`: of the agent."""
     pythons = (target.python,) if target.python else PYTHONS
     done = remote.run(
-        connection, f"sh -s {agent.digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
+        connection, f"sh -s {digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
     )  # fmt: skip
     probe = parse_probe(done.stdout)
     if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):

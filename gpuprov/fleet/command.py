@@ -49,9 +49,7 @@ def run_command(options: Options) -> ExitCode:
     if options.report:
         require_writable(options.report)
     bundle, digest = _checked_bundle(options)
-    inventory = _inventory(options)
-    for warning in inventory.warnings:
-        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
+    inventory = inventory_of(options)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix
     )
@@ -105,7 +103,8 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
-def _inventory(options: Options) -> Inventory:
+def inventory_of(options: Options) -> Inventory:
+    """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -116,6 +115,8 @@ def _inventory(options: Options) -> Inventory:
     else:
         _require_local_call_to_make_sense(options)
         inventory = Inventory((read_extra_vars(options.extra_vars),))
+    for warning in inventory.warnings:
+        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 
