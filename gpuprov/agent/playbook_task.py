@@ -60,7 +60,7 @@ def task_request(
         bundle=bundle if installs(command) else "",
         bundle_digest=bundle_digest if installs(command) else "",
         fix=fix and command == "doctor",
-        # The plugin waits for a host that reboots, and asks again.
+        # The plugin waits for a host that reboots, and retries.
         caller_returns=True,
     )
 
