@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.options import options_of
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -29,9 +30,8 @@ _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_
 )
 @click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name, instead.")
 @click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
-@click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password.")
-@click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password.")
 @options_of("cuda")
+@password_options
 def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: str, **options: Any) -> None:
     """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
 
@@ -53,10 +53,11 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: 
         _explain(result, as_json=as_json)
         return
     if options["hosts"] or options["limit"]:
-        from gpuprov.cli.main import run_on_hosts
+        from gpuprov.fleet.command import run_command
+        from gpuprov.fleet.options import Options
 
         asked = {"subject": subject, "variables": _pairs(variables), "program": program}
-        run_on_hosts("cuda", {**options, "arguments": asked})
+        sys.exit(int(run_command(Options("cuda", arguments=asked, **take_passwords(options), **options))))
     from gpuprov.core.system import System
     from gpuprov.verify.cuda import survey
     from gpuprov.verify.cuda.search import Program

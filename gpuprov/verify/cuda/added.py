@@ -11,7 +11,7 @@ from gpuprov.runtime_hook.compat import compatibility_libraries
 from gpuprov.runtime_hook.equipment import choose
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import cache_entries
-from gpuprov.runtime_hook.request import Request
+from gpuprov.runtime_hook.request import DeviceRequest
 from gpuprov.runtime_hook.settings import Settings, read_settings
 from gpuprov.runtime_hook.specification import Specifications
 from gpuprov.verify.cuda.trees import FILE, LINK, ArchiveTree, Tree, read_start
@@ -87,16 +87,16 @@ class AddedTree:
         return (self._added if self._added.kind(folder, name) == FILE else self._base).open(real)
 
 
-def request_for_all() -> Request:
+def request_for_all() -> DeviceRequest:
     """Return the request of a container that asks for all GPUs with the default capabilities."""
-    request = Request(legacy=False, privileged=False)
+    request = DeviceRequest(legacy=False, privileged=False)
     request.devices = ["all"]
     request.capabilities = frozenset(("compute", "utility"))
     return request
 
 
 def add_driver(
-    tree: ArchiveTree | AddedTree, folder: Path, settings: Settings | None = None, request: Request | None = None
+    tree: ArchiveTree | AddedTree, folder: Path, settings: Settings | None = None, request: DeviceRequest | None = None
 ) -> str:
     """Add the driver's libraries, links and entries of the loader's cache; return what was added, as a sentence.
 
