@@ -28,7 +28,7 @@ NAMES = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
 # They wait for the end of their input, which `--interactive` keeps open: the first program that the image has.
 _WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
-_NOT_FOUND = 127
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 
 
@@ -211,7 +211,9 @@ def _readable(done: Completed | None, where: str) -> Calls:
     assert done is not None
     found = parse_calls(done)
     if isinstance(found, str):
-        raise LeftOut(f"the calls need python3 with ctypes in {where}: it {found}")
+        # docker exec ends with 126 for it, docker run with 127.
+        missing = done.returncode in (_NOT_EXECUTABLE, _NOT_FOUND)
+        raise LeftOut(f"{where} has no python3 with ctypes" + ("" if missing else f": it {found}"))
     return found
 
 

@@ -233,8 +233,10 @@ def test_an_image_without_python_leaves_the_calls_out_and_says_so(case: Case) ->
     case.host.answers["all"] = (127, "", 'exec: "python3": executable file not found in $PATH')
     found = case.checks()
     assert [found[name].status for name in cuda_checks.NAMES] == ["ok", "ok", "skipped", "skipped"]
-    assert found["CUDA"].reason == (
-        'the calls need python3 with ctypes in app: it exited 127: exec: "python3": executable file not found in $PATH'
+    assert found["CUDA"].reason == "app has no python3 with ctypes"
+    case.host.answers["all"] = (1, "", "ModuleNotFoundError: No module named '_ctypes'")
+    assert case.checks()["CUDA"].reason == (
+        "app has no python3 with ctypes: it exited 1: ModuleNotFoundError: No module named '_ctypes'"
     )
 
 
