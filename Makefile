@@ -62,7 +62,7 @@ test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes o
 
 test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
-	GPUPROV_RACE_SECONDS=30 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
+	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
 
 test-all: test test-rest  ## Everything (45 minutes on 2 cores).
 
