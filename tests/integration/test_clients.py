@@ -16,7 +16,8 @@ import pytest
 
 from tests.lab import Host
 from tests.lab.fixtures import Site
-from tests.simgpu import cache
+from tests.lab.shell import LabError
+from tests.simgpu import BuildError, cache
 from tests.simgpu.debian import fetch
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -226,7 +227,11 @@ def test_builds_services_and_cdi_with_the_runtime_as_the_default(default_runtime
 def test_apptainer_without_root(prepared: Callable[[str], Host]) -> None:
     """apptainer finds the driver itself, by the host's ldconfig, and always gives all GPUs."""
     host = prepared("trixie")
-    unpack(host, "sid", ("apptainer",))
+    try:
+        unpack(host, "sid", ("apptainer",))
+        host.ssh("apptainer --version")
+    except (BuildError, LabError) as error:  # it moves, and may need a newer C library one day
+        pytest.skip(f"Debian sid's apptainer does not run on Debian 13: {error}")
     host.ssh("docker save small:1 > /home/pod/image.tar && chmod 644 /home/pod/image.tar")
     run = "su pod -c 'cd && {} apptainer exec {} box nvidia-smi -L'"
     host.ssh("su pod -c 'cd && apptainer build --sandbox box docker-archive:image.tar'")
