@@ -270,7 +270,9 @@ LAST_LINES = [
     ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", "failed")), False,
      "1 of 2 hosts ready; failed: b; next: gpuprov doctor"),
     ("verify", (seen("a", "2 GPUs"), GONE), False, "1 of 2 hosts ready; unreachable: lab-d"),
-    ("doctor", (DONE, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
+    ("doctor", (SAME, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
+    ("doctor", (DONE, SAME), False, "2 hosts: 9 changes made; nothing found wrong in all that was looked at"),
+    ("doctor", (DONE,), True, "1 host: 9 changes would be made; nothing found wrong in all that was looked at"),
     ("doctor", (DONE, FAILED), False, "1 of 2 hosts healthy; causes found on: lab-c"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
@@ -368,4 +370,5 @@ def test_summary_for_programs() -> None:
     assert summary["hosts"][1] == {
         "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
         "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
+        "same_as": "",
     }  # fmt: skip
