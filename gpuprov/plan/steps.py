@@ -9,6 +9,7 @@ from typing import Callable
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
@@ -135,7 +136,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit,
+        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
     )
 }  # fmt: skip
 
