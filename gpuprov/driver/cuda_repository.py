@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from gpuprov.core.changes import Change, WriteFile
-from gpuprov.driver import fabric_plan, generations, precompiled
+from gpuprov.driver import distribution, fabric_plan, generations, precompiled
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
@@ -54,8 +54,10 @@ def _needs_repository(spec: HostSpec) -> bool:
 def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with the last branch that serves this host's GPUs, where its packages would be of a later one.
 
-    A driver that is installed as packages of an earlier branch stays with its branch.
+    A driver that is installed as packages of an earlier branch stays with its branch. What a distribution has of its
+    own driver may be the kernel modules alone: then the rest is NVIDIA's.
     """
+    spec = distribution.as_packages(facts, spec)
     last = generations.last_branch(facts.gpu_device_ids)
     if spec.driver != "packages" or spec.driver_version or not last:
         return spec

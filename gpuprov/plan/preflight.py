@@ -6,7 +6,17 @@ import time
 
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import reboot
-from gpuprov.driver import cuda_repository, cuda_runfile, driver_problems, fabric_plan, kernel, mig, precompiled
+from gpuprov.driver import (
+    cuda_repository,
+    cuda_runfile,
+    distribution,
+    distribution_plan,
+    driver_problems,
+    fabric_plan,
+    kernel,
+    mig,
+    precompiled,
+)
 from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES
@@ -26,7 +36,7 @@ _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
-    asked, spec = spec, cuda_repository.with_branch(facts, spec)
+    asked, spec = distribution.as_packages(facts, spec), cuda_repository.with_branch(facts, spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
@@ -43,6 +53,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *driver_problems.problems(facts, spec),
             *_security_problems(facts, spec),
             *cuda_repository.problems(facts, asked),
+            *distribution_plan.problems(facts, spec),
             *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
             *mig.problems(facts, spec),
@@ -163,6 +174,9 @@ def _installed_driver(facts: HostFacts, spec: HostSpec) -> str:
     if spec.driver == "packages" and not facts.driver_installed_version:
         compiled = precompiled.chosen(facts, spec)
         return compiled.driver if compiled else spec.driver_version if "." in spec.driver_version else ""
+    choice = distribution.chosen(facts, spec)
+    if choice is not None and not facts.driver_installed_version:
+        return distribution.offered_version(facts, choice.key_package)
     return spec.driver_version if driver_run.installs(facts, spec) else ""
 
 
