@@ -44,6 +44,7 @@ _KEYS = (
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
+_TOP = ("nvidia-open", "cuda-drivers")
 PINNING = "nvidia-driver-pinning-"
 
 
@@ -138,6 +139,15 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
                 "its libraries belong to no package",
                 "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+            ),
+        )
+    if (own := distribution.installed_branch(facts)) is not None:
+        return (
+            Problem(
+                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
+                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
+                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
+                f"{manager_of(row).commands.remove} '*nvidia*'",
             ),
         )
     if spec.driver_version and not _can_pin(row):

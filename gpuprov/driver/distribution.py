@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from gpuprov.driver import generations
+from gpuprov.driver.packaged import fits
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import packages_for_kernels
 from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, own_driver
@@ -99,7 +100,9 @@ def installed_branch(facts: HostFacts) -> DriverBranch | None:
     if own.branch_pattern and own.other_branch is not None:
         found = sorted(match[1] for name in installed if (match := re.fullmatch(own.branch_pattern, name)))
         return own.other_branch(found[-1]) if found else None
-    return next((one for one in own.branches if one.libraries[0] in installed), None)
+    # NVIDIA's repository has packages of the same names, of other branches.
+    versions = ((one, installed.get(one.libraries[0], "")) for one in own.branches)
+    return next((one for one, version in versions if version and (not one.branch or fits(version, one.branch))), None)
 
 
 def of_nvidia(facts: HostFacts) -> str:

@@ -8,7 +8,7 @@ from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.driver import distribution, generations
 from gpuprov.driver.distribution import Choice
 from gpuprov.driver.kernel import brings_modules
-from gpuprov.driver.packaged import LoadDriver, SwitchBranch, fits
+from gpuprov.driver.packaged import LoadDriver, SwitchBranch
 from gpuprov.facts.host import PREFERENCES, HostFacts
 from gpuprov.machine.driver_rows import OwnDriver, names_with_own_driver, own_driver
 from gpuprov.package_managers.apt import apt_options
@@ -241,8 +241,7 @@ def plan_other_branch(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     choice, installed = distribution.chosen(facts, spec), distribution.installed_branch(facts)
     if choice is None or installed is None or not choice.branch.branch:
         return ()
-    there = facts.packages.installed.get(choice.key_package, "")
-    if installed.branch == choice.branch.branch and fits(there, choice.branch.branch):
+    if installed.branch == choice.branch.branch:
         return ()
     names = _packages(facts, spec)
     old = {*installed.libraries, *(name for names in installed.built.values() for name in names)}

@@ -106,7 +106,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 "only packages bring kernel modules that are compiled already",
                 f"gpuprov_kernel_modules: precompiled, gpuprov_driver: {spec.driver}",
-                "set gpuprov_driver: packages or distribution, or leave gpuprov_kernel_modules out",
+                "set gpuprov_driver: packages, or leave gpuprov_kernel_modules out",
             ),
         )
     if spec.driver != "packages":

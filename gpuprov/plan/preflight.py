@@ -157,11 +157,18 @@ def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         Problem(
             f"{one.product} {one.version} is refused for its known security holes",
             f"gpuprov_refuse_advisories is {spec.refuse_advisories}; {one}",
-            f'set gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}", or gpuprov_refuse_advisories: none',
+            f"set {_fix(one, spec)}, or gpuprov_refuse_advisories: none",
         )
         for one in _installed_with(facts, spec)
         if one.score >= THRESHOLDS[spec.refuse_advisories]
     )
+
+
+def _fix(one: Holes, spec: HostSpec) -> str:
+    """Return the settings that install the release without these holes; a distribution has its own releases alone."""
+    wanted = f'gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}"'
+    from_distribution = one.product == DRIVER and spec.driver == "distribution"
+    return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
 
 
 def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Holes, ...]:
