@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Debian's name of an architecture, from `uname -m`.
@@ -37,10 +38,16 @@ ARCHIVES = {
 }
 
 
-def default_sources(distribution: str, version: str, architecture: str) -> tuple[str, ...]:
-    """Return apt's one-line sources of a release: the release, its updates, its security updates."""
+def default_sources(
+    distribution: str, version: str, architecture: str, components: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return apt's one-line sources of a release: the release, its updates, its security updates.
+
+    `components` are needed besides those that every bundle gets.
+    """
     archive = ARCHIVES[distribution, version]
     name = archive.codename
+    words = " ".join(dict.fromkeys((*archive.components.split(), *components)))
     if distribution == "debian":
         places: tuple[tuple[str, str], ...] = (
             ("http://deb.debian.org/debian", name),
@@ -52,4 +59,4 @@ def default_sources(distribution: str, version: str, architecture: str) -> tuple
         amd64 = architecture == "x86_64"
         base = "http://archive.ubuntu.com/ubuntu" if amd64 else "http://ports.ubuntu.com/ubuntu-ports"
         places = tuple((base, f"{name}{pocket}") for pocket in ("", "-updates", "-security"))
-    return tuple(f"deb [signed-by={archive.keyring}] {uri} {suite} {archive.components}" for uri, suite in places)
+    return tuple(f"deb [signed-by={archive.keyring}] {uri} {suite} {words}" for uri, suite in places)

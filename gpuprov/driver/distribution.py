@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpuprov.driver import generations
@@ -62,14 +63,15 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Choice | None:
     own = available(facts)
     if spec.driver != "distribution" or own is None:
         return None
-    branch = _asked(own, spec.driver_version) if spec.driver_version else _default(own, facts, spec)
+    branch = asked_branch(own, spec.driver_version) if spec.driver_version else _default(own, facts, spec)
     if branch is None:
         return None
-    kind = _kind(branch, facts, spec)
+    kind = preferred_kind(branch, facts.gpu_device_ids, spec.kernel_module_type)
     return _with_compiled(Choice(branch, kind), facts, spec)
 
 
-def _asked(own: OwnDriver, version: str) -> DriverBranch | None:
+def asked_branch(own: OwnDriver, version: str) -> DriverBranch | None:
+    """Return the branch of this number, None if the distribution has none."""
     listed = next((one for one in own.branches if one.branch == version), None)
     if listed is None and own.other_branch is not None and version.isdigit():
         return own.other_branch(version)
@@ -88,7 +90,7 @@ def _default(own: OwnDriver, facts: HostFacts, spec: HostSpec) -> DriverBranch |
 def unserved(branch: DriverBranch, facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether a branch does not serve the host's GPUs, or not with the modules that the distribution has of it."""
     version = generations.newest_of(branch.branch)
-    kind = _kind(branch, facts, spec)
+    kind = preferred_kind(branch, facts.gpu_device_ids, spec.kernel_module_type)
     return bool(generations.problems(facts.gpu_device_ids, version, kind)) or kind not in branch.built
 
 
@@ -110,10 +112,10 @@ def of_nvidia(facts: HostFacts) -> str:
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
 
 
-def _kind(branch: DriverBranch, facts: HostFacts, spec: HostSpec) -> str:
-    """Return open or proprietary; where both would do, what NVIDIA recommends for the branch."""
+def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:
+    """Return open or proprietary; where these GPUs can have both, what NVIDIA recommends for the branch."""
     version = generations.newest_of(branch.branch) or "580.999"
-    kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type)
+    kind = generations.module_type(device_ids, version, asked)
     if kind != "auto":
         return kind
     return "open" if version_numbers(version) >= _OPEN_PREFERRED_SINCE else "proprietary"
