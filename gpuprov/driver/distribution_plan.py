@@ -20,7 +20,7 @@ from gpuprov.wire.spec import HostSpec
 
 # NVIDIA's repository has packages of the same names in newer versions, and its own pin prefers them. Its Release file
 # says Origin: NVIDIA (apt_preferences(5)). What goes with a driver of any source still comes from there.
-_PREFERENCES_TEXT = """\
+PREFERENCES_TEXT = """\
 # By gpuprov: the driver is the distribution's own, so NVIDIA's repository must not replace its packages.
 Package: nvidia-fabricmanager* nvlsm nvidia-container-toolkit* libnvidia-container*
 Pin: release o=NVIDIA
@@ -173,7 +173,9 @@ def _container_problems(facts: HostFacts, choice: Choice) -> tuple[Problem, ...]
                 f"install the driver on {where} first, then run gpuprov again here",
             ),
         )
-    version = facts.driver_installed_version or distribution.offered_version(facts, choice.key_package)
+    installed = distribution.installed_branch(facts)
+    stays = installed is not None and installed.branch == choice.branch.branch
+    version = facts.driver_installed_version if stays else distribution.offered_version(facts, choice.key_package)
     if version in ("", loaded):
         return ()
     return (
@@ -222,7 +224,7 @@ def plan_preferences(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     there, own = facts.files.get(PREFERENCES), distribution.available(facts)
     if spec.driver != "distribution" or own is None or not own.components:
         return (RemoveFile(PREFERENCES, "no longer asked for"),) if there else ()
-    text = _PREFERENCES_TEXT.encode()
+    text = PREFERENCES_TEXT.encode()
     return () if there and (there.content, there.mode) == (text, 0o644) else (WriteFile(PREFERENCES, text),)
 
 
@@ -244,7 +246,7 @@ def plan_other_branch(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if installed.branch == choice.branch.branch:
         return ()
     names = _packages(facts, spec)
-    old = {*installed.libraries, *(name for names in installed.built.values() for name in names)}
+    old = {installed.base, *installed.libraries, *(name for names in installed.built.values() for name in names)}
     old |= {name for name in facts.packages.installed if _is_compiled_of(name, installed.branch)}
     gone = tuple(sorted(name for name in old if name in facts.packages.installed and name not in names))
     options = apt_options(facts.bundle)

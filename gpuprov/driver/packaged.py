@@ -111,6 +111,17 @@ class SwitchBranch(ChangeDriverPackages):
     def _gone(self) -> tuple[str, ...]:
         return tuple(f"{name}-" for name in self.instead)
 
+    def _install(self, system: System, tell: Tell) -> None:
+        super()._install(system, tell)
+        version = discover(system).library_version
+        if not fits(version, self.wanted):
+            raise GpuprovError(
+                f"branch {self.wanted} of the driver is installed, but its libraries are not the ones that are loaded",
+                f"libnvidia-ml.so.1 is of {version or 'no driver'}",
+                "update-alternatives --display nvidia shows where the links lead; remove the packages of the other "
+                "branch, then run the same command again",
+            )
+
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
         gone = tuple(f"package {name} is not restored" for name in before["instead"])

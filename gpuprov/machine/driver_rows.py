@@ -16,6 +16,7 @@ class DriverBranch:
     version of the first is the driver's. `built`: kind of kernel modules (open, proprietary) → what DKMS builds them
     from. `compiled`: kind → packages with modules that the distribution has compiled and signed; the first is for one
     kernel ({kernel}). `next_compiled`: kind → what brings modules with the kernels to come, as next_kernel_headers.
+    `base`: what all other packages of the branch depend on, if there is such a one: without it they are gone.
     `fabric_manager`: its package, nothing where the distribution has none.
     """
 
@@ -24,6 +25,7 @@ class DriverBranch:
     built: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     compiled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     next_compiled: Mapping[str, tuple[KernelPackages, ...]] = field(default_factory=dict)
+    base: str = ""
     fabric_manager: str = ""
 
 
@@ -65,7 +67,9 @@ def _debian(branch: str, tag: str = "", *, kinds: tuple[str, ...] = ("proprietar
         f"libnvidia-{tag}opticalflow1", f"libnvidia-{tag}cfg1", f"nvidia-{tag}opencl-icd",
     )  # fmt: skip
     names = {"proprietary": f"nvidia-{tag}kernel-dkms", "open": "nvidia-open-kernel-dkms"}
-    return DriverBranch(branch, libraries, {kind: (names[kind],) for kind in kinds})
+    built = {kind: (names[kind],) for kind in kinds}
+    # As long as it is installed, Debian's alternatives lead to the newest branch.
+    return DriverBranch(branch, libraries, built, base=f"nvidia-{tag}alternative")
 
 
 _BOTH = ("proprietary", "open")
@@ -112,7 +116,7 @@ def _ubuntu(branch: str) -> DriverBranch:
             )
             for kind, end in ends.items()
         },
-        f"nvidia-fabricmanager-{branch}",
+        fabric_manager=f"nvidia-fabricmanager-{branch}",
     )
 
 

@@ -276,18 +276,23 @@ def test_a_system_container_gets_libraries_of_the_loaded_version_alone(some: Hos
     assert preflight(offering(inside, {"libcuda1": "550.163.01-2"}), spec()) == ()
     said = problem(offering(inside, {"libcuda1": "555.58.02-1"}), spec())
     assert "the distribution's driver is 555.58.02, but the container host runs 550.163.01" in said
+    branch = replace(inside, packages=PackageFacts("apt", dict.fromkeys(_DEBIAN, "550.163.01-2")))
+    other = offering(branch, {"libnvidia-tesla-535-cuda1": "535.274.02-1"})
+    assert "driver is 535.274.02, but the container host runs 550" in problem(other, spec(driver_version="535"))
     unloaded = replace(inside, driver=DriverFacts())
     assert "is not loaded on the container host" in problem(unloaded, spec())
 
 
 def test_another_branch_takes_the_place_of_the_installed_one(some: HostFacts) -> None:
-    there = dict.fromkeys((*_DEBIAN, "nvidia-kernel-dkms"), "550.163.01-2")
+    there = dict.fromkeys((*_DEBIAN, "nvidia-kernel-dkms", "nvidia-alternative"), "550.163.01-2")
     machine = host(some, "debian 13", installed=there)
     _, change = distribution_plan.plan_other_branch(machine, spec(driver_version="535"))
     assert isinstance(change, SwitchBranch) and change.wanted == "535"
     assert change.names == (*_TESLA_535, "nvidia-tesla-535-kernel-dkms")
     # What both branches have stays.
-    assert "nvidia-persistenced" not in change.instead and {"libcuda1", "nvidia-kernel-dkms"} < {*change.instead}
+    assert "nvidia-persistenced" not in change.instead and {"nvidia-alternative", "nvidia-kernel-dkms"} < {
+        *change.instead
+    }
     assert "remove libcuda1" in change.summary()
     assert distribution_plan.packages(machine, spec(driver_version="535")) == ()
 
