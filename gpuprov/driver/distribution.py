@@ -137,9 +137,14 @@ def _with_compiled(choice: Choice, facts: HostFacts, spec: HostSpec) -> Choice:
 
 
 def _is_offered(facts: HostFacts, name: str) -> bool:
+    return bool(_offered(facts, name))
+
+
+def _offered(facts: HostFacts, name: str) -> tuple[str, ...]:
+    """Return the versions of a package in the bundle, or in the repositories if they were asked."""
     if facts.bundle is not None:
-        return any(one.name == name for one in facts.bundle.manifest.packages)
-    return facts.offers is not None and bool(facts.offers.found.get(name))
+        return tuple(one.version for one in facts.bundle.manifest.packages if one.name == name)
+    return facts.offers.found.get(name, ()) if facts.offers is not None else ()
 
 
 def packages(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, ...]:
@@ -181,9 +186,8 @@ def questions(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, 
 
 
 def offered_version(facts: HostFacts, name: str) -> str:
-    """Return the newest driver version that repositories have of a package, nothing if they were not asked."""
-    found = facts.offers.found.get(name, ()) if facts.offers is not None else ()
-    return max(map(driver_version, found), key=version_numbers, default="")
+    """Return the newest driver version that can be had of a package, nothing if no repository was asked."""
+    return max(map(driver_version, _offered(facts, name)), key=version_numbers, default="")
 
 
 def driver_version(version: str) -> str:

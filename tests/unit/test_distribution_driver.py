@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.bundle.manifest import BundleFacts, BundlePackage
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.driver import distribution, distribution_plan, fabric_plan, kernel, precompiled
@@ -25,6 +26,7 @@ from gpuprov.plan import availability
 from gpuprov.plan.preflight import preflight, security_warnings
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.spec import HostSpec, parse_spec
+from tests.unit.bundle.test_rpm import MANIFEST
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -203,6 +205,17 @@ def test_the_version_that_would_come_is_held_against_the_advisories(some: HostFa
     assert any(one.startswith("driver 550.163.01") for one in security_warnings(machine, spec()))
     said = problem(machine, spec(refuse_advisories="high"))
     assert "driver 550.163.01 is refused" in said and "gpuprov_driver: runfile" in said
+
+
+def test_a_bundle_says_what_would_come_as_repositories_do(some: HostFacts) -> None:
+    held = (BundlePackage("libcuda1", "550.163.01-2", "amd64", "libcuda1.deb"),)
+    manifest = replace(MANIFEST, distribution="debian", version="13", packages=held)
+    machine = host(some, "debian 13", bundle=BundleFacts(manifest))
+    assert distribution.offered_version(machine, "libcuda1") == "550.163.01"
+    assert any(one.startswith("driver 550.163.01") for one in security_warnings(machine, spec()))
+    assert availability.questions(machine, spec()) == ()
+    inside = replace(machine, kernel=some.kernel, driver=DriverFacts(kernel_version="555.58.02"))
+    assert "runs 555.58.02: the two must match" in distribution_plan.problems(inside, spec())[0].what
 
 
 # -- modules that the distribution has compiled ------------------------------------------------------------------------
