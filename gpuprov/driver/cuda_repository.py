@@ -133,14 +133,8 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "set gpuprov_driver: runfile (libraries only), or preinstalled",
             ),
         )
-    if facts.driver_installed_version and not facts.driver_packaged:
-        return (
-            Problem(
-                f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
-                "its libraries belong to no package",
-                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
-            ),
-        )
+    if over_run_file := distribution.run_file_problems(facts):
+        return over_run_file
     if (own := distribution.installed_branch(facts)) is not None:
         return (
             Problem(

@@ -11,6 +11,7 @@ from gpuprov.driver.packaged import fits
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import packages_for_kernels
 from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, own_driver
+from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.versions import version_numbers
 
@@ -110,6 +111,19 @@ def installed_branch(facts: HostFacts) -> DriverBranch | None:
 def of_nvidia(facts: HostFacts) -> str:
     """Return a package of NVIDIA's own driver packages that is installed, nothing if there is none."""
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
+
+
+def run_file_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """Return why packages of any source can't be installed over a driver from a .run."""
+    if not facts.driver_installed_version or facts.driver_packaged:
+        return ()
+    return (
+        Problem(
+            f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
+            "its libraries belong to no package",
+            "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+        ),
+    )
 
 
 def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:

@@ -105,15 +105,7 @@ def _other_driver_problems(facts: HostFacts) -> tuple[Problem, ...]:
                 "'*nvidia*'",
             ),
         )
-    if facts.driver_installed_version and not facts.driver_packaged:
-        return (
-            Problem(
-                f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
-                "its libraries belong to no package",
-                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
-            ),
-        )
-    return ()
+    return distribution.run_file_problems(facts)
 
 
 def _module_problems(facts: HostFacts, spec: HostSpec, choice: Choice) -> tuple[Problem, ...]:

@@ -7,35 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.lab.fixtures import gpuprov
+from tests.integration.test_vm import Machine
 from tests.lab.lab import CACHE
 from tests.lab.vm_driver import DriverVm
 
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(3600)]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The running virtual machine, and an inventory that names it."""
-
-    vm: DriverVm
-    inventory: Path
-
-    def gpuprov(self, *words: str) -> tuple[int, str]:
-        done = gpuprov(*words, "--hosts", self.inventory, timeout=1800)
-        return done.returncode, done.stdout
-
-    def version(self) -> str:
-        """Return the driver's version, by its package."""
-        shown = self.vm.ssh("dpkg-query -W -f '${Version}' nvidia-kernel-dkms").stdout
-        return shown.partition("-")[0]
+def version_of(machine: Machine) -> str:
+    """Return the driver's version, by its package."""
+    return machine.vm.ssh("dpkg-query -W -f '${Version}' nvidia-kernel-dkms").stdout.partition("-")[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +48,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def test_dkms_has_built_the_genuine_modules_for_the_kernel_that_runs(machine: Machine) -> None:
     kernel = machine.vm.ssh("uname -r").stdout.strip()
     said = machine.vm.ssh("dkms status").stdout
-    assert said.startswith(f"nvidia-current/{machine.version()}, {kernel}, x86_64: installed"), said
+    assert said.startswith(f"nvidia-current/{version_of(machine)}, {kernel}, x86_64: installed"), said
     fields = "; ".join(f"modinfo -F {field} nvidia-current" for field in ("filename", "version", "license"))
     path, version, license_of_it = machine.vm.ssh(fields).stdout.splitlines()
     assert path == f"/lib/modules/{kernel}/updates/dkms/nvidia-current.ko"
-    assert (version, license_of_it) == (machine.version(), "NVIDIA")
+    assert (version, license_of_it) == (version_of(machine), "NVIDIA")
     assert machine.vm.ssh("modinfo nvidia", check=False).returncode != 0
 
 
@@ -75,7 +61,7 @@ def test_facts_name_libraries_and_no_loaded_driver(machine: Machine) -> None:
     assert code == 0, said
     facts: dict[str, Any] = json.loads(said.splitlines()[-1])
     driver = facts["hosts"][0]["facts"]["driver"]
-    assert (driver["library_version"], driver["kernel_version"]) == (machine.version(), "")
+    assert (driver["library_version"], driver["kernel_version"]) == (version_of(machine), "")
 
 
 def test_an_installation_ends_with_the_kernels_own_words(machine: Machine) -> None:
