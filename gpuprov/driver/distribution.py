@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpuprov.driver import generations
 from gpuprov.driver.packaged import fits
 from gpuprov.facts.host import HostFacts
-from gpuprov.machine.distros import packages_for_kernels
+from gpuprov.machine.distros import Distribution, packages_for_kernels
 from gpuprov.machine.driver_rows import DriverBranch, OwnDriver, own_driver
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
@@ -45,9 +45,9 @@ class Choice:
         return self.compiled or self.branch.built.get(self.kind, ())
 
 
-def as_packages(facts: HostFacts, spec: HostSpec) -> HostSpec:
+def as_packages(row: Distribution | None, spec: HostSpec) -> HostSpec:
     """Return the spec for a distribution that has the kernel modules alone: NVIDIA's packages beside compiled ones."""
-    own = own_driver(facts.distribution)
+    own = own_driver(row)
     if spec.driver != "distribution" or own is None or not own.like_packages:
         return spec
     return replace(spec, driver="packages", kernel_modules="precompiled")

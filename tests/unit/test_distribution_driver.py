@@ -259,16 +259,17 @@ def test_a_kernel_without_compiled_modules_is_refused_where_they_are_asked_for_o
 
 def test_suse_has_the_modules_alone_and_nvidias_repository_the_rest(some: HostFacts) -> None:
     machine = host(some, "sles 15.6", release=_SLES_KERNEL)
-    assert distribution.as_packages(machine, spec()) == replace(spec(), driver="packages", kernel_modules="precompiled")
+    wanted = distribution.as_packages(machine.distribution, spec())
+    assert wanted == replace(spec(), driver="packages", kernel_modules="precompiled")
     module = "nvidia-open-driver-G06-signed-cuda-kmp-default"
-    assert module in availability.questions(machine, distribution.as_packages(machine, spec()))
+    assert module in availability.questions(machine, wanted)
     versions = dict.fromkeys(("nv-prefer-signed-open-driver", "nvidia-compute-utils-G06"), "580.178.04-1.x86_64")
     offered = offering(machine, {**versions, module: "580.178.04_k6.4.0_150600.21-1.x86_64"})
     (changes,) = (
-        one.change.names for one in make_plan(offered, spec()).changes if isinstance(one.change, InstallRpmPackages)
+        one.change.names for one in make_plan(offered, wanted).changes if isinstance(one.change, InstallRpmPackages)
     )
     assert f"{module}=580.178.04_k6.4.0_150600.21" in changes
-    assert distribution.as_packages(host(some, "debian 13"), spec()) == spec()
+    assert distribution.as_packages(host(some, "debian 13").distribution, spec()) == spec()
 
 
 def test_amazons_repository_comes_by_a_package_before_the_driver(some: HostFacts) -> None:
