@@ -39,7 +39,7 @@ class SetMode(Change):
 
 @dataclass(frozen=True)
 class RestartUnit(Change):
-    """A unit shall run, started now."""
+    """Require that a unit runs; start it now."""
 
     unit: str
 
