@@ -49,11 +49,14 @@ if TYPE_CHECKING:
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
+# Which repositories the driver's packages may come from (apt_preferences(5)).
+PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     BLACKLIST,
     DKMS_SIGNING,
+    PREFERENCES,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,

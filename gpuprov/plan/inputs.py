@@ -9,10 +9,11 @@ from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_runfile, generations, mirror, running_driver
+from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
-from gpuprov.machine.machine import gather_gpus
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import gather_gpus, gather_os
 from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
@@ -33,7 +34,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     else:
         spec = mirror.of_bundle(spec, manifest.driver_version)
         spec = _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
-    return _with_branch(system, spec)
+    return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
 
 
 def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:

@@ -6,7 +6,7 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, kernel
+from gpuprov.driver import cuda_repository, distribution_plan, kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
@@ -107,6 +107,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(facts, spec),
         *cuda_repository.packages(facts, spec),
+        *distribution_plan.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
     )

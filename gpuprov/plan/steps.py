@@ -13,6 +13,7 @@ from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
+    distribution_plan,
     driver_install,
     fabric_manager,
     fabric_plan,
@@ -87,11 +88,14 @@ def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
+        *distribution_plan.plan_preferences(facts, spec),
+        *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
+        *distribution_plan.plan_other_branch(facts, spec),
         *cuda_repository.plan_profile(facts, spec),
     )
 
@@ -100,6 +104,7 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
         *cuda_repository.plan_driver(facts, spec),
+        *distribution_plan.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
@@ -131,6 +136,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
+        packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,

@@ -153,7 +153,8 @@ def _next_kernel(system: System) -> Shown:
     installed, row = gather_software(system, os).installed, distribution_of(os)
     missing = next_kernel_headers(row, running, installed) if row is not None else ()
     headers = kernel_headers(row, kernel.release) if row is not None else ()
-    dkms = bool(system.list_directory("/var/lib/dkms/nvidia"))
+    # Debian's packages call it nvidia-current.
+    dkms = any(name.startswith("nvidia") for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)
     if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)

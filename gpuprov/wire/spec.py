@@ -86,14 +86,16 @@ class HostSpec:
     driver: str = choice(
         "runfile",
         "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
-        "CUDA repository, `preinstalled` takes what is there.",
-        "runfile", "packages", "preinstalled",
+        "CUDA repository, `distribution` the distribution's own packages (Debian, Ubuntu, SUSE, Amazon Linux), "
+        "`preinstalled` takes what is there.",
+        "runfile", "packages", "distribution", "preinstalled",
     )  # fmt: skip
     driver_version: str = text(
         "",
         "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
         "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
-        "they are pinned to, where the repository can (branch or version; default: its newest).",
+        "they are pinned to, where the repository can (branch or version; default: its newest); with `distribution` a "
+        "branch that the distribution has.",
         VERSION,
     )
     driver_url: str = text(
