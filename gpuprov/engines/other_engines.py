@@ -14,6 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import containerd, crio, podman
 from gpuprov.engines.runtime_entry import ConfigureRequest, FileEdit, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ class EngineFacts:
 
     def require(self, argv: Sequence[str], what: str, next_step: str = "") -> Completed:
         raise GpuprovError(what, f"not gathered: {' '.join(argv)}", next_step)
+
+
+def names(system: System, spec: HostSpec) -> tuple[str, ...]:
+    """Return the engines that a specification is about: those that it names, else, without docker, the installed."""
+    if spec.engines or spec.docker != "none":
+        return spec.engines
+    # Docker's containerd is docker's, even where docker is to be left alone.
+    others = (name for name in ENGINES if name != "containerd" or system.which("dockerd") is None)
+    return tuple(name for name in others if system.which(ENGINES[name].program) is not None)
 
 
 def gather(system: System, names: Iterable[str]) -> Mapping[str, EngineFacts]:
@@ -129,35 +139,47 @@ def problems(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Probl
     return (*missing, *(one.problem for one in found if one.problem is not None))
 
 
-def plan(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Change, ...]:
-    """Return the changes of the engines' files; each restarts its engine, if that runs."""
+def plan(
+    facts: Mapping[str, EngineFacts], runtime_path: str, kept_running: frozenset[str] = frozenset()
+) -> tuple[Change, ...]:
+    """Return the changes of the engines' files; each restarts its engine, if that runs and is not in `kept_running`."""
     found = registrations(facts, runtime_path)
-    return tuple(ConfigureEngine(name, one.edits) for name, one in found.items() if one.edits)
+    return tuple(ConfigureEngine(name, one.edits, name not in kept_running) for name, one in found.items() if one.edits)
 
 
 @dataclass(frozen=True)
 class ConfigureEngine(Change):
-    """The engine's files name the runtime, and the running engine has read them."""
+    """The engine's files name the runtime, and the running engine has read them.
+
+    `restart` is False for the engine of a Kubernetes node that nobody has named: it reads them at its next start.
+    """
 
     engine: str
     edits: tuple[FileEdit, ...]
+    restart: bool = True
 
     @property
     def key(self) -> str:
         return f"configure {self.engine}"
 
     def summary(self) -> str:
-        unit = ENGINES[self.engine].unit
+        name = ENGINES[self.engine].unit.removesuffix(".service")
+        written = f"write {', '.join(edit.path for edit in self.edits)}"
+        if not name:
+            return written
+        if not self.restart:
+            return f"{written} ({name} serves Kubernetes and is not restarted: it reads them at its next start)"
         # Containers are children of their shims or conmon, not of the engine: they keep running.
-        restart = f" and restart {unit.removesuffix('.service')} (its containers go on)" if unit else ""
-        return f"write {', '.join(edit.path for edit in self.edits)}{restart}"
+        return f"{written} and restart {name} (its containers go on)"
 
     def diff(self, system: System) -> str:
         return "".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
 
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
-        return {"engine": self.engine, "files": files, "was_active": _is_active(system, self.engine)}
+        # What was not restarted is not restarted by the undoing either.
+        was_active = self.restart and _is_active(system, self.engine)
+        return {"engine": self.engine, "files": files, "was_active": was_active}
 
     def apply(self, system: System, tell: Tell) -> Json:
         from gpuprov.engines import configure

@@ -10,6 +10,7 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
+from gpuprov.engines import other_engines
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
@@ -51,7 +52,7 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, spec.engines)
+    facts = gather(system, other_engines.names(system, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     if spec.mig_layout:
