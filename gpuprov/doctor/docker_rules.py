@@ -139,9 +139,12 @@ def _disabled(x: Examined) -> Finding | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     if not docker.installed or unit is None or unit.load != "loaded" or unit.enabled != "disabled":
         return None
-    if docker.unit.on_demand or unit.active == "failed":
+    if unit.active == "failed":
         return None
     evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
+    if docker.unit.on_demand:
+        what = "docker is disabled: after a boot nothing runs until docker.socket starts it"
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE)
     if docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
         return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE)
@@ -294,7 +297,7 @@ RULES = (
     Rule("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it", _broken),
     Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
     Rule("docker-masked", DOCKER, "the unit is masked", _masked),
-    Rule("docker-disabled", DOCKER, "the unit is disabled, docker.socket too", _disabled),
+    Rule("docker-disabled", DOCKER, "the unit is disabled", _disabled),
     Rule("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer", _unreachable),
     Rule("docker-down", DOCKER, "`docker info` gets no answer, and the unit is not active", _down,
          ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown")),

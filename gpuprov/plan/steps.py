@@ -80,7 +80,7 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
     changes = (
-        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
         if spec.docker != "none"
         else ()
     )

@@ -1,0 +1,56 @@
+"""Whether docker reads CDI specifications (`docker run --device nvidia.com/gpu=all`), and what makes it. Pure.
+
+docker 25 to 28.1 does if its file says features.cdi, 28.2 and later unless it says no; older ones can't
+(docs.docker.com, dockerd, "Enable CDI devices").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gpuprov.engines.docker_unit import flag_values
+from gpuprov.wire.versions import version_numbers
+
+if TYPE_CHECKING:
+    from gpuprov.engines.docker import DockerFacts
+
+_FIRST = (25,)
+_FIRST_BY_ITSELF = (28, 2)
+FEATURES = "25 to 28.1"
+
+
+def knows_cdi(version: str) -> bool:
+    """Say whether a docker of that version can read CDI specifications."""
+    return version_numbers(version) >= _FIRST
+
+
+def needs_feature(version: str) -> bool:
+    """Say whether a docker of that version reads them only if it is told to."""
+    return _FIRST <= version_numbers(version) < _FIRST_BY_ITSELF
+
+
+def setting(config: Mapping[str, Any]) -> object:
+    """Return the configuration's features.cdi, None where it says nothing."""
+    features = config.get("features")
+    return features.get("cdi") if isinstance(features, dict) else None
+
+
+def is_to_be_set(facts: DockerFacts) -> bool:
+    """Say whether features.cdi is missing in docker's file. What somebody has set to false stays."""
+    # dockerd does not start with the same directive as a flag and in its file.
+    by_flag = flag_values(facts.unit.arguments, "--feature")
+    return needs_feature(facts.version) and setting(facts.config) is None and not by_flag
+
+
+def is_off(facts: DockerFacts) -> str:
+    """Return why the running docker reads no CDI specification, nothing if it does."""
+    if facts.cdi:
+        return ""
+    if not knows_cdi(facts.version):
+        return f"docker {facts.version} has no CDI: it comes with docker 25"
+    if setting(facts.config) is False:
+        return f"features.cdi is false in {facts.config_path}"
+    if is_to_be_set(facts):
+        return f"features.cdi is not set in {facts.config_path}, which docker {facts.version} needs"
+    return "docker has not been restarted since features.cdi was set"
