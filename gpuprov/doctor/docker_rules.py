@@ -11,7 +11,6 @@ from gpuprov.doctor.parse import find_in_log
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -43,19 +42,6 @@ def _line_of(x: Examined, word: str) -> str:
 
 def _start(x: Examined) -> str:
     return f"systemctl reset-failed docker; {words.RESTART_DOCKER}"
-
-
-def cdi_setting(x: Examined) -> object:
-    """Return daemon.json's features.cdi, None where it says nothing."""
-    features = x.host.docker.config.get("features")
-    return features.get("cdi") if isinstance(features, dict) else None
-
-
-def reads_cdi(x: Examined) -> bool:
-    """Say whether the running docker takes devices by CDI: from 25 on where it is told to, from 28.2 on by itself."""
-    setting, version = cdi_setting(x), version_numbers(x.host.docker.version)
-    by_itself, as_told = setting is None and version >= (28, 2), setting is True and version >= (25,)
-    return x.host.docker.active and (by_itself or as_told)
 
 
 def _wrong(x: Examined) -> tuple[Problem, ...]:
@@ -219,7 +205,7 @@ def _unregistered(x: Examined) -> Finding | None:
         f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
         # `--device nvidia.com/gpu=all` does without.
-        ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
+        ASIDE if docker.cdi and not words.is_gpuprovs(x) else CERTAIN,
     )
 
 

@@ -178,7 +178,7 @@ class ConfigureEngine(Change):
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
         # What was not restarted is not restarted by the undoing either.
-        was_active = self.restart and _is_active(system, self.engine)
+        was_active = self.restart and is_active(system, self.engine)
         return {"engine": self.engine, "files": files, "was_active": was_active}
 
     def apply(self, system: System, tell: Tell) -> Json:
@@ -208,7 +208,8 @@ class ConfigureEngine(Change):
             _restart(system, before["engine"])
 
 
-def _is_active(system: System, engine: str) -> bool:
+def is_active(system: System, engine: str) -> bool:
+    """Say whether an engine's unit is active; podman has none."""
     unit = ENGINES[engine].unit
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
 
@@ -218,7 +219,7 @@ def _restart(system: System, engine: str) -> str:
     unit = ENGINES[engine].unit
     system.run(("systemctl", "reset-failed", unit))
     done = system.run(("systemctl", "restart", unit), timeout=_RESTART_SECONDS)
-    if done.ok and _is_active(system, engine):
+    if done.ok and is_active(system, engine):
         return ""
     said = system.run(("journalctl", "--unit", unit, "--lines", _LOG_LINES, "--no-pager", "--output", "cat")).stdout
     lines = [line for line in said.splitlines() if "error" in line.lower() or "fail" in line.lower()]

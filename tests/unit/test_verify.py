@@ -119,7 +119,8 @@ def test_deep_and_foreign_xml_has_no_gpus() -> None:
 
 RUNTIME = toolkit.runtime_path(HostSpec())
 INFO = {
-    "ServerVersion": "20.10.24+dfsg1",
+    "ServerVersion": "28.5.2",
+    "CDISpecDirs": ["/etc/cdi", "/var/run/cdi"],
     "Runtimes": {"runc": {"path": "runc"}, "nvidia": {"path": RUNTIME}},
     "DefaultRuntime": "runc",
     "ContainersRunning": 0,
@@ -154,12 +155,14 @@ class RecordedHost(System):
             "none": (0, "", ""),
             "void": (0, "", ""),
             "gpus": (0, REPORT, ""),
+            "cdi": (0, REPORT, ""),
             "torch": (0, "True 2 12.4\n", ""),
         }
         self.asked: list[tuple[str, ...]] = []
+        self.programs = {"docker", "dockerd", "systemctl", "nvidia-smi", "sh", "ls", "cat"}
 
     def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
+        return f"/usr/bin/{program}" if program in self.programs else None
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
@@ -176,12 +179,14 @@ class RecordedHost(System):
         if "--gpus=all" in argv:
             assert not [word for word in argv if word.startswith("--runtime")]
             return "gpus"
+        if "--device=nvidia.com/gpu=all" in argv:
+            return "cdi"
         devices = [word.partition("=")[2] for word in argv if word.startswith("NVIDIA_VISIBLE_DEVICES=")]
         return devices[0] if devices else "none"
 
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
-CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus"]
+CONTAINERS = ["docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus", "docker run --device"]
 NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
@@ -208,7 +213,7 @@ def host(tmp_path: Path) -> RecordedHost:
 def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, CheckDone]]:
     """Verify; return whether all went well, and the checks by their names, in their order."""
     seen: list[Event] = []
-    good = verify(host, spec, seen.append)
+    good = verify(host, spec, seen.append).good
     done = [event for event in seen if isinstance(event, CheckDone)]
     assert len(done) == len(seen) == len({one.name for one in done})
     return good, {one.name: one for one in done}
@@ -225,8 +230,8 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     assert good
     assert states(done) == {"ok": NAMES, "failed": [], "skipped": []}
     assert done["driver"].on_host == "550.163.01, CUDA 12.4, 2 GPUs"
-    assert done["container, all GPUs"].in_container == "2 GPUs, every field the same"
-    assert done["container, one GPU"].on_host == gpu(1).uuid
+    assert done["docker, all GPUs"].in_container == "2 GPUs, every field the same"
+    assert done["docker, one GPU"].on_host == gpu(1).uuid
 
 
 @pytest.mark.parametrize(
@@ -281,7 +286,7 @@ def test_each_skipped_check_names_what_it_lacks_itself(host: RecordedHost) -> No
     host.answers["smi"] = (9, "", "")
     _, done = checks(host, HostSpec(torch_image="example.org/torch"))
     assert done["runtime nvidia"].reason == "requires docker"
-    assert done["container, all GPUs"].reason == done["torch"].reason == "requires the driver"
+    assert done["docker, all GPUs"].reason == done["torch"].reason == "requires the driver"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +309,7 @@ def test_without_the_runtime_no_container_is_tried(
     assert not good
     assert states(done) == {"ok": NAMES[:5], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
     assert reason in done["runtime nvidia"].reason
-    assert done["container, no GPU"].reason == "requires the runtime"
+    assert done["docker, no GPU"].reason == "requires the runtime"
 
 
 def test_a_runtime_whose_program_is_gone_fails(host: RecordedHost) -> None:
@@ -339,7 +344,7 @@ def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     good, done = checks(host, HostSpec())
     assert not good
     assert states(done) == {"ok": NAMES[:6], "failed": ["image"], "skipped": CONTAINERS}
-    assert done["container, all GPUs"].reason == "requires an image"
+    assert done["docker, all GPUs"].reason == "requires an image"
 
 
 def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
@@ -351,25 +356,25 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
     ("key", "answer", "failed", "reason"),
     [
         (
-            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "container, all GPUs",
+            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "docker, all GPUs",
             f"GPU 0 UUID: host {gpu(0).uuid}, container {gpu(5).uuid}",
         ),
-        ("all", (0, only(REPORT, 0), ""), "container, all GPUs", "GPU count: host 2, container 1"),
-        ("all", (0, "<html/>", ""), "container, all GPUs", "driver: host 550.163.01, container (none)"),
-        ("all", (0, LAUGHS, ""), "container, all GPUs", "is no report"),
+        ("all", (0, only(REPORT, 0), ""), "docker, all GPUs", "GPU count: host 2, container 1"),
+        ("all", (0, "<html/>", ""), "docker, all GPUs", "driver: host 550.163.01, container (none)"),
+        ("all", (0, LAUGHS, ""), "docker, all GPUs", "is no report"),
         (
             "all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
-            "container, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
+            "docker, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
         ),
-        ("all", (1, "", ""), "container, all GPUs", "the container exited 1: (silent)"),
-        (gpu(1).uuid, (0, REPORT, ""), "container, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
-        (gpu(1).uuid, (0, "<x/>", ""), "container, one GPU", "the container sees none"),
+        ("all", (1, "", ""), "docker, all GPUs", "the container exited 1: (silent)"),
+        (gpu(1).uuid, (0, REPORT, ""), "docker, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
+        (gpu(1).uuid, (0, "<x/>", ""), "docker, one GPU", "the container sees none"),
         (
-            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "container, no GPU",
+            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "docker, no GPU",
             "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl",
         ),
-        ("void", (0, "/usr/bin/nvidia-smi\n", ""), "container, no GPU", "got /usr/bin/nvidia-smi"),
-        ("void", (127, "", "sh: not found"), "container, no GPU", "exited 127: sh: not found"),
+        ("void", (0, "/usr/bin/nvidia-smi\n", ""), "docker, no GPU", "got /usr/bin/nvidia-smi"),
+        ("void", (127, "", "sh: not found"), "docker, no GPU", "exited 127: sh: not found"),
     ],
 )  # fmt: skip
 def test_a_container_that_is_not_as_the_host(
@@ -419,7 +424,7 @@ def test_gpus_by_dockers_own_flag(host: RecordedHost, answer: tuple[int, str, st
 def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
     checks(host)
     runs = [argv for argv in host.asked if argv[:2] == ("docker", "run")]
-    assert len(runs) == 5
+    assert len(runs) == 6
     for argv in runs:
         place = argv.index(SPEC.verify_image)
         assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")

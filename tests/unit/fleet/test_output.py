@@ -251,7 +251,7 @@ def seen(host: str, count: str, status: str = "ok") -> HostResult:
     checks = (
         CheckDone("nvidia-smi", "ok", "550", "550"),
         CheckDone(
-            "container, all GPUs",
+            "docker, all GPUs",
             status,
             count,
             count if status == "ok" else "0 GPUs",
@@ -310,13 +310,13 @@ def test_problems_with_the_same_cause_stand_together() -> None:
 def test_verify_shows_hosts_against_checks() -> None:
     text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed"), GONE))
     assert text.splitlines()[0].split() == ["check", "lab-a", "lab-b", "lab-d"]
-    assert "container, all GPUs  ok 2 GPUs  failed host 4 GPUs, container 0 GPUs  –" in text
-    assert "lab-b: container, all GPUs: no nodes\n" in text
+    assert "docker, all GPUs  ok 2 GPUs  failed host 4 GPUs, container 0 GPUs  –" in text
+    assert "lab-b: docker, all GPUs: no nodes\n" in text
 
 
 def test_many_hosts_show_the_bare_words() -> None:
     text = report("verify", [seen(f"lab-{letter}", "2 GPUs") for letter in "abcd"])
-    assert "container, all GPUs  ok     ok     ok     ok" in text
+    assert "docker, all GPUs  ok     ok     ok     ok" in text
 
 
 def test_name_of_the_check_that_counts_is_that_of_verify() -> None:
