@@ -83,10 +83,11 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def _no_engine_problems(facts: HostFacts) -> tuple[Problem, ...]:
     if facts.engines or facts.kubernetes:
         return ()
+    others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
     return (
         Problem(
             "there is no container engine on this host for gpuprov to configure",
-            "gpuprov_docker is none, and neither podman, containerd nor crio is installed",
+            f"gpuprov_docker is none, and {others} is installed",
             f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
         ),
     )

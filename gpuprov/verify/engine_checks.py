@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -192,8 +193,8 @@ def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping
     if ENGINES[name].unit and not other_engines.is_active(system, name):
         raise Failed(f"{name} does not run; systemctl status {name}")
     said = system.run((facts.program, "--version"), timeout=_SECONDS).stdout.strip()
-    version = said.splitlines()[0] if said else "version unknown"
-    return version, _CONFIGURATION_ONLY if name == "crio" else ""
+    version = re.search(r"\d+\.\d+[^\s,]*", said)
+    return version[0] if version else "version unknown", _CONFIGURATION_ONLY if name == "crio" else ""
 
 
 def _require_program(system: System, path: str) -> None:

@@ -183,7 +183,9 @@ class Containerd:
         # ctr can't take a variable out of the image's environment: a GPU that is not asked for is refused.
         asked = (f"NVIDIA_VISIBLE_DEVICES={devices or VOID}", _CAPABILITIES)
         environment = [word for entry in asked for word in ("--env", entry)]
-        argv = (*_CTR, "run", "--rm", "--runc-binary", self.runtime, *environment, image, container, *command)
+        # ctr asks for 1024 CPU shares by itself, which a host without the cpu controller can't give.
+        flags = ("--rm", "--cpu-shares=0", "--runc-binary", self.runtime)
+        argv = (*_CTR, "run", *flags, *environment, image, container, *command)
         done = system.run(argv, timeout=seconds)
         if done.returncode == TIMED_OUT:
             system.run((*_CTR, "tasks", "kill", "--signal", "SIGKILL", container), timeout=CONTAINER_SECONDS)

@@ -170,7 +170,7 @@ def test_a_failed_check_keeps_its_traceback() -> None:
         (DOCKER_CDI, "1", "--device=nvidia.com/gpu=1 --entrypoint"),
         (PODMAN, ALL, "--device=nvidia.com/gpu=all --entrypoint"),
         (PODMAN, "", "--network=none --entrypoint"),
-        (Containerd("/opt/runtime"), ALL, "run --rm --runc-binary /opt/runtime --env NVIDIA_VISIBLE_DEVICES=all"),
+        (Containerd("/opt/runtime"), ALL, "--runc-binary /opt/runtime --env NVIDIA_VISIBLE_DEVICES=all"),
         (Containerd("/opt/runtime"), "", "--env NVIDIA_VISIBLE_DEVICES=void"),
     ],
 )
