@@ -6,7 +6,7 @@ The edits of their files are configure.py's, the same as for `gpuprov runtime co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.commands import NOT_FOUND, Completed
@@ -73,7 +73,22 @@ def names(system: System, spec: HostSpec) -> tuple[str, ...]:
         return spec.engines
     # Docker's containerd is docker's, even where docker is to be left alone.
     others = (name for name in ENGINES if name != "containerd" or system.which("dockerd") is None)
-    return tuple(name for name in others if system.which(ENGINES[name].program) is not None)
+    coming = _coming(spec)
+    return tuple(name for name in others if name in coming or system.which(ENGINES[name].program) is not None)
+
+
+def _coming(spec: HostSpec) -> frozenset[str]:
+    """Return the engines that the run itself may install and then configure: podman's files need no look at it."""
+    return frozenset({"podman"} & {package.partition("=")[0] for package in spec.packages})
+
+
+def with_coming(found: Mapping[str, EngineFacts], spec: HostSpec) -> Mapping[str, EngineFacts]:
+    """Return the facts as a plan needs them: an engine that the run itself may install counts as installed."""
+    coming = _coming(spec)
+    return {
+        name: replace(one, program=f"/usr/bin/{name}") if name in coming and not one.program else one
+        for name, one in found.items()
+    }
 
 
 def gather(system: System, names: Iterable[str]) -> Mapping[str, EngineFacts]:

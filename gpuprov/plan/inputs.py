@@ -53,6 +53,7 @@ def gather_for(
     Questions to the network are told, for they take a while.
     """
     facts = gather(system, other_engines.names(system, spec))
+    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     if spec.mig_layout:

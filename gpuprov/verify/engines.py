@@ -17,6 +17,8 @@ from gpuprov.wire.errors import GpuprovError
 CONTAINER_SECONDS = 120
 _PULL_SECONDS = 1800
 _IMPORT_SECONDS = 120
+_LIST_SECONDS = 20
+_CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 # Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
@@ -88,8 +90,7 @@ class DockerLike:
             return wanted
         own = own_image(system)
         tag = f"{self.repository}:{own.tag}"
-        listing = (self.name, "images", "--format", "{{.Repository}}:{{.Tag}}", self.repository)
-        listed = system.run(listing).stdout.split()
+        listed = self.own_images(system)
         if tag in listed:
             return tag
         done = system.run((self.name, "import", "-", tag), stdin=own.root(), timeout=_IMPORT_SECONDS)
@@ -99,6 +100,12 @@ class DockerLike:
         for old in listed:
             system.run((self.name, "rmi", old))
         return tag
+
+    def own_images(self, system: System) -> tuple[str, ...]:
+        """Return the tags of the images that verification has made, in order."""
+        listing = (self.name, "images", "--format", "{{.Repository}}:{{.Tag}}", self.repository)
+        listed = system.run(listing, timeout=_LIST_SECONDS)
+        return tuple(sorted(listed.stdout.split())) if listed.ok else ()
 
     def _pull_if_missing(self, system: System, image: str) -> None:
         if system.run((self.name, "inspect", "--type=image", image)).ok:
@@ -195,6 +202,21 @@ class Containerd:
 
 
 _CTR = ("ctr", "--namespace", REPOSITORY)
+
+
+def images_left(system: System) -> dict[str, tuple[str, ...]]:
+    """Return the verification images that engines have: their names with the engine's, and what removes each."""
+    found: dict[str, tuple[str, ...]] = {}
+    for engine in (DOCKER, PODMAN):
+        if system.which(engine.name) is not None:
+            removal = (engine.name, "rmi", "--force")
+            found.update({f"{one} of {engine.name}": (*removal, one) for one in engine.own_images(system)})
+    # Without a containerd that answers, ctr waits for one.
+    if system.which("ctr") is not None and system.exists(_CONTAINERD_SOCKET):
+        listed = system.run((*_CTR, "images", "list", "--quiet"), timeout=_LIST_SECONDS)
+        names = [one for one in listed.stdout.split() if f"/{REPOSITORY}:" in one] if listed.ok else []
+        found.update({f"{one} of containerd": (*_CTR, "images", "remove", "--sync", one) for one in names})
+    return found
 
 
 def full_reference(image: str) -> str:

@@ -13,7 +13,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import kubernetes
 from gpuprov.engines.configure import configuration
-from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, names, plan, problems
+from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, names, plan, problems, with_coming
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
@@ -149,6 +149,18 @@ def test_without_docker_the_installed_engines_are_meant(
     if dockerd:
         (host.root / "usr/bin/dockerd").touch(0o755)
     assert names(host, parse_spec(values)) == expected
+
+
+@pytest.mark.parametrize("values", [{"docker": "none"}, {"engines": ["podman"]}])
+def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Host, values: dict[str, Any]) -> None:
+    (host.root / "usr/bin/podman").unlink()
+    (host.root / "usr/bin/containerd").unlink()
+    without, spec = parse_spec(values), parse_spec({**values, "packages": ["podman=5.4.2-1"]})
+    assert not [one for one in gather(host, names(host, without)).values() if one.program]
+    found = with_coming(gather(host, names(host, spec)), spec)
+    assert problems(found, LAUNCHER_PATH) == ()
+    (change,) = plan(found, LAUNCHER_PATH)
+    assert isinstance(change, ConfigureEngine) and change.engine == "podman"
 
 
 def test_an_engine_that_is_kept_running_reads_its_files_later_and_is_not_restarted_by_the_undoing(host: Host) -> None:
