@@ -20,6 +20,7 @@ from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
 from gpuprov.cli.hook import hook
+from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import runtime
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -118,8 +119,8 @@ def facts(**options: Any) -> None:
     \b
     Examples:
       gpuprov facts
-      gpuprov facts --hosts inventory.ini --limit lab-a
-      gpuprov facts --hosts inventory.ini --json
+      gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
+      gpuprov facts --hosts inventory.ini --json             for programs
     """
     _run("facts", options)
 
@@ -255,6 +256,7 @@ cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
 cli.add_command(hook)
+cli.add_command(playbooks)
 cli.add_command(runtime)
 
 

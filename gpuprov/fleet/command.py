@@ -158,7 +158,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
 
 
 def make_console() -> Console:
-    """Return where people read."""
+    """Return the console on which people read."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
