@@ -19,6 +19,7 @@ from gpuprov.verify.smi import SmiReport
 from gpuprov.wire.spec import HostSpec
 
 _SECONDS = 20
+_BY_CDI = "docker run --device"
 # CRI-O's containers are made by Kubernetes alone, and crictl is a program of its own.
 _CONFIGURATION_ONLY = "configuration only: gpuprov starts no container with CRI-O"
 
@@ -65,8 +66,13 @@ def _check_docker(subject: Subject) -> None:
     runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, facts, spec))
     if not docker_ok:
         checks.skip(("runtime nvidia",), "requires docker")
-    torch = ("torch",) if spec.torch_image else ()
-    names = (*_names("docker"), "docker run --gpus", "docker run --device", *torch)
+    names = (
+        *_names("docker"),
+        "docker run --gpus",
+        # An older docker can't, and nobody says that it could.
+        *((_BY_CDI,) if docker_cdi.knows_cdi(facts.version) else ()),
+        *(("torch",) if spec.torch_image else ()),
+    )
     if subject.host is None or not runtime_ok:
         missing = "the driver" if subject.host is None else "docker" if not docker_ok else "the runtime"
         checks.skip(names, f"requires {missing}")
@@ -76,25 +82,25 @@ def _check_docker(subject: Subject) -> None:
         return
     _check_containers(checks, bench)
     checks.check("docker run --gpus", lambda: containers.same_gpus(bench.by(DOCKER_GPUS)))
-    _check_docker_cdi(checks, facts, bench)
+    if _BY_CDI in names:
+        _check_docker_cdi(checks, facts, bench)
     if spec.torch_image:
         _check_torch(subject, bench)
 
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
-    """A docker that can't read specifications is no fault; nor is one that somebody has told not to."""
-    off = docker_cdi.is_off(facts)
+    """Check that docker takes devices by CDI, unless somebody has switched that off."""
+    off, setting = docker_cdi.is_off(facts), docker_cdi.setting(facts.config)
 
     def check() -> Shown:
         if off:
-            waits = docker_cdi.setting(facts.config) is True
-            raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
+            raise Failed(f"{off}; {'systemctl restart docker' if setting is True else 'run gpuprov install'}")
         return containers.same_gpus(bench.by(DOCKER_CDI))
 
-    if off and (not docker_cdi.knows_cdi(facts.version) or docker_cdi.setting(facts.config) is False):
-        checks.skip(("docker run --device",), off)
+    if off and setting is False:
+        checks.skip((_BY_CDI,), off)
     else:
-        checks.check("docker run --device", check)
+        checks.check(_BY_CDI, check)
 
 
 def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> None:

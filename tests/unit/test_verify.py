@@ -19,6 +19,7 @@ from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.engines import other_engines
 from gpuprov.verify import verify
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from gpuprov.wire.errors import GpuprovError
@@ -146,7 +147,7 @@ class RecordedHost(System):
             "info": (0, json.dumps(INFO), ""),
             # systemd does not answer: no unit is known.
             "show": (1, "", ""),
-            "--version": (0, "Docker version 20.10.24+dfsg1, build 5d6db84", ""),
+            "--version": (0, "Docker version 28.5.2, build ecc6942", ""),
             "--validate": (125, "", "unknown flag: --validate"),
             "--log-level=none": (1, "", f"{_REFUSES}unexpected EOF"),
             "inspect": (0, "[]", ""),
@@ -445,3 +446,111 @@ def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent
     assert b"gpu-brand" in written
     host.write(toolkit.CDI_SPECIFICATION, written)
     assert checks(host)[1]["CDI specification"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("info", "daemon_json", "status", "reason"),
+    [
+        ({"ServerVersion": "20.10.24+dfsg1", "CDISpecDirs": None}, None, None, ""),
+        ({"ServerVersion": "26.1.5"}, {"features": {"cdi": True}}, "ok", ""),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, {"features": {"cdi": True}}, "failed",
+            "docker has not been restarted since features.cdi was set; systemctl restart docker",
+        ),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, None, "failed",
+            "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs; run gpuprov install",
+        ),
+        (
+            {"ServerVersion": "29.0.0", "CDISpecDirs": []}, {"features": {"cdi": False}}, "skipped",
+            "features.cdi is false in /etc/docker/daemon.json",
+        ),
+    ],
+)  # fmt: skip
+def test_docker_gives_devices_by_cdi_where_it_can(
+    host: RecordedHost, info: dict[str, Any], daemon_json: dict[str, Any] | None, status: str | None, reason: str
+) -> None:
+    host.answers["info"] = (0, json.dumps({**INFO, **info}), "")
+    text = {"runtimes": {"nvidia": {"path": RUNTIME}}, **(daemon_json or {})}
+    host.write("/etc/docker/daemon.json", json.dumps(text).encode())
+    good, done = checks(host)
+    check = done.get("docker run --device")
+    assert good is (status != "failed")
+    assert (check.status if check else None, check.reason if check else "") == (status, reason)
+
+
+def test_each_engine_that_is_configured_is_proved_and_named(host: RecordedHost) -> None:
+    """podman by its specification, containerd by ctr; CRI-O's containers are Kubernetes' to start."""
+    host.programs |= {"podman", "containerd", "crio", "ctr"}
+    host.programs -= {"docker", "dockerd"}
+    said = {
+        "podman": "podman version 5.4.2\n",
+        "/usr/bin/containerd": "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n",
+        "/usr/bin/crio": "crio version 1.33.1\n",
+    }
+    recorded = host.run
+
+    def run(argv: Sequence[str], **more: Any) -> Completed:
+        argv = tuple(argv)
+        if argv[-1] == "--version":
+            return Completed(argv, 0, said.get(argv[0], "podman version 5.4.2\n"))
+        if argv[0] == "systemctl":
+            return Completed(argv, 0)
+        if argv[0] in ("podman", "ctr"):
+            return _container(argv)
+        return recorded(argv, **more)
+
+    host.run = run  # type: ignore[method-assign]
+    spec = replace(SPEC, docker="none")
+    for change in other_engines.plan(other_engines.gather(host, other_engines.names(host, spec)), RUNTIME):
+        change.apply(host, lambda *_: None)
+    seen: list[Event] = []
+    verdict = verify(host, spec, seen.append)
+    done = {one.name: one for one in seen if isinstance(one, CheckDone)}
+    assert not states(done)["failed"] and not states(done)["skipped"], done
+    assert (verdict.good, verdict.proved, verdict.configured) == (True, ("containerd", "podman"), ("crio",))
+    assert verdict.summary() == "containers see this host's GPUs: containerd, podman; configuration only: crio"
+    assert {name: one.on_host for name, one in done.items() if name in ("containerd", "crio", "podman")} == {
+        "containerd": "1.7.24", "crio": "1.33.1", "podman": "5.4.2",
+    }  # fmt: skip
+    assert {one.engine for one in done.values()} == {"", "containerd", "crio", "podman"}
+    assert "docker" not in " ".join(done)
+
+
+def _container(argv: tuple[str, ...]) -> Completed:
+    """What podman and ctr answer: images are there, and a container has the GPUs that it asks for."""
+    if "run" not in argv[:4]:
+        return Completed(argv, 0, "example.org/cuda:12.4\n")
+    words = " ".join(argv)
+    if "sh" in argv:
+        return Completed(argv, 0)
+    return Completed(argv, 0, only(REPORT, 1) if gpu(1).uuid in words else REPORT)
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "reason"),
+    [
+        (SPEC, "skipped", "installed, not configured by gpuprov: gpuprov_engines: [podman]"),
+        (
+            replace(SPEC, engines=("podman",)), "failed",
+            f"/etc/containers/containers.conf.d/99-nvidia.conf does not have runtime nvidia as {RUNTIME}; run gpuprov",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_that_is_not_configured_fails_only_if_it_is_asked_for(
+    host: RecordedHost, spec: HostSpec, status: str, reason: str
+) -> None:
+    host.programs |= {"podman", "containerd"}
+    _, done = checks(host, spec)
+    assert done["podman"].status == status and done["podman"].reason.startswith(reason)
+    # Beside docker, containerd is docker's.
+    assert "containerd" not in done
+    assert done["docker, all GPUs"].status == "ok"
+
+
+def test_a_docker_that_is_to_be_left_alone_is_named(host: RecordedHost) -> None:
+    seen: list[Event] = []
+    verdict = verify(host, replace(SPEC, docker="none"), seen.append)
+    (check,) = [one for one in seen if isinstance(one, CheckDone) and one.engine]
+    assert (check.name, check.status) == ("docker", "skipped")
+    assert verdict.summary() == "the driver works; no container engine is configured, so no container ran"
