@@ -59,7 +59,7 @@ def gather_for(
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
     if bundle is not None:
-        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest))
+        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
 
 
