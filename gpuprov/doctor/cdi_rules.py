@@ -120,16 +120,15 @@ def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
     if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
-    setting = docker_cdi.setting(docker.config)
     # Who has another's runtime needs it not, unless it was switched off by hand.
-    if in_daemon(x) and setting is None and not words.is_gpuprovs(x):
+    off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
+    if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
     by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}'
-    installs = words.is_gpuprovs(x) and docker_cdi.is_to_be_set(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
-        words.RESTART_DOCKER if setting is True else words.gpuprov_install(x) if installs else by_hand,
+        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.RESTART_DOCKER,
         LIKELY,
     )
 

@@ -260,7 +260,7 @@ def plan(
         cdi=cdi and docker_cdi.is_to_be_set(facts),
     )
     restart = facts.live_restore or not facts.running_containers
-    cdi_waits = cdi and _cdi_waits(facts)
+    cdi_waits = cdi and docker_cdi.waits_for_restart(facts)
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
     # A restart that would stop containers is not made for it.
@@ -286,9 +286,3 @@ def plan(
             cdi_by_version=cdi and not facts.installed,
         ),
     )
-
-
-def _cdi_waits(facts: DockerFacts) -> bool:
-    """Say whether docker reads CDI specifications once it is restarted with its file, which says so, and not before."""
-    is_set = docker_cdi.setting(facts.config) is True or docker_cdi.is_to_be_set(facts)
-    return facts.active and not facts.cdi and is_set and docker_cdi.needs_feature(facts.version)

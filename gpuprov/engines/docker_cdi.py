@@ -36,11 +36,28 @@ def setting(config: Mapping[str, Any]) -> object:
     return features.get("cdi") if isinstance(features, dict) else None
 
 
+def switched_off(facts: DockerFacts) -> str:
+    """Return how somebody has switched CDI off in docker's file, nothing if nobody has. It stays so."""
+    if setting(facts.config) is False:
+        return f"features.cdi is false in {facts.config_path}"
+    folders = facts.config.get("cdi-spec-dirs")
+    if isinstance(folders, list) and not any(folders):
+        return f"cdi-spec-dirs is empty in {facts.config_path}"
+    return ""
+
+
 def is_to_be_set(facts: DockerFacts) -> bool:
-    """Say whether features.cdi is missing in docker's file. What somebody has set to false stays."""
+    """Say whether features.cdi is missing in docker's file."""
     # dockerd does not start with the same directive as a flag and in its file.
     by_flag = flag_values(facts.unit.arguments, "--feature")
-    return needs_feature(facts.version) and setting(facts.config) is None and not by_flag
+    missing = needs_feature(facts.version) and setting(facts.config) is None
+    return missing and not by_flag and not switched_off(facts)
+
+
+def waits_for_restart(facts: DockerFacts) -> bool:
+    """Say whether docker reads CDI specifications once it is restarted with its file, or with features.cdi added."""
+    is_set = setting(facts.config) is True and not switched_off(facts)
+    return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or is_to_be_set(facts))
 
 
 def is_off(facts: DockerFacts) -> str:
@@ -49,8 +66,8 @@ def is_off(facts: DockerFacts) -> str:
         return ""
     if not knows_cdi(facts.version):
         return f"docker {facts.version} has no CDI: it comes with docker 25"
-    if setting(facts.config) is False:
-        return f"features.cdi is false in {facts.config_path}"
     if is_to_be_set(facts):
         return f"features.cdi is not set in {facts.config_path}, which docker {facts.version} needs"
-    return "docker has not been restarted since features.cdi was set"
+    if waits_for_restart(facts):
+        return "docker has not been restarted since features.cdi was set"
+    return switched_off(facts) or "docker info has no CDISpecDirs"

@@ -90,14 +90,15 @@ def _check_docker(subject: Subject) -> None:
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
     """Check that docker takes devices by CDI, unless somebody has switched that off."""
-    off, setting = docker_cdi.is_off(facts), docker_cdi.setting(facts.config)
+    off = docker_cdi.is_off(facts)
 
     def check() -> Shown:
         if off:
-            raise Failed(f"{off}; {'systemctl restart docker' if setting is True else 'run gpuprov install'}")
+            waits = docker_cdi.waits_for_restart(facts) and not docker_cdi.is_to_be_set(facts)
+            raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
         return containers.same_gpus(bench.by(DOCKER_CDI))
 
-    if off and setting is False:
+    if off and docker_cdi.switched_off(facts):
         checks.skip((_BY_CDI,), off)
     else:
         checks.check(_BY_CDI, check)
