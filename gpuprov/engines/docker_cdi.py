@@ -7,17 +7,31 @@ docker 25 to 28.1 does if its file says features.cdi, 28.2 and later unless it s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from gpuprov.engines.docker_unit import flag_values
+from gpuprov.engines.docker_unit import DockerUnit, flag_values
 from gpuprov.wire.versions import version_numbers
-
-if TYPE_CHECKING:
-    from gpuprov.engines.docker import DockerFacts
 
 _FIRST = (25,)
 _FIRST_BY_ITSELF = (28, 2)
 FEATURES = "25 to 28.1"
+
+
+class Docker(Protocol):
+    """What is asked of docker's facts (docker.DockerFacts)."""
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def config_path(self) -> str: ...
+    @property
+    def unit(self) -> DockerUnit: ...
+    @property
+    def cdi(self) -> bool: ...
 
 
 def knows_cdi(version: str) -> bool:
@@ -36,7 +50,7 @@ def setting(config: Mapping[str, Any]) -> object:
     return features.get("cdi") if isinstance(features, dict) else None
 
 
-def switched_off(facts: DockerFacts) -> str:
+def switched_off(facts: Docker) -> str:
     """Return how somebody has switched CDI off in docker's file, nothing if nobody has. It stays so."""
     if setting(facts.config) is False:
         return f"features.cdi is false in {facts.config_path}"
@@ -46,7 +60,7 @@ def switched_off(facts: DockerFacts) -> str:
     return ""
 
 
-def is_to_be_set(facts: DockerFacts) -> bool:
+def is_to_be_set(facts: Docker) -> bool:
     """Say whether features.cdi is missing in docker's file."""
     # dockerd does not start with the same directive as a flag and in its file.
     by_flag = flag_values(facts.unit.arguments, "--feature")
@@ -54,13 +68,13 @@ def is_to_be_set(facts: DockerFacts) -> bool:
     return missing and not by_flag and not switched_off(facts)
 
 
-def waits_for_restart(facts: DockerFacts) -> bool:
+def waits_for_restart(facts: Docker) -> bool:
     """Say whether docker reads CDI specifications once it is restarted with its file, or with features.cdi added."""
     is_set = setting(facts.config) is True and not switched_off(facts)
     return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or is_to_be_set(facts))
 
 
-def is_off(facts: DockerFacts) -> str:
+def is_off(facts: Docker) -> str:
     """Return why the running docker reads no CDI specification, nothing if it does."""
     if facts.cdi:
         return ""
