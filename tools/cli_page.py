@@ -35,8 +35,9 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
         for name in command.list_commands(context):
             child = command.get_command(context, name)
             if child and not child.hidden:
-                settings = {"info_name": name, "parent": context, "max_content_width": _WIDTH}
-                yield from _sections(child, click.Context(child, **settings))
+                yield from _sections(
+                    child, click.Context(child, info_name=name, parent=context, max_content_width=_WIDTH)
+                )
 
 
 if __name__ == "__main__":
