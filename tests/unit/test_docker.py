@@ -398,7 +398,7 @@ def planned_for_cdi(text: str | None, version: str, **changes: Any) -> tuple[Cha
         ("29.0.1", None, {}),
         # Somebody's own decision.
         ("26.1.5", '{"features": {"cdi": false}}', {"features": {"cdi": False}}),
-        # A name that stands twice: the last counts, and the text is edited in place.
+        # A duplicate name: the last counts, and the text is edited in place.
         (
             "26.1.5", '{"debug": false, "features": {"a": true}, "debug": true}',
             {"debug": True, "features": {"a": True, "cdi": True}},
