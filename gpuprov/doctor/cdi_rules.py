@@ -12,9 +12,11 @@ from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
+from gpuprov.doctor.remedy import remove, restart, steps
 from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
+_OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -39,6 +41,7 @@ def _missing(x: Examined) -> Finding | None:
         "there is no CDI specification, so no container can be given a GPU",
         "\n".join(f"{folder}: nothing of NVIDIA's" for folder in SPECIFICATION_FOLDERS),
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -53,6 +56,7 @@ def _broken(x: Examined) -> Finding | None:
                 f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
                 _anew(x, path),
                 CERTAIN if path == PATH else LIKELY,
+                _OURS if path == PATH else (),
             )
     return None
 
@@ -64,6 +68,7 @@ def _stale(x: Examined) -> Finding | None:
         f"the CDI specification is out of date: {x.specification_fault}",
         f"{PATH}:1: {x.specification_fault}",
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -75,6 +80,7 @@ def _names_absent(x: Examined) -> Finding | None:
                 f"the CDI specification {path} names {len(absent)} files that are not there",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
                 _anew(x, path),
+                remedies=_OURS if path == PATH else (),
             )
     return None
 
@@ -102,6 +108,7 @@ def _conflict(x: Examined) -> Finding | None:
                 f"{other}: {kind}={both[0]}\n{path}: {kind}={both[0]}",
                 f"rm {mine}",
                 LIKELY,
+                (remove(mine),),
             )
         seen.setdefault((folder, kind), (path, names))
     return None
@@ -113,6 +120,7 @@ def _covered(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+        (remove(later[0]),),
     )  # fmt: skip
 
 
@@ -130,6 +138,7 @@ def _docker_without(x: Examined) -> Finding | None:
         f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
         by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.RESTART_DOCKER,
         LIKELY,
+        () if off else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
 
 
