@@ -183,8 +183,9 @@ class HostSpec:
     docker: str = choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
-        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
-        "distribution", "docker-ce", "preinstalled",
+        "Red Hat's family has no docker of its own), `preinstalled` (never install it), or `none`: docker is neither "
+        "required nor touched, and the other engines get the GPUs (`gpuprov_engines`).",
+        "distribution", "docker-ce", "preinstalled", "none",
     )  # fmt: skip
     toolkit: str = choice(
         "bundled",
@@ -235,7 +236,8 @@ class HostSpec:
         schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
         "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
-        "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
+        "installed. Default: none beside docker; with `gpuprov_docker: none` all that are installed, but a Kubernetes "
+        "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = option(

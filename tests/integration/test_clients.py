@@ -194,12 +194,11 @@ docker service logs --raw one
 
 @pytest.fixture(params=BOTH)
 def default_runtime(request: pytest.FixtureRequest, prepared: Callable[[str], Host]) -> Iterator[Host]:
-    """A host whose docker starts everything with the runtime, offers GPUs to swarm, and reads CDI where it can."""
+    """A host whose docker starts everything with the runtime, and which offers GPUs to swarm."""
     host = prepared(request.param)
     daemon = host.ssh(f"cat {_DAEMON}").stdout
     offered = ", ".join(f'"gpu={uuid}"' for uuid in gpus(host.ssh(_SMI).stdout))
-    features = '"features": {"cdi": true}, ' if host.name == "trixie" else ""
-    more = f'{{{features}"default-runtime": "nvidia", "node-generic-resources": [{offered}],'
+    more = f'{{"default-runtime": "nvidia", "node-generic-resources": [{offered}],'
     host.ssh(f"cat > {_DAEMON}", stdin=more + daemon.strip()[1:])
     host.ssh(f"mkdir -p /etc/gpuprov && cat > {_SETTINGS}", stdin='swarm-resource = "DOCKER_RESOURCE_GPU"\n')
     host.ssh(_RESTART)
