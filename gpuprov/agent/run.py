@@ -215,9 +215,8 @@ def _fix(run: RunContext) -> Finished:
 def _verify(run: RunContext) -> Finished:
     from gpuprov.verify import known_holes, verify
 
-    is_good = verify(run.system, run.spec, run.sink)
+    verdict = verify(run.system, run.spec, run.sink)
     for found in known_holes(run.system):
         run.note(f"{found}", "warning")
-    if is_good:
-        return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
-    return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")
+    code = ExitCode.DONE if verdict.good else ExitCode.FAILED
+    return Finished(int(code), summary=verdict.summary())

@@ -13,20 +13,22 @@ from dataclasses import dataclass
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
-from gpuprov.verify import containers
-from gpuprov.verify.containers import Bench
+from gpuprov.verify.containers import Bench, ended
 from gpuprov.verify.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
+from gpuprov.verify.cuda.judgement import Finding
+from gpuprov.verify.cuda.loader import GLIBC
 from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.verify.cuda.survey import Survey, survey
+from gpuprov.verify.engines import ALL, DockerLike
 from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown, counted
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_numbers
 
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
-NAMES = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
+_PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
-# They wait for the end of their input, which `--interactive` keeps open: the first program that the image has.
+# They wait for the end of their input: the first program that the image has.
 _WAIT = (("sh", "-c", "read line"), ("python3", "-c", "input()"))
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 _DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
@@ -34,24 +36,39 @@ _DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 
 @dataclass(frozen=True)
 class _Python:
-    """What makes the calls in containers: its path there, the engine's flags for it, or why there is none."""
+    """What makes the calls in containers: its path there, the host's paths that it needs, or why there is none."""
 
     path: str
-    flags: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()
     missing: str = ""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the container with all GPUs showed: its files from outside, and the calls' output."""
+    """What the container with all GPUs showed: its files from outside, if they can be read, and the calls' output."""
 
-    files: Survey
+    files: Survey | None
     calls: Completed | None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the files; no notes."""
+        return tuple(one for one in self.files.findings if not one.note) if self.files is not None else ()
+
+    def winner(self, name: str) -> Candidate | None:
+        """Return the library of this name that wins by the loader's rules."""
+        return _winner(self.files, name) if self.files is not None else None
+
+
+def names(engine: str) -> tuple[str, ...]:
+    """Return the names of the checks of an engine."""
+    return tuple(f"{engine}, {part}" for part in _PARTS)
 
 
 def cuda_checks(checks: Checks, bench: Bench, *, own_image: bool) -> None:
     """Make the checks of CUDA. `own_image`: the image is verify's own, made of the host's C library."""
     python = _host_python(bench.system) if own_image else _Python("python3")
+    cuda, management, calls, computes = names(bench.engine.name)
     seen: list[_Seen] = []
 
     def look() -> _Seen:
@@ -59,15 +76,15 @@ def cuda_checks(checks: Checks, bench: Bench, *, own_image: bool) -> None:
             seen.append(_look(bench, python))
         return seen[0]
 
-    checks.check(LIBCUDA, lambda: _library(bench.system, LIBCUDA, look()))
+    checks.check(cuda, lambda: _library(bench.system, LIBCUDA, look()))
     if not seen:
-        checks.skip(NAMES[1:], "requires a container that runs")
+        checks.skip((management, calls, computes), "requires a container that runs")
         return
-    checks.check(LIBNVIDIA_ML, lambda: _library(bench.system, LIBNVIDIA_ML, look()))
-    if checks.check(CALLS, lambda: _calls(bench, python, look())):
-        checks.check(COMPUTES, lambda: _computes(_readable(look().calls, bench.image)))
+    checks.check(management, lambda: _library(bench.system, LIBNVIDIA_ML, look()))
+    if checks.check(calls, lambda: _calls(bench, python, look())):
+        checks.check(computes, lambda: _computes(_readable(look().calls, bench.image)))
     else:
-        checks.skip((COMPUTES,), f"requires {CALLS}")
+        checks.skip((computes,), f"requires {calls}")
 
 
 def explain_image(bench: Bench) -> str:
@@ -77,8 +94,7 @@ def explain_image(bench: Bench) -> str:
         found = parse_calls(seen.calls) if seen.calls is not None else ""
     except (Failed, GpuprovError) as error:
         return " ".join(str(error).split())
-    problem = next((one for one in seen.files.findings if not one.note), None)
-    if problem is not None:
+    for problem in seen.findings:
         return f"{problem.what} ({problem.evidence}); {problem.next_step}"
     failed = isinstance(found, Calls) and (found.failed or LIBCUDA in found.faults)
     return _said(found) if failed and isinstance(found, Calls) else ""
@@ -87,63 +103,80 @@ def explain_image(bench: Bench) -> str:
 def _host_python(system: System) -> _Python:
     path = recorded_python(system)
     parts = parts_of_python(system, path) if path else "the host has no Python that gpuprov may use; gpuprov doctor"
-    if isinstance(parts, str):
-        return _Python("", missing=parts)
-    mounts = (("--mount", f"type=bind,source={part},target={part},readonly") for part in parts)
-    return _Python(path, tuple(word for words in mounts for word in words))
+    return _Python("", missing=parts) if isinstance(parts, str) else _Python(path, parts)
 
 
 def _look(bench: Bench, python: _Python) -> _Seen:
-    """Start a container with all GPUs, read its files, and make the calls in it. Raises Failed."""
-    with _waiting(bench, python) as name:
-        files = survey(bench.system, name, Program())
+    """Start a container with all GPUs, read its files, and make the calls in it. Raises Failed.
+
+    A container of containerd's is not read from outside.
+    """
+    asked = command(python.path, KERNEL)
+    engine = bench.engine
+    if not isinstance(engine, DockerLike):
         if python.missing:
-            return _Seen(files, None)
-        asked = ("docker", "exec", name, *command(python.path, KERNEL))
-        return _Seen(files, bench.system.run(asked, timeout=_SECONDS))
+            raise LeftOut(python.missing)
+        return _Seen(None, engine.run(bench.system, bench.image, asked, ALL, mounts=python.mounts))
+    with _waiting(bench, engine, python) as container:
+        files = survey(bench.system, container, Program())
+        return _Seen(files, None if python.missing else engine.execute(bench.system, container, asked))
 
 
 @contextlib.contextmanager
-def _waiting(bench: Bench, python: _Python) -> Iterator[str]:
-    """Give the name of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
-    flags = ("--runtime=nvidia", "--detach", "--interactive", *python.flags)
+def _waiting(bench: Bench, engine: DockerLike, python: _Python) -> Iterator[str]:
+    """Give the id of a container with all GPUs that waits; it is removed in the end. Raises Failed."""
     for wait in _WAIT:
-        done = containers.run(bench.system, bench.image, wait, containers.ALL_GPUS, flags=flags)
+        done = engine.start(bench.system, bench.image, wait, ALL, python.mounts)
         if done.returncode != _NOT_FOUND:
             break
     if not done.ok:
         _explain_start(bench, done)
-    name = done.stdout.split()[-1]
+    container = done.stdout.split()[-1]
     try:
-        yield name
+        yield container
     finally:
-        bench.system.run(("docker", "rm", "--force", name), timeout=_SECONDS)
+        engine.remove(bench.system, container)
 
 
 def _explain_start(bench: Bench, done: Completed) -> None:
     """Raise Failed with the reason that the image's files show, else with the engine's."""
     found = survey(bench.system, bench.image, Program())
     problem = next((one for one in found.findings if not one.note), None)
-    if found.loader.library != "glibc" and problem is not None:
+    if found.loader.library != GLIBC and problem is not None:
         raise Failed(f"{bench.image}: {problem.what}; {problem.next_step}")
-    raise Failed(containers.ended(done))
+    raise Failed(ended(bench, done))
+
+
+def _winner(found: Survey, name: str) -> Candidate | None:
+    return next(one.winner for one in found.libraries if one.name == name)
 
 
 def _library(system: System, name: str, seen: _Seen) -> Shown:
     """The library that a program in the container loads must be that of the host's driver, or a newer cuda-compat."""
-    host = survey(system, "", Program())
-    ours, theirs = (next(one.winner for one in found.libraries if one.name == name) for found in (host, seen.files))
+    ours, theirs = _winner(survey(system, "", Program()), name), seen.winner(name)
+    loaded = _loaded(seen, name)
     if ours is None:
         raise Failed(f"the loader finds no {name} on the host; sudo gpuprov install")
-    if theirs is None:
+    if theirs is None and not loaded:
         raise Failed(f"the loader finds no {name} in the container; gpuprov install", _driver_of(ours))
+    if theirs is None:
+        return _measured(name, ours, loaded)
     shown = _driver_of(ours), f"{_driver_of(theirs)} in {theirs.chain[-1].rpartition('/')[0]}"
-    problem = next((one for one in seen.files.findings if one.library == name and not one.note), None)
-    if problem is not None:
-        raise Failed(f"{problem.what} ({problem.evidence}); {problem.next_step}", *shown)
-    loaded = _loaded(seen, name)
+    for problem in seen.findings:
+        if problem.library == name:
+            raise Failed(f"{problem.what} ({problem.evidence}); {problem.next_step}", *shown)
     if loaded and loaded != theirs.chain[-1]:
         raise Failed(f"a program loads {loaded}, the loader's rules give {theirs.chain[-1]}; gpuprov cuda", *shown)
+    return shown
+
+
+def _measured(name: str, ours: Candidate, loaded: str) -> Shown:
+    """Compare by the name of the file that a program loaded: it has the driver's version."""
+    folder, _, file = loaded.rpartition("/")
+    version = file[len(name) - 1 :]
+    shown = _driver_of(ours), f"{version} in {folder}"
+    if version != ours.version:
+        raise Failed(f"a program loads {loaded}, the host's driver is {ours.version}", *shown)
     return shown
 
 
@@ -171,7 +204,7 @@ def _calls(bench: Bench, python: _Python, seen: _Seen) -> Shown:
     one = _readable(_run(bench, python, asked), bench.image)
     if one.failed or (one.uuids != (last.uuid,) and last.mig != _DIVIDED):
         raise Failed(f"with GPU {asked} alone: {_said(one)}", told, _said(one))
-    none = _readable(_run(bench, python, "void"), bench.image)
+    none = _readable(_run(bench, python, bench.engine.nothing[-1]), bench.image)
     if none.uuids:
         raise Failed(f"a container that asked for no GPU computes on {', '.join(none.uuids)}", told, _said(none))
     return told, f"CUDA {everything.release}, {counted(len(everything.uuids))}; one alone; none"
@@ -185,7 +218,7 @@ def _require_same(host: Calls, everything: Calls, seen: _Seen, told: str) -> Non
         hidden = everything.variables.get("CUDA_VISIBLE_DEVICES", "")
         why = f": the image sets CUDA_VISIBLE_DEVICES={hidden}" if hidden else ""
         raise Failed(f"CUDA has {_listed(everything)} in the container, {_listed(host)} on the host{why}", told)
-    winner = next(one.winner for one in seen.files.libraries if one.name == LIBCUDA)
+    winner = seen.winner(LIBCUDA)
     newer = version_numbers(everything.release) > version_numbers(host.release)
     if everything.version != host.version and not (newer and winner is not None and winner.compat):
         raise Failed(f"CUDA is {everything.release} in the container; gpuprov cuda IMAGE", told, everything.release)
@@ -201,9 +234,7 @@ def _on_host(system: System) -> Calls:
 
 def _run(bench: Bench, python: _Python, devices: str) -> Completed:
     """Make the calls in a container of their own."""
-    asked = (f"NVIDIA_VISIBLE_DEVICES={devices}", containers.CAPABILITIES)
-    flags = ("--runtime=nvidia", *python.flags)
-    return containers.run(bench.system, bench.image, command(python.path), asked, flags=flags)
+    return bench.engine.run(bench.system, bench.image, command(python.path), devices, mounts=python.mounts)
 
 
 def _readable(done: Completed | None, where: str) -> Calls:

@@ -6,13 +6,14 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpuprov.core.commands import Completed
-from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda_checks import explain_image
+from gpuprov.verify.engines import ALL
 from gpuprov.verify.outcome import Failed, Shown, counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
@@ -72,7 +73,6 @@ def tensorflow(bench: Bench) -> Shown:
 
 def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
     """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
-    containers.pull_if_missing(bench.system, bench.image)
     source = pkgutil.get_data(__package__ or "gpuprov.verify", f"{framework}_program.py")
     assert source is not None
     done = _run(bench, "python3", source.decode())
@@ -92,8 +92,8 @@ def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
 
 
 def _run(bench: Bench, python: str, source: str) -> Completed:
-    command = (python, "-c", source)
-    return containers.run(bench.system, bench.image, command, containers.ALL_GPUS, seconds=_SECONDS)
+    image = bench.engine.image(bench.system, bench.image)
+    return bench.engine.run(bench.system, image, (python, "-c", source), ALL, seconds=_SECONDS)
 
 
 def _require_all(bench: Bench, found: Mapping[str, Any], what: str) -> None:
@@ -130,7 +130,7 @@ def _tensorflow_cause(log: str) -> tuple[str, str]:
 def _reason(bench: Bench, what: str, said: str, result: str) -> str:
     """Return what failed, with the framework's own words, and the cause: the image's libcuda, else CUDA's result."""
     seen = f"{what} in {bench.image}" + (f": {_short(said)}" if said else "")
-    cause = explain_image(bench)
+    cause = explain_image(replace(bench, image=bench.engine.image(bench.system, bench.image)))
     known = result_of(result) if result else None
     if not cause and known is not None:
         cause = f"{known.cause}; {known.remedy}"

@@ -92,7 +92,7 @@ class FactsGathered:
 class CheckDone:
     """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok.
 
-    `on_host` and `in_container` are what was measured there.
+    `on_host` and `in_container` are what was measured there; `engine` is the container engine that it is about.
     """
 
     name: str
@@ -100,6 +100,7 @@ class CheckDone:
     on_host: str = ""
     in_container: str = ""
     reason: str = ""
+    engine: str = ""
 
 
 @dataclass(frozen=True)

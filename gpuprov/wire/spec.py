@@ -86,14 +86,16 @@ class HostSpec:
     driver: str = choice(
         "runfile",
         "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
-        "CUDA repository, `preinstalled` takes what is there.",
-        "runfile", "packages", "preinstalled",
+        "CUDA repository, `distribution` the distribution's own packages (Debian, Ubuntu, SUSE, Amazon Linux), "
+        "`preinstalled` takes what is there.",
+        "runfile", "packages", "distribution", "preinstalled",
     )  # fmt: skip
     driver_version: str = text(
         "",
         "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
         "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
-        "they are pinned to, where the repository can (branch or version; default: its newest).",
+        "they are pinned to, where the repository can (branch or version; default: its newest); with `distribution` a "
+        "branch that the distribution has.",
         VERSION,
     )
     driver_url: str = text(
@@ -181,8 +183,9 @@ class HostSpec:
     docker: str = choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
-        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
-        "distribution", "docker-ce", "preinstalled",
+        "Red Hat's family has no docker of its own), `preinstalled` (never install it), or `none`: docker is neither "
+        "required nor touched, and the other engines get the GPUs (`gpuprov_engines`).",
+        "distribution", "docker-ce", "preinstalled", "none",
     )  # fmt: skip
     toolkit: str = choice(
         "bundled",
@@ -233,7 +236,8 @@ class HostSpec:
         schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
         "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
-        "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
+        "installed. Default: none beside docker; with `gpuprov_docker: none` all that are installed, but a Kubernetes "
+        "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = option(

@@ -193,21 +193,14 @@ def test_a_container_left_alone_has_nothing_of_the_drivers(host: Host) -> None:
 def test_docker_26_takes_devices_by_the_specification(site: Site, host: Host) -> None:
     if host.name != "trixie":
         pytest.skip("only trixie's docker (26) reads CDI")
-    daemon = host.ssh("cat /etc/docker/daemon.json").stdout
-    try:
-        host.ssh("cat > /etc/docker/daemon.json", stdin='{"features": {"cdi": true},' + daemon.strip()[1:])
-        host.ssh(_RESTART)
-        assert run(host, "--device nvidia.com/gpu=all", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
-        assert run(host, "--device nvidia.com/gpu=1", "nvidia-smi -L").count("UUID: GPU-") == 1
-        assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
-        listed = run(host, "--device nvidia.com/gpu=all", "ldconfig -p")
-        assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in listed
-        # The installation keeps what somebody else put into daemon.json.
-        assert gpuprov("install", "--hosts", site.inventory(host.name)).returncode == 0
-        assert '"cdi"' in host.ssh("cat /etc/docker/daemon.json").stdout
-    finally:
-        host.ssh("cat > /etc/docker/daemon.json", stdin=daemon)
-        host.ssh(_RESTART)
+    assert run(host, "--device nvidia.com/gpu=all", "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+    assert run(host, "--device nvidia.com/gpu=1", "nvidia-smi -L").count("UUID: GPU-") == 1
+    assert run(host, "--device nvidia.com/gpu=all", _FINDS).strip() == str(HOSTS[host.name])
+    listed = run(host, "--device nvidia.com/gpu=all", "ldconfig -p")
+    assert "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1" in listed
+    done = gpuprov("verify", "--hosts", site.inventory(host.name))
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"docker run --device +ok 2 GPUs \(CDI\)", done.stdout)
 
 
 @pytest.mark.parametrize("flags", _WAYS)

@@ -14,12 +14,14 @@ from gpuprov.core.system import System
 from gpuprov.verify import cuda_checks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.survey import Survey
+from gpuprov.verify.engines import DOCKER, PODMAN, Containerd, Engine
 from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiGpu, SmiReport
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Event
 from tests.unit.verify.test_cuda_libraries import DRIVER, Image, healthy
 
+NAMES = ("libcuda.so.1", "libnvidia-ml.so.1", "CUDA", "CUDA kernel")
 UUIDS = ("GPU-0", "GPU-1")
 REPORT = SmiReport("550.163.01", "12.4", tuple(SmiGpu(uuid, "H100", "", "", "", "Disabled") for uuid in UUIDS))
 LOADED = {name: f"{DRIVER}/{name[:-1]}550.163.01" for name in ("libcuda.so.1", "libnvidia-ml.so.1")}
@@ -61,12 +63,13 @@ class CudaHost(System):
         return Completed(argv, *self.answers[self._key(argv)])
 
     def _key(self, argv: tuple[str, ...]) -> str:
-        if argv[0] != "docker":
+        if argv[0] not in ("docker", "podman", "ctr"):
             return "host"
         if "--detach" in argv:
             return "start"
-        devices = [word.partition("=")[2] for word in argv if word.startswith("NVIDIA_VISIBLE_DEVICES=")]
-        return devices[0] if devices else {"exec": "all", "rm": "rm"}[argv[1]]
+        asked = ("NVIDIA_VISIBLE_DEVICES=", "--device=nvidia.com/gpu=")
+        devices = [word.rpartition("=")[2] for word in argv if word.startswith(asked)]
+        return devices[0] if devices else {"exec": "all", "rm": "rm", "run": "void"}[argv[1]]
 
 
 class Case:
@@ -86,12 +89,12 @@ class Case:
             return self.in_container.survey_with(self.environment, "550.163.01")
         return self.on_host.survey_with({}, "550.163.01")
 
-    def checks(self, *, own_image: bool = False) -> dict[str, CheckDone]:
+    def checks(self, *, own_image: bool = False, engine: Engine = DOCKER) -> dict[str, CheckDone]:
         seen: list[Event] = []
-        cuda_checks.cuda_checks(Checks(seen.append), Bench(self.host, "app", REPORT), own_image=own_image)
+        cuda_checks.cuda_checks(Checks(seen.append), Bench(self.host, "app", REPORT, engine), own_image=own_image)
         found = {event.name: event for event in seen if isinstance(event, CheckDone)}
-        assert tuple(found) == cuda_checks.NAMES
-        return found
+        assert tuple(found) == cuda_checks.names(engine.name)
+        return {name.partition(", ")[2]: one for name, one in found.items()}
 
 
 @pytest.fixture
@@ -124,8 +127,29 @@ def test_the_hosts_python_is_mounted_into_verifys_own_image(case: Case, monkeypa
         assert "type=bind,source=/usr/lib/python3.11,target=/usr/lib/python3.11,readonly" in argv
     monkeypatch.setattr(cuda_checks, "parts_of_python", lambda system, python: f"{python} has no ctypes")
     found = case.checks(own_image=True)
-    assert [found[name].status for name in cuda_checks.NAMES] == ["ok", "ok", "skipped", "skipped"]
+    assert [found[name].status for name in NAMES] == ["ok", "ok", "skipped", "skipped"]
     assert found["CUDA"].reason == "/usr/bin/python3.11 has no ctypes"
+
+
+def test_podman_is_asked_as_docker_is(case: Case) -> None:
+    assert {one.status for one in case.checks(engine=PODMAN).values()} == {"ok"}
+    assert ("podman", "rm", "--force", "c0ffee") in case.host.asked
+
+
+def test_containerds_containers_tell_by_themselves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from outside: the file that a program loaded has the version in its name."""
+    monkeypatch.setattr(cuda_checks, "parts_of_python", lambda system, python: (python, "/usr/lib/python3.11"))
+    engine = Containerd("/usr/bin/gpuprov-container-runtime")
+    found = case.checks(engine=engine, own_image=True)
+    assert {one.status for one in found.values()} == {"ok"}
+    assert found["libcuda.so.1"].in_container == f"550.163.01 in {DRIVER}"
+    runs = [argv for argv in case.host.asked if argv[0] == "ctr"]
+    mount = "type=bind,src=/usr/lib/python3.11,dst=/usr/lib/python3.11,options=rbind:ro"
+    assert len(runs) == 3 and all(mount in argv for argv in runs)
+    own = {**LOADED, "libcuda.so.1": "/opt/own/libcuda.so.535.261.03"}
+    case.host.answers["all"] = (0, output(loaded=own), "")
+    reason = case.checks(engine=engine)["libcuda.so.1"].reason
+    assert reason == "a program loads /opt/own/libcuda.so.535.261.03, the host's driver is 550.163.01"
 
 
 def test_an_images_own_older_libcuda_is_named_with_what_makes_it_win(case: Case) -> None:
@@ -142,7 +166,7 @@ def test_an_images_own_older_libcuda_is_named_with_what_makes_it_win(case: Case)
     )
     assert (found["libcuda.so.1"].on_host, found["libnvidia-ml.so.1"].status) == ("550.163.01", "ok")
     assert found["CUDA"].reason.startswith("cuInit gives 803 (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH): libcuda.so.1 is of")
-    assert found["CUDA kernel"].reason == "requires CUDA"
+    assert found["CUDA kernel"].reason == "requires docker, CUDA"
 
 
 def test_a_newer_libcuda_of_cuda_compat_is_right(case: Case) -> None:
@@ -169,6 +193,7 @@ def test_a_missing_library_is_named_on_either_side(case: Case, tmp_path: Path, n
     less = Image(tmp_path / "less")
     less.library(DRIVER, "550.163.01", other)
     whole, case.in_container = case.in_container, less
+    case.host.answers["all"] = (0, output((), loaded={}, faults={"libcuda.so.1": MISSING}), "")
     assert f"the loader finds no {name}.so.1 in the container" in case.checks()[f"{name}.so.1"].reason
     case.in_container, case.on_host = whole, less
     assert f"the loader finds no {name}.so.1 on the host" in case.checks()[f"{name}.so.1"].reason
@@ -202,7 +227,7 @@ def test_calls_that_differ_from_the_hosts(case: Case, key: str, answer: tuple[in
     found = case.checks()
     assert found["CUDA"].status == "failed"
     assert found["CUDA"].reason.startswith(reason)
-    assert (found["CUDA kernel"].status, found["CUDA kernel"].reason) == ("skipped", "requires CUDA")
+    assert (found["CUDA kernel"].status, found["CUDA kernel"].reason) == ("skipped", "requires docker, CUDA")
 
 
 @pytest.mark.parametrize("none", [(0, failing("cuInit", 100), ""), (0, output(()), "")])
@@ -232,7 +257,7 @@ def test_the_kernel(case: Case, kernel: dict[str, Any], status: str, reason: str
 def test_an_image_without_python_leaves_the_calls_out_and_says_so(case: Case) -> None:
     case.host.answers["all"] = (127, "", 'exec: "python3": executable file not found in $PATH')
     found = case.checks()
-    assert [found[name].status for name in cuda_checks.NAMES] == ["ok", "ok", "skipped", "skipped"]
+    assert [found[name].status for name in NAMES] == ["ok", "ok", "skipped", "skipped"]
     assert found["CUDA"].reason == "app has no python3 with ctypes"
     case.host.answers["all"] = (1, "", "ModuleNotFoundError: No module named '_ctypes'")
     assert case.checks()["CUDA"].reason == (
@@ -259,7 +284,7 @@ def test_a_container_that_does_not_start_is_explained_by_its_image(
     case.in_container = Image(tmp_path / "bare", loader)
     found = case.checks()
     assert found["libcuda.so.1"].reason.startswith(reason)
-    assert {found[name].reason for name in cuda_checks.NAMES[1:]} == {"requires a container that runs"}
+    assert {found[name].reason for name in NAMES[1:]} == {"requires a container that runs"}
 
 
 def test_a_container_that_can_not_be_read_is_removed_all_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
