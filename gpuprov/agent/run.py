@@ -60,6 +60,9 @@ def _dispatch(run: RunContext) -> Finished:
     command = run.request.command
     if command == "facts":
         return _facts(run)
+    if command == "cuda":
+        reach_local_docker(run.system)
+        return _cuda(run)
     if run.system.user_id() != 0:
         raise GpuprovError(
             f"gpuprov {command} must run as root",
@@ -195,6 +198,12 @@ def _doctor(run: RunContext) -> Finished:
     from gpuprov.doctor import examine
 
     return examine(run.system, run.spec, run.sink)
+
+
+def _cuda(run: RunContext) -> Finished:
+    from gpuprov.verify.cuda.request import examine
+
+    return examine(run.system, run.request.arguments, run.sink)
 
 
 def _fix(run: RunContext) -> Finished:

@@ -188,6 +188,11 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     )
 
 
+def recorded_python(system: System) -> str:
+    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    return gather_interpreter(system, _deployed_python(gather_files(system))).path
+
+
 def _deployed_python(files: Mapping[str, FileFact]) -> str:
     """Return the Python that the deployed programs name; with NVIDIA's toolkit only the boot units are ours."""
     launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot_files.UNITS}/{boot_files.NODES}")

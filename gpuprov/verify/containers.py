@@ -1,4 +1,4 @@
-"""The checks that look from within a container of any engine: all GPUs, one, none, and PyTorch's own view."""
+"""The checks that look from within a container of any engine: all GPUs, one, none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from gpuprov.verify.engines import ALL, DOCKER, DOCKER_GPUS, Engine
 from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
 from gpuprov.verify.smi import SmiReport, compare, parse_smi
 
-_TORCH_SECONDS = 600
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
-_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
 # What docker says where no hook was on its PATH when it started.
 _NO_HOOK = "could not select device driver"
 _NOT_STARTED = 125  # docker's and podman's own exit code
@@ -69,7 +67,7 @@ def no_gpu(bench: Bench) -> Shown:
     for devices in bench.engine.nothing:
         done = bench.engine.run(bench.system, bench.image, ("sh", "-c", _LISTING), devices)
         if not done.ok:
-            raise Failed(_ended(bench, done))
+            raise Failed(ended(bench, done))
         if done.stdout.strip():
             got = ", ".join(done.stdout.split())
             raise Failed(
@@ -84,39 +82,22 @@ def same_gpus(bench: Bench) -> Shown:
     if _NO_HOOK in done.stderr and bench.engine == DOCKER_GPUS:
         raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
     if not done.ok:
-        raise Failed(_ended(bench, done))
+        raise Failed(ended(bench, done))
     seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
     return counted(len(wanted)), f"{counted(len(seen))} ({bench.engine.way})"
 
 
-def torch(bench: Bench) -> Shown:
-    """PyTorch must say that it can use CUDA, on each of the GPUs."""
-    image = bench.engine.image(bench.system, bench.image)
-    done = bench.engine.run(bench.system, image, ("python3", "-c", _TORCH), ALL, seconds=_TORCH_SECONDS)
-    if not done.ok:
-        last = (done.stderr.strip().splitlines() or ["(silent)"])[-1]
-        raise Failed(f"python3 in {bench.image} exited {done.returncode}: {last}")
-    available, _, rest = (done.stdout.strip().splitlines() or ["(silent)"])[-1].partition(" ")
-    count = len(bench.host.gpus)
-    if available != "True":
-        raise Failed(f"torch.cuda.is_available() is {available} in {bench.image} (CUDA of torch: {rest or '?'})")
-    # A GPU that is divided (MIG) counts otherwise.
-    divided = any(gpu.mig == "Enabled" for gpu in bench.host.gpus)
-    if rest.partition(" ")[0] != str(count) and not divided:
-        raise Failed(f"torch.cuda.device_count() is {rest.partition(' ')[0]} in {bench.image}, the host has {count}")
-    return counted(count), f"torch.cuda.is_available(): True ({rest})"
-
-
 def _smi(bench: Bench, devices: str) -> SmiReport:
     done = bench.engine.run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), devices)
     if not done.ok:
-        raise Failed(_ended(bench, done))
+        raise Failed(ended(bench, done))
     return parse_smi(done.stdout)
 
 
-def _ended(bench: Bench, done: Completed) -> str:
+def ended(bench: Bench, done: Completed) -> str:
+    """Return how a container ended, with what to do about it if that is known."""
     line = telling_line(done)
     hint = bench.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
     # Our own runtime says itself what to do.

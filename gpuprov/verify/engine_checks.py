@@ -11,7 +11,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker, docker_cdi, other_engines
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.other_engines import ENGINES, EngineFacts, Registration
-from gpuprov.verify import containers
+from gpuprov.verify import containers, cuda_checks, frameworks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
 from gpuprov.verify.outcome import Checks, Failed, Shown, all_gpus_check
@@ -71,7 +71,8 @@ def _check_docker(subject: Subject) -> None:
         "docker run --gpus",
         # An older docker can't, and nobody says that it could.
         *((_BY_CDI,) if docker_cdi.knows_cdi(facts.version) else ()),
-        *(("torch",) if spec.torch_image else ()),
+        *cuda_checks.names("docker"),
+        *_frameworks(spec),
     )
     if subject.host is None or not runtime_ok:
         missing = "the driver" if subject.host is None else "docker" if not docker_ok else "the runtime"
@@ -84,8 +85,7 @@ def _check_docker(subject: Subject) -> None:
     checks.check("docker run --gpus", lambda: containers.same_gpus(bench.by(DOCKER_GPUS)))
     if _BY_CDI in names:
         _check_docker_cdi(checks, facts, bench)
-    if spec.torch_image:
-        _check_torch(subject, bench)
+    _check_computing(subject, bench, _frameworks(spec))
 
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
@@ -111,15 +111,15 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
     is_ready = checks.check(name, lambda: _engine(subject, name, facts, registered))
     if name == "crio":
         return
-    names = (*_names(name), *(("torch",) if spec.docker == "none" and spec.torch_image and not subject.benches else ()))
+    asked = _frameworks(spec) if spec.docker == "none" and not subject.benches else ()
+    names = (*_names(name), *cuda_checks.names(name), *asked)
     if not is_ready or subject.host is None:
         checks.skip(names, f"requires {name if not is_ready else 'the driver'}")
         return
     bench = _bench(subject, engine, names, f"{name}, image")
     if bench is not None:
         _check_containers(checks, bench)
-        if "torch" in names:
-            _check_torch(subject, bench)
+        _check_computing(subject, bench, asked)
 
 
 def _names(engine: str) -> tuple[str, ...]:
@@ -148,9 +148,23 @@ def _check_containers(checks: Checks, bench: Bench) -> None:
         checks.check(name, lambda check=check: check(bench))  # type: ignore[misc]
 
 
-def _check_torch(subject: Subject, bench: Bench) -> None:
-    torch = Bench(subject.system, subject.spec.torch_image, bench.host, bench.engine)
-    subject.checks.check("torch", lambda: containers.torch(torch))
+def _check_computing(subject: Subject, bench: Bench, asked: tuple[str, ...]) -> None:
+    """Check that CUDA computes, and what the frameworks that are asked see."""
+    spec = subject.spec
+    cuda_checks.cuda_checks(subject.checks, bench, own_image=not spec.verify_image)
+    for name, image, look in (
+        (frameworks.TORCH, spec.torch_image, frameworks.torch),
+        (frameworks.TENSORFLOW, spec.tensorflow_image, frameworks.tensorflow),
+    ):
+        if name in asked:
+            framework = Bench(subject.system, image, bench.host, bench.engine)
+            subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
+
+
+def _frameworks(spec: HostSpec) -> tuple[str, ...]:
+    """Return the frameworks for which there is an image."""
+    images = ((frameworks.TORCH, spec.torch_image), (frameworks.TENSORFLOW, spec.tensorflow_image))
+    return tuple(name for name, image in images if image)
 
 
 def _docker(facts: DockerFacts) -> Shown:

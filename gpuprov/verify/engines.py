@@ -49,9 +49,12 @@ class Engine(Protocol):
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS,
+        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (),
     ) -> Completed:  # fmt: skip
-        """Run a command in a container with these GPUs: ALL, an index or UUID, NOTHING, or VOID; remove it after."""
+        """Run a command in a container with these GPUs: ALL, an index or UUID, NOTHING, or VOID; remove it after.
+
+        `mounts`: paths of the host that the container has too, read-only.
+        """
 
 
 def _by_runtime(devices: str) -> tuple[str, ...]:
@@ -116,20 +119,40 @@ class DockerLike:
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS,
+        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (), flags: tuple[str, ...] = (),
     ) -> Completed:  # fmt: skip
         container = _container_name(system)
         # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry
         # point stays out: that of NVIDIA's images prints a banner.
         argv = (
-            self.name, "run", "--rm", f"--name={container}", "--pull=never", "--network=none", *self.flags(devices),
+            self.name, "run", "--rm", f"--name={container}", "--pull=never", "--network=none", *flags,
+            *self.flags(devices), *_bind_mounts(mounts, "source", "target", "readonly"),
             "--entrypoint", command[0], image, *command[1:],
         )  # fmt: skip
         done = system.run(argv, timeout=seconds)
         if done.returncode == TIMED_OUT:
             # Its client was ended, not the container.
-            system.run((self.name, "rm", "--force", container), timeout=CONTAINER_SECONDS)
+            self.remove(system, container)
         return done
+
+    def start(
+        self, system: System, image: str, command: tuple[str, ...], devices: str, mounts: tuple[str, ...] = ()
+    ) -> Completed:
+        """Start a command that waits for the end of its input, which never comes; the output ends with the id."""
+        return self.run(system, image, command, devices, mounts=mounts, flags=("--detach", "--interactive"))
+
+    def execute(self, system: System, container: str, command: tuple[str, ...]) -> Completed:
+        """Run a command in a container that runs."""
+        return system.run((self.name, "exec", container, *command), timeout=CONTAINER_SECONDS)
+
+    def remove(self, system: System, container: str) -> None:
+        """Remove a container, whether it runs or not."""
+        system.run((self.name, "rm", "--force", container), timeout=CONTAINER_SECONDS)
+
+
+def _bind_mounts(paths: tuple[str, ...], source: str, target: str, options: str) -> tuple[str, ...]:
+    mounts = (f"type=bind,{source}={path},{target}={path},{options}" for path in paths)
+    return tuple(word for mount in mounts for word in ("--mount", mount))
 
 
 DOCKER = DockerLike(
@@ -186,14 +209,20 @@ class Containerd:
 
     def run(
         self, system: System, image: str, command: tuple[str, ...], devices: str = NOTHING, *,
-        seconds: float = CONTAINER_SECONDS,
+        seconds: float = CONTAINER_SECONDS, mounts: tuple[str, ...] = (),
     ) -> Completed:  # fmt: skip
         container = _container_name(system)
         # ctr can't take a variable out of the image's environment: a GPU that is not asked for is refused.
         asked = (f"NVIDIA_VISIBLE_DEVICES={devices or VOID}", _CAPABILITIES)
         environment = [word for entry in asked for word in ("--env", entry)]
         # ctr asks for 1024 CPU shares by itself, which a host without the cpu controller can't give.
-        flags = ("--rm", "--cpu-shares=0", "--runc-binary", self.runtime)
+        flags = (
+            "--rm",
+            "--cpu-shares=0",
+            "--runc-binary",
+            self.runtime,
+            *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"),
+        )
         argv = (*_CTR, "run", *flags, *environment, image, container, *command)
         done = system.run(argv, timeout=seconds)
         if done.returncode == TIMED_OUT:

@@ -19,7 +19,7 @@ from gpuprov.wire.errors import GpuprovError
 REPOSITORY = "gpuprov-verify"
 _PROGRAMS = ("sh", "ls", "cat")
 # What the driver's own libraries are linked against; the loader comes with nvidia-smi and the shell.
-_LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
+LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
 # Go's names (runtime.GOARCH), which images have.
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -76,7 +76,7 @@ def _files(system: System) -> dict[str, bytes]:
     folder = next((path.rpartition("/")[0] for path in needed if path.endswith("/libc.so.6")), "")
     if not folder:
         raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")
-    needed |= {f"{folder}/{name}" for name in _LIBRARIES if system.exists(f"{folder}/{name}")}
+    needed |= {f"{folder}/{name}" for name in LIBRARIES if system.exists(f"{folder}/{name}")}
     # The loader's path stands in the programs themselves: without an arrow in ldd's list.
     loaders = set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE))
     for path in needed | loaders:

@@ -26,6 +26,10 @@ class Failed(Exception):  # noqa: N818 (carries a check's outcome)
         self.container = container
 
 
+class LeftOut(Exception):  # noqa: N818 (carries a check's outcome)
+    """Ends a check that can't be made here, and says why: no failure."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How a verification ended: `good` if no check failed, those of the host included.
@@ -68,9 +72,12 @@ class Checks:
             self._engine = ""
 
     def check(self, name: str, do: Callable[[], Shown]) -> bool:
-        """Run a check; `do` returns what to show for host and container, or raises."""
+        """Run a check and say whether it went well; `do` returns what to show for host and container, or raises."""
         try:
             host, container = do()
+        except LeftOut as left_out:
+            self.skip((name,), str(left_out))
+            return False
         except (Failed, GpuprovError) as error:
             failed = error if isinstance(error, Failed) else Failed(" ".join(str(error).split()))
             self._emit(CheckDone(name, "failed", failed.host, failed.container, failed.reason, self._engine))

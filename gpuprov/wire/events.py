@@ -104,6 +104,13 @@ class CheckDone:
 
 
 @dataclass(frozen=True)
+class CudaSurveyed:
+    """Which libcuda programs load, as `gpuprov cuda --json` prints it."""
+
+    survey: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class CauseFound:
     """One cause of the doctor's: `rank` 1 is the first to fix; `rule` is its name in docs/doctor.md.
 
@@ -140,7 +147,8 @@ class Finished:
 
 
 Event = Union[
-    Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CauseFound, Finished
+    Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CudaSurveyed,
+    CauseFound, Finished,
 ]  # fmt: skip
 Sink = Callable[[Event], None]
 

@@ -45,7 +45,7 @@ from gpuprov.wire.spec_fields import (
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
-     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_fix")
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix")
 )  # fmt: skip
 
 
@@ -266,7 +266,12 @@ class HostSpec:
     )
     torch_image: str = text(
         "",
-        "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
+        "An image with PyTorch: verify asks it for its GPUs and computes on each. Default: that check is left out.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
+    )
+    tensorflow_image: str = text(
+        "",
+        "An image with TensorFlow: verify asks it for its GPUs. Default: that check is left out.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
 

@@ -20,7 +20,9 @@ from gpuprov.cdi.specification import render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import other_engines
-from gpuprov.verify import verify
+from gpuprov.verify import cuda_checks, verify
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Event
@@ -157,7 +159,6 @@ class RecordedHost(System):
             "void": (0, "", ""),
             "gpus": (0, REPORT, ""),
             "cdi": (0, REPORT, ""),
-            "torch": (0, "True 2 12.4\n", ""),
         }
         self.asked: list[tuple[str, ...]] = []
         self.programs = {"docker", "dockerd", "systemctl", "nvidia-smi", "sh", "ls", "cat"}
@@ -175,8 +176,6 @@ class RecordedHost(System):
             return "smi"
         if argv[1] != "run":
             return argv[1]
-        if "python3" in argv:
-            return "torch"
         if "--gpus=all" in argv:
             assert not [word for word in argv if word.startswith("--runtime")]
             return "gpus"
@@ -187,7 +186,10 @@ class RecordedHost(System):
 
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
-CONTAINERS = ["docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus", "docker run --device"]
+CONTAINERS = [
+    "docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus", "docker run --device",
+    *cuda_checks.names("docker"),
+]  # fmt: skip
 NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
@@ -209,6 +211,18 @@ def host(tmp_path: Path) -> RecordedHost:
         made.make_directory(str(Path(path).parent))
         made.write(path, content)
     return made
+
+
+@pytest.fixture(autouse=True)
+def cuda_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of CUDA have tests of their own, in verify/test_cuda_checks.py."""
+
+    def well(checks: Checks, bench: Bench, *, own_image: bool) -> None:
+        assert own_image is False
+        for name in cuda_checks.names(bench.engine.name):
+            checks.check(name, lambda: ("", ""))
+
+    monkeypatch.setattr(cuda_checks, "cuda_checks", well)
 
 
 def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, CheckDone]]:
@@ -386,24 +400,6 @@ def test_a_container_that_is_not_as_the_host(
     assert not good
     assert states(done) == {"ok": [name for name in NAMES if name != failed], "failed": [failed], "skipped": []}
     assert reason in done[failed].reason
-
-
-@pytest.mark.parametrize(
-    ("answer", "ok", "says"),
-    [
-        ((0, "True 2 12.4\n", ""), True, "torch.cuda.is_available(): True (2 12.4)"),
-        ((0, "=== PyTorch ===\n\nTrue 2 12.4\n", ""), True, "True (2 12.4)"),
-        ((0, "False 0 None\n", ""), False, "torch.cuda.is_available() is False"),
-        ((0, "", ""), False, "torch.cuda.is_available() is (silent)"),
-        ((1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n"), False, "No module named 'torch'"),
-    ],
-)
-def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says: str) -> None:
-    host.answers["torch"] = answer
-    good, done = checks(host, HostSpec(verify_image="example.org/cuda", torch_image="example.org/torch"))
-    assert good is ok
-    assert list(done) == [*NAMES, "torch"]
-    assert says in done["torch"].in_container + done["torch"].reason
 
 
 @pytest.mark.parametrize(

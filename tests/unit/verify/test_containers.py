@@ -11,7 +11,7 @@ import pytest
 
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
-from gpuprov.verify import containers, parse_smi
+from gpuprov.verify import containers, frameworks, parse_smi
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.engines import (
     ALL,
@@ -89,7 +89,7 @@ def test_a_container_that_hangs_is_removed() -> None:
     assert f"--name={name}" in docker.asked[0] and docker.asked[1][2] == "--force"
 
 
-@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, containers.torch])
+@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, frameworks.torch])
 def test_no_container_pulls(check: Callable[[Bench], object]) -> None:
     docker = Docker((1, "", "x"))
     with pytest.raises(Failed):
@@ -143,14 +143,6 @@ def test_a_difference_shows_both_sides_and_what_to_do() -> None:
     failed = caught.value
     assert (failed.host, failed.container) == (TWO.gpus[1].uuid, "GPU-bbb")
     assert failed.reason.startswith(f"GPU 1 UUID: host {TWO.gpus[1].uuid}, container GPU-bbb; gpuprov install")
-
-
-def test_torch_must_see_each_gpu() -> None:
-    bench = Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, TWO)
-    with pytest.raises(Failed, match=r"torch\.cuda\.device_count\(\) is 1 in .*, the host has 2"):
-        containers.torch(bench)
-    divided = replace(TWO, gpus=tuple(replace(gpu, mig="Enabled") for gpu in TWO.gpus))
-    assert containers.torch(Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, divided))[0] == "2 GPUs"
 
 
 def test_a_failed_check_keeps_its_traceback() -> None:
