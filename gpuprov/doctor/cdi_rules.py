@@ -133,12 +133,13 @@ def _docker_without(x: Examined) -> Finding | None:
     if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
     by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}'
+    waits = docker_cdi.waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
         by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.RESTART_DOCKER,
-        LIKELY,
-        () if off else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
+        ASIDE if waits else LIKELY,
+        () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
 
 

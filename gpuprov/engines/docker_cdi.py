@@ -32,6 +32,10 @@ class Docker(Protocol):
     def unit(self) -> DockerUnit: ...
     @property
     def cdi(self) -> bool: ...
+    @property
+    def live_restore(self) -> bool: ...
+    @property
+    def running_containers(self) -> tuple[str, ...]: ...
 
 
 def knows_cdi(version: str) -> bool:
@@ -72,6 +76,12 @@ def waits_for_restart(facts: Docker) -> bool:
     """Say whether docker reads CDI specifications once it is restarted with its file, or with features.cdi added."""
     is_set = setting(facts.config) is True and not switched_off(facts)
     return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or is_to_be_set(facts))
+
+
+def waits_for_containers(facts: Docker) -> bool:
+    """Say whether features.cdi is set and docker has not been restarted since, because that would stop containers."""
+    restarts = facts.live_restore or not facts.running_containers
+    return waits_for_restart(facts) and not is_to_be_set(facts) and not restarts
 
 
 def is_off(facts: Docker) -> str:

@@ -89,7 +89,7 @@ def _check_docker(subject: Subject) -> None:
 
 
 def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
-    """Check that docker takes devices by CDI, unless somebody has switched that off."""
+    """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
     off = docker_cdi.is_off(facts)
 
     def check() -> Shown:
@@ -98,7 +98,9 @@ def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
             raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
         return containers.same_gpus(bench.by(DOCKER_CDI))
 
-    if off and docker_cdi.switched_off(facts):
+    if off and docker_cdi.waits_for_containers(facts):
+        checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
+    elif off and docker_cdi.switched_off(facts):
         checks.skip((_BY_CDI,), off)
     else:
         checks.check(_BY_CDI, check)

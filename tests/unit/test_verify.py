@@ -153,6 +153,7 @@ class RecordedHost(System):
             "--validate": (125, "", "unknown flag: --validate"),
             "--log-level=none": (1, "", f"{_REFUSES}unexpected EOF"),
             "inspect": (0, "[]", ""),
+            "ps": (0, "trainer\n", ""),
             "all": (0, REPORT, ""),
             gpu(1).uuid: (0, only(REPORT, 1), ""),
             "none": (0, "", ""),
@@ -456,6 +457,10 @@ def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent
         (
             {"ServerVersion": "26.1.5", "CDISpecDirs": []}, None, "failed",
             "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs; run gpuprov install",
+        ),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": [], "ContainersRunning": 1}, {"features": {"cdi": True}},
+            "skipped", "docker has not been restarted since features.cdi was set: trainer would stop",
         ),
         (
             {"ServerVersion": "29.0.0", "CDISpecDirs": []}, {"features": {"cdi": False}}, "skipped",
