@@ -56,7 +56,7 @@ def _unsigned(x: Examined) -> Finding | None:
     key = next((path for path in KEYS if path in x.there), "")
     return Finding(
         "Secure Boot is on, and nobody has signed the driver's module",
-        f"the EFI variable SecureBoot is 1\nmodinfo nvidia: {x.module.path} has no signer",
+        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.name}: {x.module.path} has no signer",
         f"{words.rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _other_kernels_module(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the driver's module was built for kernel {built}, and {x.host.kernel.release} runs",
-        f"modinfo nvidia: {x.module.path}: vermagic {x.module.vermagic}",
+        f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}",
         words.rebuild_module(x),
     )
 

@@ -14,6 +14,7 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
+from gpuprov.engines import kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -49,11 +50,14 @@ if TYPE_CHECKING:
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
+# Which repositories the driver's packages may come from (apt_preferences(5)).
+PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     BLACKLIST,
     DKMS_SIGNING,
+    PREFERENCES,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
@@ -86,7 +90,7 @@ class HostFacts:
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on.
+    gathered this; `interpreter`: what the deployed programs run on. `kubernetes`: what makes it a Kubernetes node.
     """
 
     os: OperatingSystem
@@ -117,6 +121,7 @@ class HostFacts:
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
+    kubernetes: tuple[str, ...] = ()
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -179,7 +184,13 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         clock=system.clock(),
         fabric=gather_fabric(system),
         cuda=gather_cuda(system),
+        kubernetes=kubernetes.gather(system),
     )
+
+
+def recorded_python(system: System) -> str:
+    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    return gather_interpreter(system, _deployed_python(gather_files(system))).path
 
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:
