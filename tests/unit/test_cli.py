@@ -436,7 +436,9 @@ def test_every_command_that_goes_to_hosts_has_the_same_options_for_them() -> Non
     # It reads the inventory, and goes to no host.
     with_hosts = {name for name, flags in found.items() if "--hosts" in flags} - {"bundle create"}
     assert with_hosts >= {"install", "doctor", "hook explain"}
-    assert {name: wanted - found[name] for name in with_hosts if wanted - found[name]} == {}
+    # -e is docker run's --env for `gpuprov cuda`; what a host shall be concerns it not.
+    left_out = {"cuda": {"--extra-vars"}}
+    assert {name: wanted - found[name] for name in with_hosts if wanted - found[name]} == left_out
 
 
 @pytest.mark.parametrize("word", ["--check", "--diff"])

@@ -43,7 +43,8 @@ def survey_bundle(system: System, config: dict[str, Any], bundle: str, settings:
         read = f"{root_of(config, bundle)} and the volumes, {said}"
         return survey_on(system, Subject("container", bundle, tree, _program(config, tree), read, said[:5] == "with "))
     except (Refused, OSError) as error:
-        raise GpuprovError(f"the libraries of {bundle} were not looked for", str(error)) from None
+        next_step = f"look at the container's files: ls -l {bundle}"
+        raise GpuprovError(f"the libraries of {bundle} were not looked for", str(error), next_step) from None
     finally:
         root.close()
         system.remove_tree(str(folder))
