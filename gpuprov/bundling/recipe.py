@@ -165,7 +165,7 @@ def _distribution(distro: str) -> Distribution:
 
 
 def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> tuple[str, ...]:
-    docker = (name for spec in specs for name in _engine(row, spec))
+    docker = (name for spec in specs for name in software.engine_packages(row, spec))
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
@@ -224,10 +224,6 @@ def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
     """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
     cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
     return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores))
-
-
-def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
 
 
 def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:

@@ -19,6 +19,7 @@ from gpuprov.core.system import System
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.engines import other_engines
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.host import HostFacts
@@ -56,7 +57,7 @@ _WATCHED = (
 
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
-    host = gather_host(system, spec.engines)
+    host = gather_host(system, other_engines.names(system, spec))
     log, log_error = _kernel_log(system)
     smi = _smi(system, host.driver)
     texts = _texts(system)

@@ -14,6 +14,7 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
+from gpuprov.engines import kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -89,7 +90,7 @@ class HostFacts:
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on.
+    gathered this; `interpreter`: what the deployed programs run on. `kubernetes`: what makes it a Kubernetes node.
     """
 
     os: OperatingSystem
@@ -120,6 +121,7 @@ class HostFacts:
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
+    kubernetes: tuple[str, ...] = ()
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -182,7 +184,13 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         clock=system.clock(),
         fabric=gather_fabric(system),
         cuda=gather_cuda(system),
+        kubernetes=kubernetes.gather(system),
     )
+
+
+def recorded_python(system: System) -> str:
+    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    return gather_interpreter(system, _deployed_python(gather_files(system))).path
 
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:

@@ -10,6 +10,7 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
+from gpuprov.engines import other_engines
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
@@ -62,13 +63,14 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, spec.engines)
+    facts = gather(system, other_engines.names(system, spec))
+    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
     if bundle is not None:
-        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest))
+        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
 
 

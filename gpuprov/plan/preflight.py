@@ -58,9 +58,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *mig.problems(facts, spec),
             *software.problems(facts, spec),
             *_repository_problems(facts, spec),
-            *docker.problems(
-                facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime
-            ),
+            *_docker_problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )
@@ -70,6 +68,13 @@ def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...
     if facts.bundle:
         return ()
     return facts.package_manager.repository_problems(facts, spec, software.extra_repositories(facts, spec))
+
+
+def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if spec.docker == "none":
+        return ()
+    runtime = toolkit.runtime_path(spec)
+    return docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

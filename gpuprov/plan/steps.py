@@ -24,7 +24,7 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, other_engines
+from gpuprov.engines import docker, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
@@ -73,12 +73,19 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec))
+    # A cluster's engine is not restarted unless somebody has named it.
+    unnamed = frozenset(facts.engines).difference(spec.engines)
+    kept_running = unnamed if kubernetes.KUBELET in facts.kubernetes else frozenset()
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept_running)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
-    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    changes = (
+        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
+        if spec.docker != "none"
+        else ()
+    )
     return (*changes, *running_driver.plan_containers(facts, spec))
 
 
@@ -158,7 +165,12 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     if problems:
         return Plan((), problems)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
-    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
+    notes = (
+        derivative_note(facts.os),
+        kernel.note(facts, spec),
+        software.note(facts, spec),
+        software.engine_note(facts, spec),
+    )
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
 
 

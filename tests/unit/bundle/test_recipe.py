@@ -34,14 +34,21 @@ def recipe(*specs: HostSpec, **options: Any) -> Recipe:
     ("options", "specs", "packages"),
     [
         ({}, (HostSpec(),), {"docker.io"}),
-        ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli"}),
+        ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli", "docker-buildx", "docker-compose"}),
+        ({"distro": "ubuntu-24.04"}, (HostSpec(),), {"docker.io", "docker-buildx", "docker-compose-v2"}),
         ({}, (HostSpec(docker="preinstalled"),), set()),
+        ({}, (HostSpec(docker="none"),), set()),
+        ({}, (HostSpec(docker="none", packages=("podman",)),), {"podman"}),
         ({}, (HostSpec(docker="preinstalled"), HostSpec()), {"docker.io"}),
         ({"kernels": (KERNEL,)}, (HostSpec(),), {"docker.io", *HEADERS}),
         ({"packages": ("htop", "tini=0.19.0-1")}, (HostSpec(),), {"docker.io", "htop", "tini=0.19.0-1"}),
         ({}, (HostSpec(packages=("a",)), HostSpec(packages=("b", "a"))), {"docker.io", "a", "b"}),
         ({}, (HostSpec(toolkit="nvidia"),), {"docker.io", *TOOLKIT}),
-        ({}, (HostSpec(docker="docker-ce"),), {"docker-ce", "docker-ce-cli", "containerd.io"}),
+        (
+            {},
+            (HostSpec(docker="docker-ce"),),
+            {"docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin"},
+        ),
         ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
     ],
 )
