@@ -144,7 +144,7 @@ def _module_idle(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the driver's module is there and not loaded",
-        f"/proc/driver/nvidia/version is not there\nmodinfo nvidia: {x.module.path or 'found'}",
+        f"/proc/driver/nvidia/version is not there\nmodinfo {x.module.name}: {x.module.path or 'found'}",
         "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
         remedies=(LOAD_MODULES,),
     )
