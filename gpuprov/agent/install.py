@@ -21,7 +21,7 @@ from gpuprov.plan import with_bundle
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
 from gpuprov.wire.advisories import TOOLKIT_PACKAGE
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
@@ -145,7 +145,7 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         run.note(note)
     for warning in plan.warnings:
         run.note(warning, "warning")
-    problems = plan.problems or unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
+    problems = tuple(dict.fromkeys((*plan.problems, *_network_problems(run, plan))))
     if problems:
         raise GpuprovError.several(problems)
     planned = []
@@ -154,6 +154,12 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         planned.append(PlannedChange(change.key, step, change.summary(), diff))
     run.sink(Planned(tuple(planned)))
     return plan
+
+
+def _network_problems(run: RunContext, plan: Plan) -> tuple[Problem, ...]:
+    """Return what of the network does not answer: the proxy, else each URL by itself."""
+    dead = run.system.proxy_problem() if plan.urls or (_needs_package_manager(plan) and run.bundle is None) else None
+    return (dead,) if dead else unreachable(run.system, plan.urls)
 
 
 def _require_settled(plan: Plan) -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
 from gpuprov.core.changes import Tell
-from gpuprov.core.download import masked
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.installer import service_packages
@@ -32,6 +31,7 @@ from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
 from gpuprov.repos import AptRepository, repositories
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)

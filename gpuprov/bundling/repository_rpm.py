@@ -114,7 +114,9 @@ def _download(to: Collection, root: str) -> None:
         *(name.replace("=", "-", 1) for name in recipe.packages),
     )  # fmt: skip
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
-    done = system.run(command, timeout=_DOWNLOAD_SECONDS, on_line=lambda line: _tell_get(line, tell))
+    done = system.run(
+        command, timeout=_DOWNLOAD_SECONDS, env=system.proxy.environment, on_line=lambda line: _tell_get(line, tell)
+    )
     finish(done, "the packages can't be had")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gpuprov.core.download import masked
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.driver import generations, running_driver
 from gpuprov.driver.kernel import brings_modules
@@ -10,6 +9,7 @@ from gpuprov.driver_run import installs, needs_digest
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.

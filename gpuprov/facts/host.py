@@ -14,6 +14,7 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
+from gpuprov.engines import docker_proxy
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -65,6 +66,7 @@ _MANAGED_FILES = (
     PROFILE,
     OTHER_PROFILE,
     "/etc/dnf/modules.d/nvidia-driver.module",
+    docker_proxy.DROP_IN,
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
@@ -86,7 +88,8 @@ class HostFacts:
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on.
+    gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
+    has the proxy that is asked for, None if none runs.
     """
 
     os: OperatingSystem
@@ -117,6 +120,7 @@ class HostFacts:
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
+    docker_proxy_in_use: bool | None = None
 
     @cached_property
     def distribution(self) -> Distribution | None:

@@ -203,6 +203,10 @@ class InstallRpmKey(Change):
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}, trusted by rpm"
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
+
     def capture(self, system: System) -> Json:
         image = capture_path(system, self.path)
         return {"file": image, "fingerprint": self.fingerprint, "trusted": self.fingerprint in gather_keys(system)}

@@ -8,8 +8,10 @@ from dataclasses import replace
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
+from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
+from gpuprov.engines import docker_proxy
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.plan import with_bundle
@@ -54,6 +56,7 @@ def gather_for(
     facts = gather(system, spec.engines)
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
+    facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
     if bundle is not None:
@@ -69,6 +72,8 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     # Most runs change nothing and query no repository.
     from gpuprov.package_managers import offers
 
+    if dead := system.proxy_problem():
+        return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
     planned = repository_changes(facts, spec) if "repositories" in steps else ()
     return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))

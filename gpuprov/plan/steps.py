@@ -9,6 +9,7 @@ from typing import Callable
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
@@ -22,7 +23,7 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, other_engines
+from gpuprov.engines import docker, docker_proxy, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
@@ -54,12 +55,13 @@ class StepChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. With problems, nothing is done."""
+    """What to do. With problems, nothing is done; `urls` is what would be fetched, with problems or without."""
 
     changes: tuple[StepChange, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
 
 
 def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -77,7 +79,17 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
     changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
-    return (*changes, *running_driver.plan_containers(facts, spec))
+    restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
+    proxy = docker_proxy.plan(
+        facts.files, facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use, restarts=restarts
+    )
+    return (*proxy, *changes, *running_driver.plan_containers(facts, spec))
+
+
+def _docker_proxy(facts: HostFacts, spec: HostSpec) -> Proxy:
+    """Return the proxy of docker's daemon; none where there is no docker, and none shall be installed."""
+    has_docker = facts.docker.installed or spec.docker in ("distribution", "docker-ce")
+    return Proxy(spec.proxy, spec.no_proxy) if has_docker else NO_PROXY
 
 
 def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -132,7 +144,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
+        nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit,
@@ -149,11 +162,23 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     chosen = _named(steps)
     problems = preflight(facts, spec)
     if problems:
-        return Plan((), problems)
+        return Plan((), problems, urls=_urls(facts, spec, chosen))
     spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
-    return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
+    late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
+    warnings = (*security_warnings(facts, spec), *filter(None, (late,)))
+    urls = tuple(url for one in changes for url in one.change.urls)
+    return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
+
+
+def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return what a plan that has problems would fetch: whether it can be had is told along with these."""
+    if facts.distribution is None or facts.bundle is not None:
+        return ()
+    spec = cuda_repository.with_branch(facts, spec)
+    fetching = (step for step in chosen if step.plan in (_plan_download, repository_changes))
+    return tuple(url for step in fetching for change in step.plan(facts, spec) for url in change.urls)
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:

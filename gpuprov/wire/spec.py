@@ -23,10 +23,12 @@ from gpuprov.wire.spec_fields import (
     HTTP_URL,
     MIG_LAYOUT,
     NAME,
+    NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
     PATH,
     PREFIX,
+    PROXY,
     SHA256,
     URL_OR_PATH,
     VERSION,
@@ -241,6 +243,18 @@ class HostSpec:
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
         "`key_fingerprint`. `suite` and `components` are apt's alone.",
+    )
+    proxy: str = text(
+        "",
+        "The HTTP proxy of downloads, of apt, dnf and zypper (for the run only) and of docker's daemon (a drop-in of "
+        "its unit): `http://USER:PASSWORD@HOST:PORT`. Without it, what the environment names. The password is in no "
+        "message, report or command line.",
+        PROXY,
+    )
+    no_proxy: str = text(
+        "",
+        "What is reached without the proxy: hosts, domains (`.example.org`) and networks with commas between.",
+        NO_PROXY,
     )
     packages: tuple[str, ...] = option(
         schema_fields.List(schema_fields.String(validate=PACKAGE)), (), "More packages to install."

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import requests
 
-from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, trusted_sha256, unreachable
+from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,
@@ -121,7 +122,7 @@ def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Sit
         (401, "HTTP 401", "log-in"),
         (403, "HTTP 403", "proxy"),
         (404, "HTTP 404", "version and URL"),
-        (407, "HTTP 407", "https_proxy="),
+        (407, "HTTP 407", "gpuprov_proxy"),
         (416, "HTTP 416", "again later"),
         (503, "HTTP 503", "again later"),
     ],
