@@ -322,10 +322,14 @@ def _proxy_for(system: System, url: str) -> str:
     """Return the URL of the proxy that a request to `url` goes through: gpuprov_proxy, else the environment's."""
     from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
 
-    if not system.proxy.url:
-        return select_proxy(url, get_environ_proxies(url)) or ""
-    # An empty list would make requests read the environment's.
-    return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
+    try:
+        if not system.proxy.url:
+            return select_proxy(url, get_environ_proxies(url)) or ""
+        # An empty list would make requests read the environment's.
+        return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
+    except ValueError:
+        # Not a URL: the request itself says so.
+        return ""
 
 
 def _through(system: System, url: str) -> str:

@@ -119,7 +119,7 @@ def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Sit
 @pytest.mark.parametrize(
     ("status", "evidence", "next_step"),
     [
-        (401, "HTTP 401", "log-in"),
+        (401, "HTTP 401", "login"),
         (403, "HTTP 403", "proxy"),
         (404, "HTTP 404", "version and URL"),
         (407, "HTTP 407", "gpuprov_proxy"),
@@ -168,11 +168,11 @@ def test_what_can_not_be_reached_says_why(system: System, url: str, meaning: str
 def test_an_untrusted_certificate_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "HTTPSConnectionPool: Max retries exceeded (Caused by SSLError([SSL: CERTIFICATE_VERIFY_FAILED]))"
 
-    def refuse(url: str, **_: object) -> None:
+    def refuse(session: object, url: str, **_: object) -> None:
 
         raise requests.exceptions.SSLError(said)
 
-    monkeypatch.setattr("requests.get", refuse)
+    monkeypatch.setattr("requests.Session.get", refuse)
     with pytest.raises(GpuprovError, match="its certificate is not trusted"):
         download(system, "https://example.org/x")
 
