@@ -93,7 +93,7 @@ def _source_text(source: RpmSource, root: str) -> str:
     lines = (
         f"[{source.name}]", f"name={source.name}", f"baseurl={source.uri}", f"repo_gpgcheck={source.signed_metadata:d}",
         f"gpgcheck={source.signed_packages:d}", f"gpgkey={keys}", "skip_if_unavailable=0",
-        f"module_hotfixes={source.all_streams:d}",
+        f"module_hotfixes={source.all_streams:d}", *([f"includepkgs={' '.join(source.only)}"] if source.only else ()),
     )  # fmt: skip
     return "".join(f"{line}\n" for line in lines)
 

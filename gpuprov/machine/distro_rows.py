@@ -10,11 +10,12 @@ class KernelPackages:
     """Packages that go with some kernels: those where `pattern` matches all of a name.
 
     The names may hold the pattern's named groups in braces, and {kernel} for `uname -r`; NAME=VERSION asks for a
-    version.
+    version. `compiler`: the folder of the compiler that built these kernels, where it is not the host's `gcc`.
     """
 
     pattern: str
     names: tuple[str, ...]
+    compiler: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,13 @@ _EL8_HEADERS = (
 )
 _EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
 # Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
+# UEK 8 is built by gcc 14 (UEK 8 release notes, "Obtaining Packages": kernel-uek-devel brings gcc-toolset-14); the
+# `gcc` of Oracle Linux 9 is 11.
+_UEK8 = KernelPackages(
+    r"6\.12\..+\.el9uek\.\w+",
+    ("kernel-uek-devel={kernel}", "gcc-toolset-14-gcc"),
+    "/opt/rh/gcc-toolset-14/root/usr/bin",
+)
 _UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
 # kernel-devel-matched makes each new kernel-core bring its kernel-devel. Only one version of it can be installed, and
 # the newest would bring the newest kernel: so it is asked for in the running kernel's version, once. Each flavour has
@@ -148,7 +156,8 @@ _EL = tuple(
     replace(row, id=one, name=name, docker_repository=docker) for one, name, docker in _EL_NAMES for row in _EL_RELEASES
 )
 _ORACLE = tuple(
-    replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK, *row.kernel_headers)) for row in _EL_RELEASES
+    replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK8, _UEK, *row.kernel_headers))
+    for row in _EL_RELEASES
 )
 _FEDORA = replace(
     _ROCKY, id="fedora", version="*", name="Fedora", kernel_headers=(_EL_FLAVOUR, *_NEW_HEADERS),

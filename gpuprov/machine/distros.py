@@ -130,6 +130,12 @@ def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:
     return next((names for names in found if names), ())
 
 
+def kernel_compiler(row: Distribution, kernel: str) -> str:
+    """Return the folder of the compiler that builds a kernel's modules, nothing where it is the host's own `gcc`."""
+    rule = next((rule for rule in row.kernel_headers if re.fullmatch(rule.pattern, kernel)), None)
+    return rule.compiler if rule is not None else ""
+
+
 def next_kernel_headers(row: Distribution, kernel: str, installed: Collection[str]) -> tuple[str, ...]:
     """Return the packages that bring headers with the kernels to come; none that is there in any version."""
     names = (
@@ -159,7 +165,8 @@ class ExtraRepository:
     """A repository that a host needs besides its distribution's and the user's: Docker's, NVIDIA's CUDA, an archive.
 
     apt needs suite and components; the other package managers have all in the URI. `signed_metadata`: the index is
-    signed, not only the packages; apt accepts no other.
+    signed, not only the packages; apt accepts no other. `only`: patterns of the packages that may come from it (dnf and
+    zypper); none means all.
     """
 
     name: str
@@ -169,6 +176,7 @@ class ExtraRepository:
     suite: str = "/"
     components: str = ""
     signed_metadata: bool = True
+    only: tuple[str, ...] = ()
 
 
 def docker_repository(row: Distribution, architecture: str) -> ExtraRepository | None:

@@ -6,7 +6,7 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, kernel
+from gpuprov.driver import cuda_repository, dkms, kernel
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
@@ -25,16 +25,26 @@ _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
 
 
 def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return NVIDIA's CUDA repository, Docker's own and an archive of past kernels, if the spec asks for them."""
+    """Return NVIDIA's CUDA repository, Docker's, an archive of past kernels and DKMS's, if the spec needs them."""
     row = facts.distribution
     docker = docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
-    found = (*cuda_repository.repositories(facts, spec), docker, *past_releases(facts, spec))
+    found = (
+        *cuda_repository.repositories(facts, spec),
+        docker,
+        *past_releases(facts, spec),
+        dkms.repository(facts, spec),
+    )
     return tuple(one for one in found if one is not None)
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what is missing and must not be installed."""
-    return (*_manager_problems(facts), *_docker_problems(facts, spec), *_archive_problems(facts, spec))
+    return (
+        *_manager_problems(facts),
+        *_docker_problems(facts, spec),
+        *_archive_problems(facts, spec),
+        *dkms.problems(facts, spec),
+    )
 
 
 def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -84,19 +94,6 @@ def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return row.docker_packages
 
 
-def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return a warning where the next kernel would be without a driver, or nothing."""
-    row = facts.distribution
-    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.brings_modules(facts, spec):
-        return ""
-    if "dkms" in (*facts.packages.installed, *spec.packages):
-        return ""
-    return (
-        f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, "
-        "or add that repository and gpuprov_packages: [dkms]"
-    )
-
-
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
     row = facts.distribution
@@ -106,6 +103,7 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(facts, spec),
+        *dkms.packages(facts, spec),
         *cuda_repository.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
@@ -123,6 +121,7 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
+    limited = dkms.repository(facts, spec)
     installation = Installation(
         wanted(facts, spec),
         spec.lock_timeout,
@@ -130,6 +129,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         hold=_held(spec),
         units=() if facts.docker.installed else ("docker.service",),
         advice=_advice(facts),
+        limited=f"gpuprov-{limited.name}" if limited else "",
+        limited_names=dkms.packages(facts, spec),
     )
     return facts.package_manager.plan_installation(facts.packages, installation)
 

@@ -13,6 +13,7 @@ from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
+    dkms,
     driver_install,
     fabric_manager,
     fabric_plan,
@@ -165,7 +166,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         return Plan((), problems, urls=_urls(facts, spec, chosen))
     spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
-    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
+    notes = (derivative_note(facts.os), kernel.note(facts, spec), dkms.note(facts, spec))
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
     warnings = (*security_warnings(facts, spec), *filter(None, (late,)))
     urls = tuple(url for one in changes for url in one.change.urls)

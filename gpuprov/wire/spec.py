@@ -148,6 +148,20 @@ class HostSpec:
         "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux and AlmaLinux), "
         "for headers that the repositories no longer have.",
     )
+    epel: bool = flag(
+        True,
+        "Where the distribution has no DKMS (Red Hat's family, SLES) and modules are built: take it, and nothing else, "
+        "from EPEL or SUSE's Package Hub. `false`: add neither.",
+    )
+    epel_repository: str = text(
+        "",
+        "A mirror of EPEL (the folder with 8, 9 and 10) or of openSUSE:Backports. Default: "
+        "dl.fedoraproject.org/pub/epel, download.opensuse.org.",
+        HTTP_URL,
+    )
+    epel_key_fingerprint: str = text(
+        "", "The fingerprint of the key that signs it. Default: the one that this gpuprov knows.", FINGERPRINT
+    )
     module_signing_key: str = text(
         "",
         "With Secure Boot: the private key, a path on the host, that signs the kernel modules, those too that DKMS "

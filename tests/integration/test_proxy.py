@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core import system
+from gpuprov.core import commands, system
 from gpuprov.core.commands import Completed
 from gpuprov.core.download import fetch_small, unreachable
 from gpuprov.core.proxy import Proxy
@@ -53,7 +53,7 @@ def tell(message: str, done: int, total: int) -> None:
 
 @pytest.fixture(autouse=True)
 def no_password_on_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = system.run_command
+    real = commands.run_command
 
     def watched(argv: Sequence[str], **more: Any) -> Completed:
         assert not any(PASSWORD in word or ENCODED in word for word in argv)

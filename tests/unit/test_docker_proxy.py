@@ -9,14 +9,15 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.agent.run import run_request
+from gpuprov.core.changes import FileFact
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, plan, warning
-from gpuprov.facts.host import FileFact
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.events import Event, Finished, Note, Planned, to_line
 from gpuprov.wire.request import Request
@@ -61,7 +62,7 @@ def listening() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def request(host: FakeHost, command: str = "install", *, check: bool = False, **values: str) -> list[Event]:
+def request(host: FakeHost, command: str = "install", *, check: bool = False, **values: Any) -> list[Event]:
     events: list[Event] = []
     spec = parse_spec({"driver": "preinstalled", "kernel_modules": "none", **values})
     run_request(Request(command, spec_to_json(spec), check=check, diff=True, steps=("docker",)), events.append, host)
@@ -88,7 +89,7 @@ def journals(host: FakeHost) -> str:
 def test_docker_gets_the_proxy_and_no_text_gets_the_password(tmp_path: Path, listening: str) -> None:
     host = ProxyHost(tmp_path)
     before = host.tree()
-    values = {"proxy": f"http://robot:{PASSWORD}@{listening}", "no_proxy": "localhost,.example.org"}
+    values: dict[str, Any] = {"proxy": f"http://robot:{PASSWORD}@{listening}", "no_proxy": "localhost,.example.org"}
     forecast = request(host, check=True, **values)
     assert host.tree() == before
     events = request(host, **values)
