@@ -24,6 +24,16 @@ _TOOLKIT_PACKAGES = (
 _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
 
 
+def note(facts: HostFacts) -> str:
+    """Return the sentence on packages whose installation was cut off, or nothing: a run that installs finishes them."""
+    found = ", ".join(f"{name} is {status}" for name, status in sorted(facts.packages.unfinished.items()))
+    return (
+        f"{found}: dpkg was interrupted; the next installation finishes this first (dpkg --configure -a)"
+        if found
+        else ""
+    )
+
+
 def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
     """Return NVIDIA's CUDA repository, Docker's, an archive of past kernels and DKMS's, if the spec needs them."""
     row = facts.distribution
@@ -109,6 +119,13 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
         *toolkit_packages(spec),
     )
     return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if _held(spec) else ()))
+
+
+def lacking_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return those that are not installed, or not in the version that is asked for; none on an unknown distribution."""
+    if facts.distribution is None:
+        return ()
+    return facts.package_manager.missing(facts.packages, wanted(facts, cuda_repository.with_branch(facts, spec)))
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:

@@ -167,8 +167,9 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (derivative_note(facts.os), kernel.note(facts, spec), dkms.note(facts, spec))
+    unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late,)))
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 
