@@ -197,11 +197,12 @@ def _doctor(run: RunContext) -> Finished:
 
 
 def _verify(run: RunContext) -> Finished:
-    from gpuprov.verify import known_holes, verify
+    from gpuprov.verify import installed_versions, known_holes, verify
 
     is_good = verify(run.system, run.spec, run.sink)
-    for found in known_holes(run.system):
+    versions = installed_versions(run.system)
+    for found in known_holes(versions):
         run.note(f"{found}", "warning")
     if is_good:
-        return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
-    return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")
+        return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs", versions=versions)
+    return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has", versions=versions)

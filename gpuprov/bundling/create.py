@@ -24,7 +24,6 @@ from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
-_HEADER_BYTES = 8192
 AGENT = "agent/gpuprov-agent.pyz"
 
 
@@ -96,7 +95,7 @@ def _collect_driver(to: Collection, cache: str) -> str:
     if not driver.url:
         return ""
     place = _fetched(to, driver, "driver", cache)
-    found = installer.parse_header((to.system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    found = installer.parse_header((to.system.read_start(place, installer.HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
         raise GpuprovError(
             f"the driver file is {found.version} for {found.architecture}, "

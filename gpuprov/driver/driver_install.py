@@ -38,7 +38,6 @@ _INSTALLER_SECONDS = 3600
 _UNINSTALL_SECONDS = 600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
-_HEADER_BYTES = 8192
 _UNPACK = f"{CACHE_DIRECTORY}/unpack"
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
 # installer takes it away before it looks.
@@ -165,7 +164,7 @@ class InstallDriver(Change):
 
     def _inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs: right file, right version, right architecture."""
-        start = system.read_start(self.path, _HEADER_BYTES)
+        start = system.read_start(self.path, installer.HEADER_BYTES)
         if start is None:
             raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
         require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")

@@ -21,6 +21,7 @@ from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import BootFacts, gather_boot
+from gpuprov.facts.chips import Chips
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.holders import RunningDriver
@@ -89,7 +90,8 @@ class HostFacts:
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
     gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
-    has the proxy that is asked for, None if none runs.
+    has the proxy that is asked for, None if none runs. `served`: what the driver file that is at hand says of GPUs, by
+    device id.
     """
 
     os: OperatingSystem
@@ -121,6 +123,7 @@ class HostFacts:
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
     docker_proxy_in_use: bool | None = None
+    served: Chips = field(default_factory=dict)
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -241,6 +244,7 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     """Return the facts as JSON values: of files the paths only, of installed packages their number."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
+    del data["served"]
     for name, engine in facts.engines.items():
         data["engines"][name]["files"] = sorted(engine.files)
     data["other_specifications"] = sorted(facts.other_specifications)

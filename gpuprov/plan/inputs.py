@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpuprov import driver_run
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
+from gpuprov.driver.supported_gpus import gather_served
 from gpuprov.engines import docker_proxy
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
@@ -59,6 +61,8 @@ def gather_for(
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
+    if driver_run.installs(facts, spec) and spec.driver_version:
+        facts = replace(facts, served=gather_served(system, driver_run.source(facts, spec)[1]))
     if bundle is not None:
         return replace(facts, bundle=with_bundle.gather(system, bundle.manifest))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)

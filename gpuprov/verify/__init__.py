@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.verify.checks import known_holes, verify
+from gpuprov.verify.checks import installed_versions, known_holes, verify
 from gpuprov.verify.smi import compare, parse_smi
 
-__all__ = ["compare", "known_holes", "parse_smi", "verify"]
+__all__ = ["compare", "installed_versions", "known_holes", "parse_smi", "verify"]

@@ -332,7 +332,9 @@ def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
         return version
     found = driver_releases.resolved(version)
     if found.isdigit():
-        problem = problem_of("driver_version", VERSION.error, {"driver_version": version}, origin)
+        day = driver_releases.announced(found)
+        reason = f"is a branch of which no release is known (it appeared on {day}): give a full version" if day else ""
+        problem = problem_of("driver_version", reason or VERSION.error, {"driver_version": version}, origin)
         raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
     return found
 
