@@ -88,7 +88,7 @@ _DEBS = (
     _DEBIAN,
     # docker-cli became a package of its own with Debian 13.
     replace(_DEBIAN, version="13", codename="trixie", docker_packages=("docker.io", "docker-cli")),
-    # Its python3 is 3.8; python3.9 is in universe (packages.ubuntu.com/focal/python3.9).
+    # Its python3 is 3.8; python3.9 is in universe, in focal-updates and -security (packages.ubuntu.com/focal/python3.9).
     replace(_UBUNTU, version="20.04", codename="focal", pythons=("python3.9",)),
     replace(_UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS),
     replace(_UBUNTU, version="24.04", codename="noble"),
@@ -138,8 +138,8 @@ _ROCKY = Distribution(
     "rocky", "9", "Rocky Linux", "dnf", _EL9_HEADERS, _EL_BUILD, (), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: Red Hat Enterprise Linux", _MATCHED, "EPEL", "centos", "rhel{major}",
 )  # fmt: skip
-# Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", Python: python39 since 8.4,
-# python3.11 since 8.8, python3.12 since 8.10.
+# Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", table "Python versions in RHEL 8":
+# python39 since 8.4, python3.11 since 8.8, python3.12 since 8.10.
 _EL8 = replace(
     _ROCKY,
     version="8",
@@ -193,7 +193,8 @@ _SLES = Distribution(
     "sles", "15", "SUSE Linux Enterprise", "zypper", _SUSE_HEADERS, _SUSE_BUILD, ("docker",), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: SUSE; documentation.suse.com", (), "PackageHub", "", "sles{major}",
 )  # fmt: skip
-# Their python3 is 3.6; python311 is in the Python 3 Module since SLES 15 SP4, and in Leap since 15.4.
+# Their python3 is 3.6; python311 is in SLE-Module-Python3 since SLES 15 SP4 (suse.com, "Incompatible changes ahead for
+# Public Cloud SDKs", 2024-03-25), from which Leap takes it.
 _SUSE_15 = ("python311",)
 _LEAP = replace(
     _SLES, id="opensuse-leap", name="openSUSE Leap", build_packages=(*_SUSE_BUILD, "dkms"), dkms_from="",

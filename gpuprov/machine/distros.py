@@ -28,7 +28,8 @@ _REFUSED = {
 # SUSE Linux Micro 6.2 has the ID of SLES 16.
 _REFUSED_VARIANTS = {("sles", "transactional"): _REFUSED["sl-micro"]}
 # Releases past their end of life, by ID and VERSION_ID, of which a distribution may also be a derivative: their own
-# name and date, what to do. None of them has a Python that gpuprov runs on.
+# name and date, what to do. None of them has a Python that gpuprov runs on. Sources: aws.amazon.com/amazon-linux-2;
+# blog.centos.org; access.redhat.com, Red Hat Enterprise Linux Life Cycle; oracle.com, Lifetime Support Policy.
 _MOVE_EL = "move the host to release 9 or 10 of RHEL, Rocky Linux, AlmaLinux or Oracle Linux, then run gpuprov again"
 _ENDED = {
     ("amzn", "2"): ("30 June 2026", "move the host to Amazon Linux 2023, then run gpuprov again"),
