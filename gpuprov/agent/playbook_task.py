@@ -57,7 +57,7 @@ def task_request(
         run_id=run_id,
         bundle=bundle if installs(command) else "",
         bundle_digest=bundle_digest if installs(command) else "",
-        # The plugin waits for a host that reboots, and asks again.
+        # The plugin waits for a host that reboots, and retries.
         caller_returns=True,
     )
 

@@ -19,7 +19,9 @@ from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
+from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
+from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import runtime
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -56,6 +58,7 @@ def cli() -> None:
     Exit codes, the worst first:
       2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
       3  a host needs a reboot                 0  done
+      5  something would change (install --check --detailed-exitcode)
     """
 
 
@@ -94,7 +97,7 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
     _run("verify", options, verify_image=image, torch_image=torch_image)
 
 
-@cli.command(short_help="Diagnose why containers do not see the GPUs, and suggest commands.")
+@cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
 @_run_options("doctor")
 def doctor(**options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
@@ -118,8 +121,8 @@ def facts(**options: Any) -> None:
     \b
     Examples:
       gpuprov facts
-      gpuprov facts --hosts inventory.ini --limit lab-a
-      gpuprov facts --hosts inventory.ini --json
+      gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
+      gpuprov facts --hosts inventory.ini --json             for programs
     """
     _run("facts", options)
 
@@ -254,7 +257,9 @@ cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
+cli.add_command(docker_args)
 cli.add_command(hook)
+cli.add_command(playbooks)
 cli.add_command(runtime)
 
 

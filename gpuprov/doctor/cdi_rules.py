@@ -26,7 +26,7 @@ def specifications(x: Examined) -> dict[str, str]:
 
 
 def _anew(x: Examined, path: str) -> str:
-    """Return the command that writes a specification anew."""
+    """Return the command that rewrites a specification."""
     ctk = "/usr/bin/nvidia-ctk" in x.there
     return words.refresh_specification(x) if path == PATH or not ctk else f"nvidia-ctk cdi generate --output={path}"
 
@@ -49,7 +49,7 @@ def _broken(x: Examined) -> Finding | None:
                 json.loads(text)
         except json.JSONDecodeError as error:
             return Finding(
-                f"the CDI specification {path} is no JSON",
+                f"the CDI specification {path} is invalid JSON",
                 f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
                 _anew(x, path),
                 CERTAIN if path == PATH else LIKELY,
@@ -135,7 +135,7 @@ def _docker_without(x: Examined) -> Finding | None:
 RULES = (
     Rule("cdi-missing", CDI, "gpuprov's runtime (or podman alone), and no specification in /etc/cdi or /var/run/cdi",
          _missing, ROOTS),
-    Rule("cdi-broken", CDI, "a specification is no JSON", _broken),
+    Rule("cdi-broken", CDI, "a specification is invalid JSON", _broken),
     Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
     Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),

@@ -59,7 +59,7 @@ def has_unit(x: Examined, name: str) -> bool:
 
 
 def refresh_specification(x: Examined) -> str:
-    """Return the command that writes the CDI specification anew."""
+    """Return the command that rewrites the CDI specification."""
     if has_unit(x, REFRESH):
         return f"systemctl start {REFRESH}"
     if is_gpuprovs(x):

@@ -102,7 +102,7 @@ def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
     probe = parse_probe(done.stdout)
     if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
         raise GpuprovError(
-            "the host lets us in and does not answer then", _said(done), "look what hangs there: on its console, "
+            "the host accepts the login, then stops responding", _said(done), "look what hangs there: on its console, "
             "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
     if probe is None:

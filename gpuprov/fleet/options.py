@@ -102,6 +102,10 @@ class Options(SshSettings):
     diff: bool = _option(
         "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall"), help="Show the changes to files."
     )
+    detailed_exitcode: bool = _option(
+        "--detailed-exitcode", is_flag=True, commands=("install",),
+        help="With --check: exit code 5 if something would change.",
+    )  # fmt: skip
     bundle: str = _option(
         "--bundle", type=FILE, commands=("install",),
         help="Install from this file alone, without a network (`gpuprov bundle create` makes it).",
@@ -131,6 +135,9 @@ class Options(SshSettings):
     bootstrap_python: bool = _option("--bootstrap-python", is_flag=True, help="Install Python on hosts that have none.")
     report: str = _option(
         "--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."
+    )
+    metrics: str = _option(
+        "--metrics", type=FILE, metavar="FILE.prom", help="Also write the run for node_exporter's textfile collector."
     )
     json: bool = _option("--json", is_flag=True, help="Print events as JSON lines, a summary last.")
     verbose: bool = _option("--verbose", "-v", is_flag=True, help="Tell more.")

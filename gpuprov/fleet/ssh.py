@@ -196,7 +196,7 @@ def _handshake_problem(place: str, connection: Connection, settings: SshSettings
     spoke = connection.transport is not None and connection.transport.remote_version
     if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
         return Problem(
-            f"{place} hangs up before it says that it is an SSH server", str(error),
+            f"{place} closes the connection before the SSH banner", str(error),
             "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
             f"try: ssh -v {_ssh_words(connection)}",
         )  # fmt: skip

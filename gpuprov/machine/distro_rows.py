@@ -88,7 +88,7 @@ _DEBS = (
     _DEBIAN,
     # docker-cli became a package of its own with Debian 13.
     replace(_DEBIAN, version="13", codename="trixie", docker_packages=("docker.io", "docker-cli")),
-    # Its python3 is 3.8; python3.9 is in universe, in focal-updates and -security (packages.ubuntu.com/focal/python3.9).
+    # Its python3 is 3.8; python3.9 is in universe of focal-updates (packages.ubuntu.com/focal/python3.9).
     replace(_UBUNTU, version="20.04", codename="focal", pythons=("python3.9",)),
     replace(_UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS),
     replace(_UBUNTU, version="24.04", codename="noble"),

@@ -146,7 +146,7 @@ class _Folders:
     """Where a library that lies in one of the host's library folders goes in the container.
 
     The folder is one that the image's loader searches by itself: /usr/lib/MULTIARCH on Debian and Ubuntu, /usr/lib64 on
-    RHEL, Fedora and SUSE. So libraries are found also after the image's own ldconfig has written the cache anew.
+    RHEL, Fedora and SUSE. So libraries are found also after the image's own ldconfig has rewritten the cache.
     """
 
     __slots__ = ("_found", "_root", "decisions")

@@ -1,4 +1,4 @@
-"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it."""
+"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type fixes it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     return done.returncode, causes, events[-1]["hosts"][0]
 
 
-def mend(site: Site, host: Host, command: str) -> None:
+def fix(site: Site, host: Host, command: str) -> None:
     """Type what the doctor said: on the host, or here if it is an installation."""
     words = re.sub(r"  # .*", "", command)
     if words.startswith("gpuprov install "):
@@ -126,7 +126,7 @@ def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: H
     if trouble.instead:
         host.ssh(trouble.instead)
     else:
-        mend(site, host, step)
+        fix(site, host, step)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
 

@@ -38,7 +38,7 @@ _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
 
 
 def driver(version: str) -> tuple[RpmPackage, ...]:
-    """Return what a branch has besides modules: packages that want modules of their very version, whoever's."""
+    """Return what a branch has besides modules: packages that want modules of their very version, from any vendor."""
     return (
         RpmPackage("cuda-drivers", version, requires=f"nvidia-driver = {version}"),
         RpmPackage("nvidia-driver", version, requires=f"nvidia-kmod = {version}"),

@@ -41,7 +41,7 @@ class Vm:
         self.directory.mkdir(parents=True, exist_ok=True)
         kind, blob, _ = (self.image / "host_key.pub").read_text().split()
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {kind} {blob}\n")
-        # It must not outlive whoever started it, however that ends.
+        # It must not outlive the process that started it, however that ends.
         command = (
             "setpriv", "--pdeathsig", "KILL",
             _PROGRAM, "-accel", "tcg,thread=multi", "-m", "2048", "-smp", "2", "-display", "none",

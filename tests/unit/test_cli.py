@@ -148,7 +148,9 @@ USAGE = [
     ("missing variable file", ("facts", "-e", "@/nowhere.yml"), "/nowhere.yml"),
     ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
-    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
+    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "/nowhere/r.html cannot be written"),
+    ("metrics nowhere", ("facts", "--metrics", "/nowhere/r.prom"), "/nowhere/r.prom cannot be written"),
+    ("drift without a check", ("install", "--detailed-exitcode"), "--detailed-exitcode needs --check"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
     ("empty inventory name", ("install", "--hosts", ""), "--hosts names no inventory"),
     ("empty limit", ("install", "--hosts", "a,", "--limit", ""), "it is empty: is a variable of the shell not set?"),
@@ -206,14 +208,15 @@ def test_this_machine_needs_root() -> None:
 
 
 def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "pwd.py").write_text("def getpwuid(_): raise KeyError\n")  # as in a container with a user id of its own
+    # As in a container with a user id of its own.
     code = (
-        "import os, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "import os, pwd, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "def unknown(_): raise KeyError\n"
+        "pwd.getpwuid = unknown\n"
         "from gpuprov.cli.main import main; main()"
     )
     done = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
