@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from gpuprov.wire.errors import Problem
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -23,18 +26,25 @@ class Proxy:
     no_proxy: str = ""
 
     @property
+    def _parts(self) -> SplitResult:
+        # What runs at boots has no proxy, and does not pay for this.
+        from urllib.parse import urlsplit
+
+        return urlsplit(self.url)
+
+    @property
     def address(self) -> str:
         """Return its URL without user and password."""
-        parts = urlsplit(self.url)
+        parts = self._parts
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if self.url else ""
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+        return self._parts.hostname or ""
 
     @property
     def port(self) -> int:
-        parts = urlsplit(self.url)
+        parts = self._parts
         return parts.port or _DEFAULT_PORTS[parts.scheme]
 
     @property

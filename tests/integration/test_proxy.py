@@ -26,6 +26,7 @@ from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.loopback import served
 from tests.integration.rpm_host import RpmHost
+from tests.integration.test_ansible import play, recap
 from tests.integration.test_repos import AptHost
 from tests.integration.tinyproxy import (
     ENCODED,
@@ -36,6 +37,7 @@ from tests.integration.tinyproxy import (
     running_proxy,
     unused_address,
 )
+from tests.lab.fixtures import Site, gpuprov
 from tests.lab.repository import PACKAGE, build_repository
 from tests.lab.rpm_repository import TOOLS, build_rpm_repository
 from tests.lab.shell import run
@@ -150,9 +152,9 @@ def test_a_dead_proxy_is_named_without_its_password(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_refused_login_names_the_proxy(proxy: RunningProxy, scheme: str) -> None:
     host = System()
-    host.proxy = Proxy(f"http://{USER}:wrong-password@127.0.0.1:{proxy.port}")
+    host.proxy = Proxy(f"http://{USER}:wrong-password@{proxy.place}")
     with pytest.raises(GpuprovError) as caught:
-        fetch_small(host, f"{scheme}://127.0.0.1:{proxy.port}/file")
+        fetch_small(host, f"{scheme}://{proxy.place}/file")
     (problem,) = caught.value.problems
     assert proxy.address in problem.evidence and "gpuprov_proxy" in problem.next_step
     assert "wrong-password" not in str(caught.value)
@@ -161,7 +163,37 @@ def test_a_refused_login_names_the_proxy(proxy: RunningProxy, scheme: str) -> No
 def test_apt_says_that_the_proxy_refuses_the_login(proxy: RunningProxy, tmp_path: Path) -> None:
     host = AptHost(tmp_path)
     host.write("/etc/apt/sources.list", b"deb [trusted=yes] http://127.0.0.1:1/ ./\n")
-    host.proxy = Proxy(f"http://{USER}:wrong-password@127.0.0.1:{proxy.port}")
+    host.proxy = Proxy(f"http://{USER}:wrong-password@{proxy.place}")
     with pytest.raises(GpuprovError, match="the proxy, refuses the login") as caught:
         RefreshPackageIndex().apply(host, tell)
     assert "wrong-password" not in str(caught.value)
+
+
+@pytest.mark.lab
+def test_a_host_behind_the_proxy_is_installed_by_both_doors(site: Site, tmp_path: Path) -> None:
+    host = site.fresh("main")
+    with running_proxy(tmp_path / "proxy", site.lab.network.gateway) as proxy:
+        hosts = site.inventory("main", gpuprov_proxy=proxy.url, gpuprov_no_proxy="registry.example.org")
+        said = gpuprov("install", "--hosts", hosts, "--check", "--diff", "--json").stdout
+        assert f"http://{USER}:***@{proxy.place}" in said
+        done = gpuprov("install", "--hosts", hosts)
+        assert done.returncode == 0, done.stdout
+        # The driver, the site's repository and Debian's own came through it.
+        assert f"GET {site.variables['gpuprov_driver_url']}" in proxy.log
+        assert f"{site.lab.url}/apt/" in proxy.log and "debian.org" in proxy.log
+        host.ssh("docker pull registry.invalid/image", check=False)
+        host.ssh("docker pull registry.example.org/image", check=False)
+        assert "CONNECT registry.invalid:443" in proxy.log and "registry.example.org" not in proxy.log
+        # The playbook finds nothing to do; it says no more with all that -vvv shows.
+        played = play("site", hosts, "-vvv")
+        assert recap(played, "main")["changed"] == 0, played.stdout
+        back = gpuprov("rollback", "--hosts", hosts, "--check", "--diff").stdout
+    told = "\n".join((said, done.stdout, played.stdout, back))
+    told += host.ssh("journalctl --no-pager; systemctl show docker; cat /etc/systemd/system/docker.service.d/*").stdout
+    told += host.ssh("cat /var/log/apt/*.log /var/log/dpkg.log /var/lib/gpuprov/runs/*").stdout
+    assert PASSWORD not in told and ENCODED not in told
+    assert host.ssh("stat -c %a:%U /etc/gpuprov/docker-proxy.env").stdout == "600:root\n"
+    # The proxy is gone now: the rollback needs none.
+    rolled = gpuprov("rollback", "--hosts", hosts)
+    assert rolled.returncode == 0, rolled.stdout
+    assert host.ssh("ls /etc/gpuprov /etc/systemd/system/docker.service.d", check=False).stdout == ""

@@ -16,7 +16,7 @@ from tests.integration.loopback import QuietHandler
 USER, PASSWORD, ENCODED = "robot", "s3cret-Word.1", "s3cret-Word%2E1"
 _CONFIGURATION = """\
 Port {port}
-Listen 127.0.0.1
+Listen {address}
 Timeout 60
 MaxClients 50
 LogFile "{folder}/log"
@@ -30,16 +30,16 @@ BasicAuth {user} {password}
 class RunningProxy:
     """Where the proxy listens, and what it has logged."""
 
-    port: int
+    place: str
     folder: Path
 
     @property
     def url(self) -> str:
-        return f"http://{USER}:{ENCODED}@127.0.0.1:{self.port}"
+        return f"http://{USER}:{ENCODED}@{self.place}"
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.place}"
 
     @property
     def log(self) -> str:
@@ -57,27 +57,27 @@ class BehindProxy(QuietHandler):
 
 
 @contextmanager
-def running_proxy(folder: Path) -> Iterator[RunningProxy]:
-    """Run the proxy as long as a test has it."""
+def running_proxy(folder: Path, address: str = "127.0.0.1") -> Iterator[RunningProxy]:
+    """Run the proxy, on an address of this machine, as long as a test has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port = probe.getsockname()[1]
-    text = _CONFIGURATION.format(port=port, folder=folder, user=USER, password=PASSWORD)
+    text = _CONFIGURATION.format(port=port, address=address, folder=folder, user=USER, password=PASSWORD)
     (folder / "tinyproxy.conf").write_text(text)
     process = subprocess.Popen(("tinyproxy", "-d", "-c", str(folder / "tinyproxy.conf")), stdout=subprocess.DEVNULL)
     try:
-        _wait_until_it_listens(process, port)
-        yield RunningProxy(port, folder)
+        _wait_until_it_listens(process, address, port)
+        yield RunningProxy(f"{address}:{port}", folder)
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
+def _wait_until_it_listens(process: subprocess.Popen[bytes], address: str, port: int) -> None:
     while process.poll() is None:
         with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
+            if client.connect_ex((address, port)) == 0:
                 return
         time.sleep(0.02)
     raise AssertionError(f"tinyproxy ended with {process.returncode}")
