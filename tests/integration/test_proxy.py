@@ -128,6 +128,32 @@ def test_dnf_and_zypper_reach_their_repository_through_the_proxy(
     assert TOOLS.name in rpm_repositories.manager(host).gather(host).installed
 
 
+@pytest.mark.slow
+def test_a_bundle_is_made_through_the_proxy(proxy: RunningProxy, tmp_path: Path) -> None:
+    build_repository(tmp_path / "www", tmp_path / "gnupg")
+    end_gpg(tmp_path)
+    (tmp_path / "proxy.yml").write_text(f"gpuprov_proxy: {proxy.url}\ngpuprov_docker: preinstalled\n")
+    with served(tmp_path / "www", BehindProxy) as url:
+        source = f"deb [signed-by={tmp_path}/www/key.asc] {url} ./"
+        words = ("bundle", "create", "--distro", "debian-12", "--package", PACKAGE, "--source", source)
+        refused = gpuprov(*words, "-e", "gpuprov_docker=preinstalled", "-o", tmp_path / "refused.tar")
+        assert refused.returncode != 0 and "403" in refused.stdout
+        done = gpuprov(*words, "-e", f"@{tmp_path}/proxy.yml", "-o", tmp_path / "bundle.tar")
+    assert done.returncode == 0 and "1 packages" in done.stdout, done.stdout
+    assert PASSWORD not in done.stdout and ENCODED not in done.stdout
+    shown = gpuprov("bundle", "show", tmp_path / "bundle.tar", "--json").stdout
+    assert PASSWORD not in shown and ENCODED not in shown
+
+
+@pytest.mark.slow
+def test_a_bundle_for_hosts_of_several_proxies_asks_for_one(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.ini"
+    hosts.write_text("a gpuprov_proxy=http://one:1\nb gpuprov_proxy=http://u:hidden@two:2\n")
+    said = gpuprov("bundle", "create", "--distro", "debian-12", "--hosts", hosts, "-o", tmp_path / "bundle.tar")
+    assert said.returncode == 2 and "the hosts name different proxies" in said.stdout
+    assert "http://one:1, http://two:2" in said.stdout and "hidden" not in said.stdout
+
+
 def test_hosts_of_no_proxy_are_reached_directly(proxy: RunningProxy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("content")
     with served(tmp_path) as url:
