@@ -79,5 +79,6 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     if dead := system.proxy_problem():
         return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
-    planned = repository_changes(facts, spec) if "repositories" in steps else ()
+    # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
+    planned = repository_changes(facts, replace(spec, epel=False)) if "repositories" in steps else ()
     return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))
