@@ -113,12 +113,12 @@ _FAILURES = (
         "the line names it: check its URI and suite, and whether the mirror is whole",
     ),
     Failure(
-        r"Malformed (entry|stanza|line)|The list of sources could not be read|is not known on line \d+ in source list",
-        "a package source can't be read", "the line names the file: correct it, or remove it",
-    ),
-    Failure(
         r"Conflicting values set for option", "two sources name the same repository, with different keys",
         "grep -rl the address that the line names /etc/apt; remove one of the two",
+    ),
+    Failure(
+        r"Malformed (entry|stanza|line)|The list of sources could not be read|is not known on line \d+ in source list",
+        "a package source can't be read", "the line names the file: correct it, or remove it",
     ),
     Failure(r"  407  |[Pp]roxy [Aa]uthentication", "the proxy refuses the login", LOG_IN),
     Failure(r"  401  ", "the repository, or the proxy, refuses the login", LOG_IN),
