@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast lint lint-oldest-python lint-text mutation docs bench agent collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs bench agent collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -62,12 +62,18 @@ test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes o
 
 test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
-	GPUPROV_RACE_SECONDS=30 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
+	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
 
 test-all: test test-rest  ## Everything (45 minutes on 2 cores).
 
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit
+
+test-gpu: setup  ## By hand, as root, on a machine with a real GPU: a report to send (TORCH_IMAGE=… for PyTorch too).
+	$(BIN)/python -m tests.gpu --torch-image "$(TORCH_IMAGE)"
+
+test-torch: setup  ## By hand: a genuine PyTorch (2.9 GB from PyPI) in containers on the simulated GPUs.
+	nice -n 10 $(BIN)/python -m tests.genuine.torch
 
 mutation: setup  ## By hand: put faults into the modules on which safety rests, and count those that their unit tests find.
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutation]'

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpuprov.agent.refusals import sudo_problem
+from gpuprov.agent.same_machine import SCRIPT, machine_of
 from gpuprov.core.proxy import Proxy
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -20,7 +22,8 @@ BOOTSTRAP_OPTION = "--bootstrap-python"
 
 # Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
 # the interpreters to try; what reaches this command line passed an allow-list.
-PROBE = r"""
+PROBE = (
+    r"""
 umask 077
 LC_ALL=C; export LC_ALL
 digest=$1; shift
@@ -39,10 +42,11 @@ for python in "$@"; do
 done
 if [ "$(id -u)" != 0 ]; then
   said=$(sudo -n true 2>&1 </dev/null); code=$?
-  echo "sudo $code $(echo "$said" | head -n 1)"
+  echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
 fi
-echo "end"
 """
+    + f'{SCRIPT}\necho "end"\n'
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,10 @@ class Python:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root."""
+    """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root.
+
+    `machine` is the same under every name of a machine, and nothing where that is not known.
+    """
 
     system: str
     uid: int
@@ -69,6 +76,7 @@ class Probe:
     sudo_code: int | None = None
     sudo_said: str = ""
     os_release: tuple[str, ...] = ("",) * 7
+    machine: str = ""
 
     @property
     def python(self) -> Python | None:
@@ -93,8 +101,9 @@ def parse_probe(text: str) -> Probe | None:
         agent_digest=values.get("agent", [""])[0],
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         sudo_code=int(code) if code.isdecimal() else None,
-        sudo_said=said,
+        sudo_said=said.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
+        machine=machine_of(values.get("machine", [""])[0]),
     )
 
 
@@ -124,6 +133,9 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
             f"`sudo -n true` exited 127: {probe.sudo_said}",
             "install sudo, or set ansible_user to root",
         )
+    refused = sudo_problem(probe.sudo_said) if probe.sudo_code != 0 else None
+    if refused is not None:
+        return refused
     if probe.sudo_code != 0 and not has_password:
         return Problem(
             "sudo on the host wants a password",

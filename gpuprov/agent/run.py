@@ -65,6 +65,9 @@ def _dispatch(run: RunContext) -> Finished:
     command = run.request.command
     if command == "facts":
         return _facts(run)
+    if command == "cuda":
+        reach_local_docker(run.system)
+        return _cuda(run)
     if run.system.user_id() != 0:
         raise GpuprovError(
             f"gpuprov {command} must run as root",
@@ -75,7 +78,7 @@ def _dispatch(run: RunContext) -> Finished:
     reach_local_docker(run.system)
     if command == "verify":
         return _verify(run)
-    if command == "doctor":
+    if command == "doctor" and (run.request.check or not run.request.fix):
         return _doctor(run)
     if command == "install" and run.request.check:
         with _with_bundle(run) as run:
@@ -101,6 +104,8 @@ def _locked(run: RunContext) -> Finished:
             return _roll_back(run)
         if run.request.command == "uninstall":
             return _uninstall(run)
+        if run.request.command == "doctor":
+            return _fix(run)
         with _with_bundle(run) as run:
             return install(run)
 
@@ -191,18 +196,33 @@ def _announced_removal(run: RunContext) -> Removal:
 
 
 def _doctor(run: RunContext) -> Finished:
+    if run.request.fix:
+        from gpuprov.agent.fix import check as check_fix
+
+        return check_fix(run)
     from gpuprov.doctor import examine
 
     return examine(run.system, run.spec, run.sink)
 
 
+def _cuda(run: RunContext) -> Finished:
+    from gpuprov.verify.cuda.request import examine
+
+    return examine(run.system, run.request.arguments, run.sink)
+
+
+def _fix(run: RunContext) -> Finished:
+    from gpuprov.agent.fix import fix
+
+    return fix(run)
+
+
 def _verify(run: RunContext) -> Finished:
     from gpuprov.verify import installed_versions, known_holes, verify
 
-    is_good = verify(run.system, run.spec, run.sink)
+    verdict = verify(run.system, run.spec, run.sink)
     versions = installed_versions(run.system)
     for found in known_holes(versions):
         run.note(f"{found}", "warning")
-    if is_good:
-        return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs", versions=versions)
-    return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has", versions=versions)
+    code = ExitCode.DONE if verdict.good else ExitCode.FAILED
+    return Finished(int(code), summary=verdict.summary(), versions=versions)

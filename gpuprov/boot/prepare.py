@@ -66,7 +66,11 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of what is missing, and the removal of what is no longer wanted, or nothing."""
     wanted = _wanted(facts, spec)
-    wrong = tuple((path, content) for path, content in wanted.items() if not _is_there(facts, path, content))
+    wrong = tuple(
+        (path, content)
+        for path, content in wanted.items()
+        if (found := facts.files.get(path)) is None or not found.is_roots(content)
+    )
     units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
@@ -138,11 +142,6 @@ def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
     return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
 
 
-def _is_there(facts: HostFacts, path: str, content: bytes) -> bool:
-    found = facts.files.get(path)
-    return found is not None and (found.content, found.mode, found.uid) == (content, 0o644, 0)
-
-
 @dataclass(frozen=True)
 class PrepareBoot(Change):
     """These files exist, these units start now and at every boot; stale ones are removed.
@@ -189,6 +188,7 @@ class PrepareBoot(Change):
             system.make_link(f"{WANTS}/{name}", f"{UNITS}/{name}")
         _reload(system)
         self._start(system, tell)
+        _retry_persistence(system, tell)
         return {}
 
     def _start(self, system: System, tell: Tell) -> None:
@@ -214,6 +214,15 @@ class PrepareBoot(Change):
         there = [name for name in before["units"] if system.exists(f"{UNITS}/{name}")]
         if there:
             system.run(("systemctl", "restart", *there), timeout=_START_SECONDS)
+
+
+def _retry_persistence(system: System, tell: Tell) -> None:
+    """Start a package's own unit again that failed: it was started before the libraries were in place."""
+    if not system.run(("systemctl", "is-failed", "--quiet", PERSISTENCE)).ok:
+        return
+    done = system.run(("systemctl", "restart", PERSISTENCE), timeout=_START_SECONDS)
+    if not done.ok:
+        tell(f"{PERSISTENCE} did not start: {done.evidence()}", 0, 0)
 
 
 def _name_of(path: str) -> str:

@@ -28,7 +28,7 @@ _BACK_ENDS = (("", _LIBRARY), ("/vdpau", _LIBRARY), ("/gbm", re.compile(r"nvidia
 _OWN_VERSION = re.compile(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so")
 _PROGRAMS = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server",
-    "nvidia-imex", "nvidia-imex-ctl",
+    "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
 )  # fmt: skip
 _PROGRAM_DIRECTORIES = ("/usr/bin", "/usr/sbin")
 # What OpenCL, Vulkan, EGL and OptiX find the driver by: a .run's places, then those of packages.
@@ -142,7 +142,8 @@ def _collect(
                 continue
             names = links.setdefault(real, [])
             own = f"{place}{below}/{name}"
-            if own != real:
+            # Debian has a link that bears the real file's name: it may have been added with another one.
+            if own not in (real, *names):
                 names.append(own)
             # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
             linked = f"{place}{below}/{real.rpartition('/')[2]}"

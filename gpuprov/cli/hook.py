@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.display_text import plain
+from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
+
+if TYPE_CHECKING:
+    from gpuprov.runtime_hook.settings import Settings
+    from gpuprov.verify.cuda.survey import Survey
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -33,16 +40,15 @@ def hook() -> None:
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: where the container runs.")
-@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
+@options_of_hosts()
+@password_options
 @click.argument("container", metavar="[CONTAINER]", default="")
-def explain(
-    settings_file: str | None, bundle: str | None, as_json: bool, hosts: tuple[str, ...], limit: str, container: str
-) -> None:
+def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str, **options: Any) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
     CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
-    it, what the runtime would decide now.
+    it, what the runtime would decide now. Of a container and of a bundle, also which libcuda.so.1 and
+    libnvidia-ml.so.1 its programs load.
 
     \b
     Examples:
@@ -55,21 +61,62 @@ def explain(
     from gpuprov.runtime_hook.explain import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
-    if hosts or limit:
-        _explain_on_hosts(hosts, limit, container, as_json=as_json)
+    if options["hosts"] or options["limit"]:
+        _explain_on_hosts(options, container, as_json=as_json)
         return
     kept = _kept(container, bundle)
     if kept is not None:
-        click.echo(json.dumps(kept, indent=2) if as_json else "\n".join(_kept_lines(kept)))
+        running = (
+            _libraries(lambda: _of_container(container)) if container else _libraries(lambda: _of_kept(bundle or ""))
+        )
+        _show(kept, _kept_lines(kept), running, as_json=as_json)
         return
     config = _config(bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(config, settings, trouble, bundle or "")
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    for line in _lines(found):
-        click.echo(line)
+    libraries = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
+    _show(found, _lines(found), libraries, as_json=as_json)
+
+
+def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
+    """Print a decision, and which libcuda wins or why that is not known; None: there are no files to look at."""
+    from gpuprov.verify.cuda import survey
+
+    if isinstance(libraries, survey.Survey):
+        found = {**found, "cuda": survey.as_json(libraries)}
+        lines = [*lines, *map(plain, survey.as_lines(libraries))]
+    elif libraries is not None:
+        lines = [*lines, f"libcuda        not looked for: {plain(libraries)}"]
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+
+
+def _libraries(look: Callable[[], Survey]) -> Survey | str:
+    """Return which libraries win, or why that can't be said."""
+    try:
+        return look()
+    except GpuprovError as error:
+        return " ".join(str(error).split())
+
+
+def _of_container(container: str) -> Survey:
+    from gpuprov.core.system import System
+    from gpuprov.verify.cuda.search import Program
+    from gpuprov.verify.cuda.survey import survey
+
+    return survey(System("/"), container, Program())
+
+
+def _of_kept(bundle: str) -> Survey:
+    from gpuprov.runtime_hook.settings import read_settings
+
+    return _of_bundle(_config(bundle), bundle, read_settings()[0])
+
+
+def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
+    from gpuprov.core.system import System
+    from gpuprov.verify.cuda.bundles import survey_bundle
+
+    return survey_bundle(System("/"), config, bundle, settings)
 
 
 @hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")
@@ -101,22 +148,22 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
     sys.exit(_STATES[state])
 
 
-def _explain_on_hosts(hosts: tuple[str, ...], limit: str, container: str, *, as_json: bool) -> None:
+def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
     """Say what was decided for the container on each host; with one host that has it, that is enough."""
     from gpuprov.engines.containers import decision_of
-    from gpuprov.fleet.inventory import read_inventory
-    from gpuprov.fleet.options import SshSettings
+    from gpuprov.fleet.command import inventory_of
     from gpuprov.fleet.remote_system import RemoteSystem
     from gpuprov.fleet.ssh import connected
 
-    if not hosts or not container:
+    if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
         raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
+    settings = Options("hook explain", **take_passwords(options), **options)
     found: dict[str, dict[str, Any]] = {}
     problem: GpuprovError | None = None
-    for target in read_inventory(hosts, limit=limit).hosts:
+    for target in inventory_of(settings).hosts:
         try:
-            with connected(target, SshSettings()) as connection:
+            with connected(target, settings) as connection:
                 found[target.name] = decision_of(RemoteSystem(connection, target), container)
         except GpuprovError as error:
             click.echo(f"{target.name}: {error}", err=True)

@@ -290,6 +290,10 @@ class FileFact:
     uid: int
     gid: int
 
+    def is_roots(self, content: bytes, mode: int = 0o644) -> bool:
+        """Say whether this is a file of root's with this content and mode."""
+        return (self.content, self.mode, self.uid) == (content, mode, 0)
+
 
 def capture_path_itself(system: System, path: str) -> Json:
     """Return what lies at a path as capture_path does; of a link the link, not what it leads to."""

@@ -7,14 +7,16 @@ import re
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import words
-from gpuprov.doctor.docker_rules import cdi_setting, in_daemon, reads_cdi
+from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
+from gpuprov.doctor.remedy import remove, restart, steps
+from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.versions import version_numbers
 
+_OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -39,6 +41,7 @@ def _missing(x: Examined) -> Finding | None:
         "there is no CDI specification, so no container can be given a GPU",
         "\n".join(f"{folder}: nothing of NVIDIA's" for folder in SPECIFICATION_FOLDERS),
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -53,6 +56,7 @@ def _broken(x: Examined) -> Finding | None:
                 f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
                 _anew(x, path),
                 CERTAIN if path == PATH else LIKELY,
+                _OURS if path == PATH else (),
             )
     return None
 
@@ -64,6 +68,7 @@ def _stale(x: Examined) -> Finding | None:
         f"the CDI specification is out of date: {x.specification_fault}",
         f"{PATH}:1: {x.specification_fault}",
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -75,6 +80,7 @@ def _names_absent(x: Examined) -> Finding | None:
                 f"the CDI specification {path} names {len(absent)} files that are not there",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
                 _anew(x, path),
+                remedies=_OURS if path == PATH else (),
             )
     return None
 
@@ -102,6 +108,7 @@ def _conflict(x: Examined) -> Finding | None:
                 f"{other}: {kind}={both[0]}\n{path}: {kind}={both[0]}",
                 f"rm {mine}",
                 LIKELY,
+                (remove(mine),),
             )
         seen.setdefault((folder, kind), (path, names))
     return None
@@ -113,22 +120,26 @@ def _covered(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+        (remove(later[0]),),
     )  # fmt: skip
 
 
 def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
-    if not docker.active or not specifications(x) or version_numbers(docker.version) < (25,):
+    if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
-    # Who has the runtime needs it not, unless it was switched off by hand.
-    setting = cdi_setting(x)
-    if reads_cdi(x) or (in_daemon(x) and setting is None):
+    # Who has another's runtime needs it not, unless it was switched off by hand.
+    off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
+    if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
+    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}'
+    waits = docker_cdi.waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
-        f"{docker.config_path}: features.cdi is {json.dumps(setting)}, docker {docker.version}",
-        f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
-        LIKELY,
+        f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
+        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.RESTART_DOCKER,
+        ASIDE if waits else LIKELY,
+        () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
 
 
@@ -141,6 +152,6 @@ RULES = (
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
     Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
     Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
-    Rule("cdi-off-in-docker", CDI, "docker ≥ 25 without features.cdi (before 28.2), or with it false",
+    Rule("cdi-off-in-docker", CDI, "docker ≥ 25, and `docker info` has no CDISpecDirs",
          _docker_without, ("runtime-unregistered", "daemon-json-broken")),
 )  # fmt: skip

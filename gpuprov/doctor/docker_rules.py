@@ -8,10 +8,10 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -21,6 +21,7 @@ _OTHER_ENGINES = {
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/kubelet", "/usr/local/bin/k3s", "/usr/bin/nerdctl",
     "/usr/local/bin/nerdctl",
 }  # fmt: skip
+_STEP, _RESTART = (steps("docker"),), (restart(_UNIT),)
 _NO_DRIVER = r"could not select device driver"
 
 
@@ -43,19 +44,6 @@ def _line_of(x: Examined, word: str) -> str:
 
 def _start(x: Examined) -> str:
     return f"systemctl reset-failed docker; {words.RESTART_DOCKER}"
-
-
-def cdi_setting(x: Examined) -> object:
-    """Return daemon.json's features.cdi, None where it says nothing."""
-    features = x.host.docker.config.get("features")
-    return features.get("cdi") if isinstance(features, dict) else None
-
-
-def reads_cdi(x: Examined) -> bool:
-    """Say whether the running docker takes devices by CDI: from 25 on where it is told to, from 28.2 on by itself."""
-    setting, version = cdi_setting(x), version_numbers(x.host.docker.version)
-    by_itself, as_told = setting is None and version >= (28, 2), setting is True and version >= (25,)
-    return x.host.docker.active and (by_itself or as_told)
 
 
 def _wrong(x: Examined) -> tuple[Problem, ...]:
@@ -139,13 +127,17 @@ def _disabled(x: Examined) -> Finding | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     if not docker.installed or unit is None or unit.load != "loaded" or unit.enabled != "disabled":
         return None
-    if docker.unit.on_demand or unit.active == "failed":
+    if unit.active == "failed":
         return None
     evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
+    if docker.unit.on_demand:
+        what = "docker is disabled: after a boot nothing runs until docker.socket starts it"
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
     if docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
-        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE)
-    return Finding("docker is disabled, so nothing started it", evidence, f"systemctl enable --now {_UNIT}")
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
+    what = "docker is disabled, so nothing started it"
+    return Finding(what, evidence, f"systemctl enable --now {_UNIT}", remedies=_STEP)
 
 
 def _unreachable(x: Examined) -> Finding | None:
@@ -173,6 +165,7 @@ def _down(x: Examined) -> Finding | None:
         f"{_start(x)}; journalctl -u docker -n 30 --no-pager",
         # Without systemd nobody says whether it runs.
         CERTAIN if unit else LIKELY,
+        _STEP,
     )
 
 
@@ -184,6 +177,7 @@ def _unit_changed(x: Examined) -> Finding | None:
         "docker has not been restarted since its unit changed: it reads another configuration file",
         f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
         words.RESTART_DOCKER,
+        remedies=_RESTART,
     )
 
 
@@ -201,6 +195,7 @@ def _not_restarted(x: Examined) -> Finding | None:
         "docker has not been restarted since its configuration changed",
         f"{_line_of(x, wanted)}: runtime nvidia is {wanted}\ndocker info: the running docker {known}",
         words.RESTART_DOCKER,
+        remedies=_STEP,
     )
 
 
@@ -216,7 +211,8 @@ def _unregistered(x: Examined) -> Finding | None:
         f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
         # `--device nvidia.com/gpu=all` does without.
-        ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
+        ASIDE if docker.cdi and not words.is_gpuprovs(x) else CERTAIN,
+        _STEP,
     )
 
 
@@ -230,6 +226,7 @@ def _unsaved(x: Examined) -> Finding | None:
         f"docker info: runtime nvidia is {in_daemon(x)}\n{x.host.docker.config_path}: no runtimes.nvidia",
         words.gpuprov_install(x),
         LIKELY,
+        _STEP,
     )
 
 
@@ -256,6 +253,7 @@ def _hook_missing(x: Examined) -> Finding | None:
         "`docker run --gpus` has no hook to give containers GPUs by",
         f"ls {NVIDIA_HOOK_PATH}: No such file or directory",
         f"{again}; {words.RESTART_DOCKER}",
+        remedies=() if packaged else (steps("toolkit"), *_RESTART),
     )
 
 
@@ -269,6 +267,7 @@ def _hook_unseen(x: Examined) -> Finding | None:
             "`docker run --gpus` finds no hook: docker looks for it when it starts, and it was not there then",
             f"journalctl -u docker: {found[1][0]}\nls {NVIDIA_HOOK_PATH}: it is there now",
             words.RESTART_DOCKER,
+            remedies=_RESTART,
         )
     if not begun or hook <= begun:
         return None
@@ -294,7 +293,7 @@ RULES = (
     Rule("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it", _broken),
     Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
     Rule("docker-masked", DOCKER, "the unit is masked", _masked),
-    Rule("docker-disabled", DOCKER, "the unit is disabled, docker.socket too", _disabled),
+    Rule("docker-disabled", DOCKER, "the unit is disabled", _disabled),
     Rule("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer", _unreachable),
     Rule("docker-down", DOCKER, "`docker info` gets no answer, and the unit is not active", _down,
          ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown")),

@@ -8,6 +8,7 @@ from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
+from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.other_engines import ENGINES as KNOWN
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
@@ -18,6 +19,9 @@ _FIRST_PODMAN_WITH_CDI = (4, 1)
 
 def _not_installed(x: Examined) -> Finding | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
+    if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
+        seen = f"command -v {' '.join(engine.program for engine in KNOWN.values())}: nothing"
+        return Finding("no container engine is installed", seen, words.install_packages(x, "podman"))
     if not name:
         return None
     return Finding(f"{name} is asked for (gpuprov_engines) and not installed",
@@ -39,7 +43,7 @@ def _unconfigured(x: Examined) -> Finding | None:
         return None
     path = found[name].edits[0].path
     return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
-                   words.gpuprov_install(x))  # fmt: skip
+                   words.gpuprov_install(x), remedies=(steps("engines"),))  # fmt: skip
 
 
 def _down(x: Examined) -> Finding | None:
@@ -49,6 +53,7 @@ def _down(x: Examined) -> Finding | None:
             return Finding(
                 f"{name} does not run", f"systemctl show {KNOWN[name].unit}: {unit.active}, {unit.result}",
                 f"systemctl restart {name}; journalctl -u {name} -n 30 --no-pager",
+                remedies=(restart(KNOWN[name].unit),),
             )  # fmt: skip
     return None
 
@@ -69,7 +74,7 @@ def _refresh_failed(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the CDI specification is not kept up to date", f"systemctl show {REFRESH}: {unit.active}, {unit.result}",
-        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE,
+        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE, (restart(REFRESH),),
     )  # fmt: skip
 
 
@@ -82,11 +87,12 @@ def _persistence_failed(x: Examined) -> Finding | None:
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
         f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
         ASIDE,
+        (restart(PERSISTENCE),),
     )
 
 
 RULES = (
-    Rule("engine-missing", ENGINES, "gpuprov_engines names an engine that is not installed", _not_installed),
+    Rule("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all", _not_installed),
     Rule("engine-unreadable", ENGINES, "an engine's configuration can't be read", _unreadable),
     Rule("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia", _unconfigured),
     Rule("engine-down", ENGINES, "an engine's unit has failed, or is not active", _down),

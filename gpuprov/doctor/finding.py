@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Callable, Optional
 
 from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.remedy import Remedy
 
 # How sure a finding is. An aside prevents no container from using its GPUs now: it is told, and fails nothing.
 CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible", "aside")
@@ -23,12 +24,16 @@ ANY_ROOT = ("*",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said."""
+    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said.
+
+    `remedies`: what gpuprov itself can do about it instead of the next step; none where a person must.
+    """
 
     what: str
     evidence: str
     next_step: str
     confidence: str = CERTAIN
+    remedies: tuple[Remedy, ...] = ()
 
 
 Look = Callable[[Examined], Optional[Finding]]

@@ -19,11 +19,12 @@ from gpuprov.core.system import System
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.engines import other_engines
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
-from gpuprov.facts.kernels import gather_kernels
+from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.wire.errors import GpuprovError
@@ -56,7 +57,7 @@ _WATCHED = (
 
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
-    host = gather_host(system, spec.engines)
+    host = gather_host(system, other_engines.names(system, spec))
     log, log_error = _kernel_log(system)
     smi = _smi(system, host.driver)
     texts = _texts(system)
@@ -68,7 +69,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         kernel_log_error=log_error,
         smi=smi,
         node_errors=_node_errors(system, host.driver, smi),
-        module=parse_modinfo(_said(system, ("modinfo", "nvidia"))),
+        module=parse_modinfo(_said(system, ("modinfo", _module_name(system)))),
         kernels=gather_kernels(system),
         dkms=_said(system, ("dkms", "status")),
         loader=_loader(system),
@@ -96,6 +97,10 @@ def gather(system: System, spec: HostSpec) -> Examined:
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
     )
+
+
+def _module_name(system: System) -> str:
+    return module_name(system.read_text(f"/lib/modules/{system.kernel_release()}/modules.dep") or "") or "nvidia"
 
 
 def _said(system: System, argv: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.doctor.remedy import LOAD_MODULES
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.kernels import fault, newest
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
@@ -55,7 +56,7 @@ def _unsigned(x: Examined) -> Finding | None:
     key = next((path for path in KEYS if path in x.there), "")
     return Finding(
         "Secure Boot is on, and nobody has signed the driver's module",
-        f"the EFI variable SecureBoot is 1\nmodinfo nvidia: {x.module.path} has no signer",
+        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.name}: {x.module.path} has no signer",
         f"{words.rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip
@@ -119,7 +120,7 @@ def _other_kernels_module(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the driver's module was built for kernel {built}, and {x.host.kernel.release} runs",
-        f"modinfo nvidia: {x.module.path}: vermagic {x.module.vermagic}",
+        f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}",
         words.rebuild_module(x),
     )
 
@@ -145,6 +146,7 @@ def _module_idle(x: Examined) -> Finding | None:
         "the driver's module is there and not loaded",
         f"/proc/driver/nvidia/version is not there\nmodinfo nvidia: {x.module.path or 'found'}",
         "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
+        remedies=(LOAD_MODULES,),
     )
 
 
@@ -153,7 +155,7 @@ def _no_uvm(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the module nvidia-uvm is not loaded: CUDA ends with error 999 or 3", "/proc/devices: no nvidia-uvm",
-        "modprobe nvidia-uvm",
+        "modprobe nvidia-uvm", remedies=(LOAD_MODULES,),
     )  # fmt: skip
 
 

@@ -40,6 +40,11 @@ class ModuleFile:
     signer: str = ""
     license: str = ""
 
+    @property
+    def name(self) -> str:
+        """The name that modinfo takes: Debian calls the module nvidia-current."""
+        return self.path.rpartition("/")[2].partition(".")[0] or "nvidia"
+
 
 def telling_lines(log: str) -> tuple[str, ...]:
     """Return the lines of a kernel log that concern GPUs and their driver."""

@@ -19,7 +19,7 @@ from gpuprov.doctor import (
     toolkit_rules,
 )
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, GPUS, MODULE, Finding, Rule
+from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, DOCKER, GPUS, MODULE, Finding, Rule
 
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *smi_rules.RULES,
@@ -39,7 +39,9 @@ class Cause:
 
 def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
-    found = [(rule, _in_its_place(x, rule, finding)) for rule in rules if (finding := rule.look(x)) is not None]
+    # A docker that the specification leaves alone is not examined.
+    looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
+    found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
     return tuple(sorted((Cause(rule, finding, _root(rule, roots)) for rule, finding in found), key=_rank))
 

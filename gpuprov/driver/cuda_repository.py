@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from gpuprov.core.changes import Change, WriteFile
-from gpuprov.driver import fabric_plan, generations, precompiled
+from gpuprov.driver import distribution, fabric_plan, generations, precompiled
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
@@ -49,6 +49,7 @@ _KEYS = (
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
+_TOP = ("nvidia-open", "cuda-drivers")
 PINNING = "nvidia-driver-pinning-"
 
 
@@ -59,13 +60,16 @@ def _needs_repository(spec: HostSpec) -> bool:
 def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with the last branch that serves this host's GPUs, where its packages would be of a later one.
 
-    A driver that is installed as packages of an earlier branch stays with its branch.
+    A driver that is installed as packages of an earlier branch stays with its branch. Where the repository lacks the
+    branch, or can't hold a host to it, the spec stays as it is: `problems` names that.
     """
-    last = generations.last_branch(facts.gpu_device_ids)
-    if spec.driver != "packages" or spec.driver_version or not last:
+    row, last = facts.distribution, generations.last_branch(facts.gpu_device_ids)
+    if spec.driver != "packages" or spec.driver_version or not last or row is None or not _can_pin(row):
         return spec
     installed = facts.driver_installed_version.partition(".")[0] if facts.driver_packaged else ""
-    return replace(spec, driver_version=min(filter(None, (installed, last)), key=int))
+    branch = min(filter(None, (installed, last)), key=int)
+    is_there = branch == installed or int(branch) >= int(LONG_TERM_BRANCH)
+    return replace(spec, driver_version=branch) if is_there else spec
 
 
 def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
@@ -145,12 +149,15 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "set gpuprov_driver: runfile (libraries only), or preinstalled",
             ),
         )
-    if facts.driver_installed_version and not facts.driver_packaged:
+    if over_run_file := distribution.run_file_problems(facts):
+        return over_run_file
+    if (own := distribution.installed_branch(facts)) is not None:
         return (
             Problem(
-                f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
-                "its libraries belong to no package",
-                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
+                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
+                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
+                f"{manager_of(row).commands.remove} '*nvidia*'",
             ),
         )
     if spec.driver_version and not _can_pin(row):
@@ -162,10 +169,10 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "or set gpuprov_driver: runfile",
             ),
         )
-    served = with_branch(facts, spec)
-    if served != spec and not (_can_pin(row) and int(served.driver_version) >= int(LONG_TERM_BRANCH)):
-        return (_no_branch(facts, row, served.driver_version),)
-    version = generations.newest_of(served.driver_version)
+    last = generations.last_branch(facts.gpu_device_ids)
+    if last and not spec.driver_version:
+        return (_no_branch(facts, row, last),)
+    version = generations.newest_of(spec.driver_version)
     return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
 
 

@@ -14,7 +14,7 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
-from gpuprov.engines import docker_proxy
+from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -51,11 +51,14 @@ if TYPE_CHECKING:
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
+# Which repositories the driver's packages may come from (apt_preferences(5)).
+PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     BLACKLIST,
     DKMS_SIGNING,
+    PREFERENCES,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
@@ -91,7 +94,7 @@ class HostFacts:
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
     gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
     has the proxy that is asked for, None if none runs. `served`: what the driver file that is at hand says of GPUs, by
-    device id.
+    device id. `kubernetes`: what makes it a Kubernetes node.
     """
 
     os: OperatingSystem
@@ -124,6 +127,7 @@ class HostFacts:
     offers: Offers | None = None
     docker_proxy_in_use: bool | None = None
     served: Chips = field(default_factory=dict)
+    kubernetes: tuple[str, ...] = ()
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -186,7 +190,13 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         clock=system.clock(),
         fabric=gather_fabric(system),
         cuda=gather_cuda(system),
+        kubernetes=kubernetes.gather(system),
     )
+
+
+def recorded_python(system: System) -> str:
+    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    return gather_interpreter(system, _deployed_python(gather_files(system))).path
 
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:

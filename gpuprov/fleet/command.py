@@ -40,16 +40,22 @@ _PIPE_WIDTH = 160
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    if options.command == "doctor" and (options.check or options.diff) and not options.fix:
+        raise GpuprovError(
+            "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     if options.detailed_exitcode and not options.check:
         raise GpuprovError("--detailed-exitcode needs --check", "", "add --check", exit_code=ExitCode.USAGE)
     for file in filter(None, (options.report, options.metrics)):
         require_writable(file)
     bundle, digest = _checked_bundle(options)
-    inventory = _inventory(options)
-    for warning in inventory.warnings:
-        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
+    inventory = inventory_of(options)
+    request = Request(
+        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
+        arguments=options.arguments,
+    )  # fmt: skip
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     if options.command == "doctor":
@@ -106,7 +112,8 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
-def _inventory(options: Options) -> Inventory:
+def inventory_of(options: Options) -> Inventory:
+    """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -117,6 +124,8 @@ def _inventory(options: Options) -> Inventory:
     else:
         _require_local_call_to_make_sense(options)
         inventory = Inventory((read_extra_vars(options.extra_vars),))
+    for warning in inventory.warnings:
+        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.history import Run
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.result import HostResult, machines
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
@@ -29,7 +29,7 @@ def write_metrics(run: Run, path: str, ended: float) -> None:
     _gauge(registry, "run_duration_seconds", "Wall time of the run", names).labels(run.command).set(run.seconds)
     _hosts(registry, run)
     _checks(registry, run.results)
-    _versions(registry, run.results)
+    _versions(registry, machines(run.results))
     _holes(registry, run.results)
     write_to_textfile(str(Path(path).expanduser()), registry)
 

@@ -5,7 +5,7 @@ click alone is imported here, so that `--help` answers at once; gpuprov.cli make
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
 _COMMANDS = "commands"
-# The fields that choose hosts, which `gpuprov bundle create` takes as well.
+# The fields that choose hosts.
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
 
 if TYPE_CHECKING:
@@ -92,16 +92,23 @@ class Options(SshSettings):
     limit: str = _option("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
     extra_vars: tuple[str, ...] = _option(
         "--extra-vars", "-e", metavar="VAR", multiple=True,
+        # `cuda` has another -e: docker run's.
+        commands=("install", "verify", "doctor", "facts", "rollback", "uninstall"),
         help="key=value, JSON or @file.yml; wins over the inventory.",
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
     check: bool = _option(
-        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall"),
+        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
         help="Say what would change; change nothing.",
     )  # fmt: skip
     diff: bool = _option(
-        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall"), help="Show the changes to files."
-    )
+        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
+        help="Show the changes to files.",
+    )  # fmt: skip
+    fix: bool = _option(
+        "--fix", is_flag=True, commands=("doctor",),
+        help="Do about the causes what gpuprov can do, then look again. `gpuprov rollback` undoes it.",
+    )  # fmt: skip
     detailed_exitcode: bool = _option(
         "--detailed-exitcode", is_flag=True, commands=("install",),
         help="With --check: exit code 5 if something would change.",
@@ -144,6 +151,7 @@ class Options(SshSettings):
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     overrides: tuple[tuple[str, str], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def options_of(command: str) -> Callable[[_Command], _Command]:
@@ -152,6 +160,12 @@ def options_of(command: str) -> Callable[[_Command], _Command]:
     ordered = sorted(fields(Options), key=lambda one: one.name in SshSettings.__annotations__)
     ours = [one for one in ordered if _OPTION in one.metadata]
     return _giving([one for one in ours if command in (one.metadata[_COMMANDS] or (command,))])
+
+
+def options_of_hosts() -> Callable[[_Command], _Command]:
+    """Return what gives a click command the options that choose hosts, and those of the connections to them."""
+    known = {one.name: one for one in fields(Options)}
+    return _giving([known[name] for name in (*INVENTORY_FIELDS, *SshSettings.__annotations__)])
 
 
 def options_of_inventories(help_of_hosts: str) -> Callable[[_Command], _Command]:

@@ -11,11 +11,13 @@ from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
+from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
 from gpuprov.driver.supported_gpus import gather_served
-from gpuprov.engines import docker_proxy
+from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import gather_gpus, gather_os
 from gpuprov.plan import with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
@@ -24,17 +26,19 @@ from gpuprov.wire.spec import HostSpec
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
-    """Return the spec with version, place and digest of each .run file that a bundle or a mirror decides.
+    """Return the spec with all that it leaves to others: .run files of a bundle or a mirror, the branch of packages.
 
-    Done once per run, before the plan.
+    Done once per run, before the plan; the spec never changes afterwards.
 
     A bundle replaces the network, so a mirror is asked only without one. What the user pinned stays, and is checked
     against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
     """
     if manifest is None:
-        return mirror.resolved(system, spec, system.architecture())
-    spec = mirror.of_bundle(spec, manifest.driver_version)
-    return _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+        spec = mirror.resolved(system, spec, system.architecture())
+    else:
+        spec = mirror.of_bundle(spec, manifest.driver_version)
+        spec = _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+    return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
 
 
 def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
@@ -48,6 +52,13 @@ def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
     )
 
 
+def _with_branch(system: System, spec: HostSpec) -> HostSpec:
+    """Return the spec with the branch of NVIDIA's packages that this host's GPUs need; most GPUs need none."""
+    if spec.driver != "packages" or not generations.last_branch([gpu.device_id for gpu in gather_gpus(system)]):
+        return spec
+    return cuda_repository.with_branch(gather(system), spec)
+
+
 def gather_for(
     system: System, spec: HostSpec, bundle: OpenBundle | None, steps: Sequence[str], sink: Sink
 ) -> HostFacts:
@@ -55,7 +66,8 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, spec.engines)
+    facts = gather(system, other_engines.names(system, spec))
+    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
@@ -64,12 +76,11 @@ def gather_for(
     if driver_run.installs(facts, spec) and spec.driver_version:
         facts = replace(facts, served=gather_served(system, driver_run.source(facts, spec)[1]))
     if bundle is not None:
-        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest))
+        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
 
 
 def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str], sink: Sink) -> HostFacts:
-    spec = cuda_repository.with_branch(facts, spec)
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts

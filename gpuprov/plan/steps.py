@@ -10,9 +10,11 @@ from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
+from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
+    distribution_plan,
     dkms,
     driver_install,
     fabric_manager,
@@ -24,7 +26,7 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, docker_proxy, other_engines
+from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
@@ -74,12 +76,19 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec))
+    # A cluster's engine is not restarted unless somebody has named it.
+    unnamed = frozenset(facts.engines).difference(spec.engines)
+    kept_running = unnamed if kubernetes.KUBELET in facts.kubernetes else frozenset()
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept_running)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
-    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    changes = (
+        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
+        if spec.docker != "none"
+        else ()
+    )
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     proxy = docker_proxy.plan(
         facts.files, facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use, restarts=restarts
@@ -99,11 +108,14 @@ def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
+        *distribution_plan.plan_preferences(facts, spec),
+        *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
+        *distribution_plan.plan_other_branch(facts, spec),
         *cuda_repository.plan_profile(facts, spec),
     )
 
@@ -112,6 +124,7 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
         *cuda_repository.plan_driver(facts, spec),
+        *distribution_plan.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
@@ -143,19 +156,20 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
+        packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit,
+        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
     )
 }  # fmt: skip
 
 
 def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
-    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done.
+    """Return what brings the host from `facts` to `spec`, which is resolved; all problems at once if it can't be done.
 
     `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
     that is no step's.
@@ -164,9 +178,13 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems, urls=_urls(facts, spec, chosen))
-    spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
-    notes = (derivative_note(facts.os), kernel.note(facts, spec), dkms.note(facts, spec))
+    notes = (
+        derivative_note(facts.os),
+        kernel.note(facts, spec),
+        dkms.note(facts, spec),
+        software.engine_note(facts, spec),
+    )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
     warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
@@ -178,7 +196,6 @@ def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[s
     """Return what a plan that has problems would fetch: whether it can be had is told along with these."""
     if facts.distribution is None or facts.bundle is not None:
         return ()
-    spec = cuda_repository.with_branch(facts, spec)
     fetching = (step for step in chosen if step.plan in (_plan_download, repository_changes))
     return tuple(url for step in fetching for change in step.plan(facts, spec) for url in change.urls)
 

@@ -108,7 +108,7 @@ def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:
 
 
 def planned(facts: HostFacts, spec: HostSpec) -> list[Change]:
-    found = make_plan(facts, spec, ("repositories", "packages"))
+    found = make_plan(facts, cuda_repository.with_branch(facts, spec), ("repositories", "packages"))
     assert found.problems == ()
     return [one.change for one in found.changes]
 

@@ -45,6 +45,14 @@ def mirror() -> str:
 
 def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES) -> None:
     """Download packages of a Debian suite and unpack them below folder/unpacked."""
+    download(folder, suite, component, packages)
+    for package in folder.glob("*.deb"):
+        output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
+        package.unlink()
+
+
+def download(folder: Path, suite: str, component: str, packages: Sequence[str]) -> None:
+    """Download packages of a Debian suite, and only these, into a folder; `component` may hold several words."""
     state, cache = folder / "apt-state", folder / "apt-cache"
     for directory in (state / "lists" / "partial", cache / "archives" / "partial"):
         directory.mkdir(parents=True)
@@ -63,9 +71,6 @@ def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages
     apt = ("apt-get", "-qq", *(word for option in options for word in ("-o", option)))
     output_of(*apt, "update", hint=_HINT)
     output_of(*apt, "download", *packages, hint=_HINT, cwd=folder)
-    for package in folder.glob("*.deb"):
-        output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
-        package.unlink()
     for scratch in (state, cache, folder / "none"):
         shutil.rmtree(scratch)
     sources.unlink()
