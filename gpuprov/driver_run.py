@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, parent_of
-from gpuprov.core.download import fetch, masked, trusted_sha256
+from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.

@@ -19,6 +19,7 @@ from gpuprov.agent.worker import start_worker
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Event, Finished, to_line
 from gpuprov.wire.request import Request, request_from_line
+from gpuprov.wire.secrets import masked
 
 LOG_PATH = "/var/log/gpuprov.log"
 # The agent's one word: what to do with the request, behind which a second line then says whose job it is.
@@ -85,9 +86,9 @@ def _work(request: Request, writing: int) -> int:
             _remove_agents(sys.argv[0])
         return code
     except BaseException:
-        _log(traceback.format_exc())
+        _log(masked(traceback.format_exc()))
         problem = Problem(
-            "gpuprov itself failed: this is a bug", f"{sys.exc_info()[1]!r}", f"see {LOG_PATH} on the host"
+            "gpuprov itself failed: this is a bug", masked(f"{sys.exc_info()[1]!r}"), f"see {LOG_PATH} on the host"
         )
         sink(Finished(int(ExitCode.FAILED), problems=(problem,)))
         return int(ExitCode.FAILED)

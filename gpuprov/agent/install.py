@@ -16,12 +16,15 @@ from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
+from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.package_lock import wait_until_free
+from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan import with_bundle
 from gpuprov.plan.inputs import gather_for, resolve
-from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan
+from gpuprov.plan.software import lacking_packages
+from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan, repository_changes
 from gpuprov.wire.advisories import TOOLKIT_PACKAGE
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
@@ -145,7 +148,9 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         run.note(note)
     for warning in plan.warnings:
         run.note(warning, "warning")
-    problems = plan.problems or unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
+    network = _network_problems(run, plan)
+    # Without the network the sources would only say the same again.
+    problems = tuple(dict.fromkeys((*plan.problems, *network, *(() if network else _source_problems(run, facts)))))
     if problems:
         raise GpuprovError.several(problems)
     planned = []
@@ -154,6 +159,32 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         planned.append(PlannedChange(change.key, step, change.summary(), diff))
     run.sink(Planned(tuple(planned)))
     return plan
+
+
+def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
+    """Return what keeps a dry run's package sources from being read: an installation would find it out by itself.
+
+    They are read in a copy, as the plan leaves them: the host is not changed, and not asked if it lacks no
+    package.
+    """
+    steps = run.request.steps or ("packages",)
+    if not run.request.check or run.bundle is not None or facts.offers is not None or "packages" not in steps:
+        return ()
+    names = lacking_packages(facts, run.spec)
+    planned = repository_changes(facts, run.spec) if names else ()
+    if not names or not all(one.fingerprint for one in planned if isinstance(one, (InstallKey, InstallRpmKey))):
+        return ()
+    # Most runs change nothing and query no repository.
+    from gpuprov.package_managers import offers
+
+    run.note("reading the package sources, in a copy")
+    return offers.ask(run.system, facts.package_manager, names, planned, run.spec.lock_timeout).problems
+
+
+def _network_problems(run: RunContext, plan: Plan) -> tuple[Problem, ...]:
+    """Return what of the network does not answer: the proxy, else each URL by itself."""
+    dead = run.system.proxy_problem() if plan.urls or (_needs_package_manager(plan) and run.bundle is None) else None
+    return (dead,) if dead else unreachable(run.system, plan.urls)
 
 
 def _require_settled(plan: Plan) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuprov.agent.refusals import sudo_problem
 from gpuprov.agent.same_machine import SCRIPT, machine_of
+from gpuprov.core.proxy import Proxy
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
 
@@ -146,10 +148,19 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
 def bootstrap_script(probe: Probe) -> str:
     """Return the shell command that installs a Python which gpuprov runs on. One line, for the login shell's sake.
 
+    It reads its environment from bootstrap_input: a proxy's password must not be on a command line.
     Raises GpuprovError if the distribution is not supported: gpuprov would refuse such a host in any case.
     """
     row = _distribution(probe)
-    return " || ".join(f"{{ {_commands(row).script} {name}; }}" for name in row.pythons)
+    installations = " || ".join(f"{{ {_commands(row).script} {name}; }}" for name in row.pythons)
+    return f'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {installations}'
+
+
+def bootstrap_input(spec: Mapping[str, Any]) -> bytes:
+    """Return what the bootstrap script reads: the environment of its package manager, then an empty line."""
+    proxy = Proxy(str(spec.get("proxy", "")), str(spec.get("no_proxy", "")))
+    lines = (f"{name}={value}" for name, value in proxy.environment.items())
+    return "".join(f"{line}\n" for line in (*lines, "")).encode()
 
 
 def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTION) -> Problem | None:

@@ -19,6 +19,7 @@ from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
 from gpuprov.core.apply import Stopped, last_undoable_run, roll_back
 from gpuprov.core.lock import host_lock
+from gpuprov.core.proxy import Proxy
 from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
 from gpuprov.engines.docker import reach_local_docker
@@ -29,6 +30,7 @@ from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import FactsGathered, Finished, Planned, Sink, Started
 from gpuprov.wire.request import Request
+from gpuprov.wire.secrets import secret_free
 from gpuprov.wire.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -43,10 +45,13 @@ def run_request(
     """Carry out a request on this machine; every outcome ends with a Finished event, whose exit code is returned."""
     system = system or System()
     begun = system.now()
+    sink = secret_free(sink, request.spec.get("proxy"))
     sink(Started(__version__, request.command, system.own_pid()))
     try:
         use_tables(request.tables)
-        finished = _dispatch(RunContext(request, parse_spec(request.spec), system, sink, stop_requested))
+        spec = parse_spec(request.spec)
+        system.proxy = Proxy(spec.proxy, spec.no_proxy)
+        finished = _dispatch(RunContext(request, spec, system, sink, stop_requested))
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
     except Stopped as stopped:
@@ -213,10 +218,11 @@ def _fix(run: RunContext) -> Finished:
 
 
 def _verify(run: RunContext) -> Finished:
-    from gpuprov.verify import known_holes, verify
+    from gpuprov.verify import installed_versions, known_holes, verify
 
     verdict = verify(run.system, run.spec, run.sink)
-    for found in known_holes(run.system):
+    versions = installed_versions(run.system)
+    for found in known_holes(versions):
         run.note(f"{found}", "warning")
     code = ExitCode.DONE if verdict.good else ExitCode.FAILED
-    return Finished(int(code), summary=verdict.summary())
+    return Finished(int(code), summary=verdict.summary(), versions=versions)

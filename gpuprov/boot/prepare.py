@@ -50,7 +50,8 @@ _START_SECONDS = 180
 # What program_main.py imports, and what that imports; a test runs the file without anything else.
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
-    "core/files", "core/lock", "core/system", "driver/__init__", "driver/load", "wire/__init__", "wire/errors",
+    "core/files", "core/lock", "core/proxy", "core/system",
+    "driver/__init__", "driver/load", "wire/__init__", "wire/errors",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"

@@ -16,14 +16,14 @@ from gpuprov.bundling.recipe import Collection, RunFile
 from gpuprov.bundling.repository_apt import collect_apt
 from gpuprov.bundling.repository_key import new_key
 from gpuprov.bundling.repository_rpm import collect_rpm
-from gpuprov.core.download import fetch, masked, trusted_sha256
+from gpuprov.core.download import fetch, trusted_sha256
 from gpuprov.core.system import System, sha256_of
 from gpuprov.driver import cuda_runfile, installer
 from gpuprov.engines.image_identity import image_identity
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
 
 _DOWNLOAD_SECONDS = 7200
-_HEADER_BYTES = 8192
 AGENT = "agent/gpuprov-agent.pyz"
 
 
@@ -95,7 +95,7 @@ def _collect_driver(to: Collection, cache: str) -> str:
     if not driver.url:
         return ""
     place = _fetched(to, driver, "driver", cache)
-    found = installer.parse_header((to.system.read_start(place, _HEADER_BYTES) or b"").decode("latin-1"))
+    found = installer.parse_header((to.system.read_start(place, installer.HEADER_BYTES) or b"").decode("latin-1"))
     if (found.version, found.architecture) != (driver.version, recipe.architecture):
         raise GpuprovError(
             f"the driver file is {found.version} for {found.architecture}, "

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
 from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
-from gpuprov.core.download import masked
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, distribution, fabric_manager
 from gpuprov.driver.installer import service_packages
@@ -29,10 +28,12 @@ from gpuprov.machine.driver_rows import DriverBranch, own_driver
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
+from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.plan import software
 from gpuprov.repos import AptRepository, repositories
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 _Repository = TypeVar("_Repository", AptRepository, RpmSource)
@@ -169,6 +170,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
+    extra = (PACKAGE for spec in specs if _dkms(row, wanted, spec) is not None)
     others = (
         name
         for spec in specs
@@ -180,7 +182,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
             *software.hold_packages(row, spec),
         )
     )
-    return tuple(sorted({*docker, *headers, *build, *others, *wanted.packages}))
+    return tuple(sorted({*docker, *headers, *build, *extra, *others, *wanted.packages}))
 
 
 def _own_components(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
@@ -243,7 +245,15 @@ def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tu
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
     cuda = cuda_repository.repositories_of(row, wanted.architecture, spec, fabric=wanted.fabric_manager)
     docker = docker_repository(row, wanted.architecture) if spec.docker == "docker-ce" else None
-    return (*cuda, docker) if docker else cuda
+    return tuple(one for one in (*cuda, docker, _dkms(row, wanted, spec)) if one is not None)
+
+
+def _dkms(row: Distribution, wanted: Wanted, spec: HostSpec) -> ExtraRepository | None:
+    """Return the repository of DKMS, where modules are built and the distribution has none."""
+    version = wanted.distro[len(row.id) + 1 :] or row.version
+    if not (wanted.kernels and row.dkms_from and spec.epel):
+        return None
+    return dkms_repository(row, version, wanted.architecture, spec)
 
 
 def _require_runfile(spec: HostSpec) -> None:

@@ -14,6 +14,7 @@ from gpuprov.bundling.repository_key import SIGNED_AT, RepositoryKey
 from gpuprov.bundling.sources import ARCHIVES
 from gpuprov.core.changes import Tell
 from gpuprov.core.system import System, sha256_of
+from gpuprov.packaging.apt import proxy_options
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.repos import AptRepository
 from gpuprov.wire.errors import GpuprovError
@@ -34,12 +35,12 @@ def collect_apt(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
     system, recipe, tell = to.system, to.recipe, to.tell
     environment = _private_apt(to, f"{to.work}/apt")
     tell("reading the repositories' lists", 0, 0)
-    update = (*_APT, "-o", "APT::Update::Error-Mode=any", "update")
+    update = (*_APT, *proxy_options(system), "-o", "APT::Update::Error-Mode=any", "update")
     done = system.run(update, timeout=_UPDATE_SECONDS, env=environment)
     if not done.ok:
         raise GpuprovError("the repositories' lists can't be had", done.evidence(), "check the sources: --source")
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
-    install = (*_APT, "--download-only", "install", "--", *recipe.packages)
+    install = (*_APT, *proxy_options(system), "--download-only", "install", "--", *recipe.packages)
     done = system.run(install, timeout=_DOWNLOAD_SECONDS, env=environment, on_line=lambda line: _tell_get(line, tell))
     if not done.ok:
         raise GpuprovError("the packages can't be had", done.evidence(), "is a repository missing? --source, --hosts")
@@ -101,7 +102,7 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     lines.append(f'APT::Architectures {{ "{recipe.debian_architecture}"; }};')
     lines += [match[0] for match in _PASSED.finditer(system.run(("apt-config", "dump")).stdout)]
     system.write(f"{root}/apt.conf", "".join(f"{line}\n" for line in lines).encode())
-    return {"APT_CONFIG": f"{root}/apt.conf"}
+    return {"APT_CONFIG": f"{root}/apt.conf", **system.proxy.environment}
 
 
 def _require_keyring(system: System, recipe: Recipe) -> None:

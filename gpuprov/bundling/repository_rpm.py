@@ -93,7 +93,7 @@ def _source_text(source: RpmSource, root: str) -> str:
     lines = (
         f"[{source.name}]", f"name={source.name}", f"baseurl={source.uri}", f"repo_gpgcheck={source.signed_metadata:d}",
         f"gpgcheck={source.signed_packages:d}", f"gpgkey={keys}", "skip_if_unavailable=0",
-        f"module_hotfixes={source.all_streams:d}",
+        f"module_hotfixes={source.all_streams:d}", *([f"includepkgs={' '.join(source.only)}"] if source.only else ()),
     )  # fmt: skip
     return "".join(f"{line}\n" for line in lines)
 
@@ -114,7 +114,9 @@ def _download(to: Collection, root: str) -> None:
         *(name.replace("=", "-", 1) for name in recipe.packages),
     )  # fmt: skip
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
-    done = system.run(command, timeout=_DOWNLOAD_SECONDS, on_line=lambda line: _tell_get(line, tell))
+    done = system.run(
+        command, timeout=_DOWNLOAD_SECONDS, env=system.proxy.environment, on_line=lambda line: _tell_get(line, tell)
+    )
     finish(done, "the packages can't be had")
 
 

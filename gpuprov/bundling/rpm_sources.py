@@ -15,7 +15,7 @@ class RpmSource:
     """A repository to take packages from; `keys` are where each key lies, and its full fingerprint.
 
     Something must be signed, as in rpm_repos.py: its metadata, or every package. `all_streams`: packages of module
-    streams that nobody has enabled count too.
+    streams that nobody has enabled count too. `only`: patterns of the packages that may come from it; none means all.
     """
 
     name: str
@@ -24,6 +24,7 @@ class RpmSource:
     signed_metadata: bool = False
     signed_packages: bool = True
     all_streams: bool = False
+    only: tuple[str, ...] = ()
 
 
 _EL = ("BaseOS/{arch}/os/", "AppStream/{arch}/os/")
@@ -80,4 +81,5 @@ def as_source(repository: RpmRepository) -> RpmSource:
         repository.signed_packages,
         # NVIDIA's: the fabric manager is in the stream of its driver's branch.
         all_streams=repository.name == "cuda",
+        only=repository.only,
     )

@@ -122,8 +122,9 @@ def _checked(name: str, content: bytes, sha256: str) -> bytes:
 
 
 def _fetched(url: str, sha256: str) -> bytes:
-    from gpuprov.core.download import fetch, fetch_small, masked
+    from gpuprov.core.download import fetch, fetch_small
     from gpuprov.core.system import System
+    from gpuprov.wire.secrets import masked
 
     system = System()
     if not sha256 and url.startswith("http:"):

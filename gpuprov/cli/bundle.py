@@ -18,6 +18,8 @@ from gpuprov.wire.errors import ExitCode, GpuprovError
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
     from gpuprov.bundling.recipe import Recipe
+    from gpuprov.core.proxy import Proxy
+    from gpuprov.core.system import System
     from gpuprov.wire.spec import HostSpec
 
 _CACHE = "~/.cache/gpuprov/bundle"
@@ -113,13 +115,16 @@ def create(sign_key: str, output: str, **options: Any) -> None:
 
     inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
     changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))
-    mirror = options.pop("mirror")
+    asked = _specs(inventory, changed)
     system = System()
+    system.proxy = _proxy(asked)
+    if problem := system.proxy_problem():
+        raise GpuprovError.several((problem,))
+    mirror = options.pop("mirror")
     chosen = mirror_at(mirror) if mirror else machine_mirror(system, options["distro"].partition("-")[0])
     wanted = Wanted(**options, mirror=chosen)
-    specs = tuple(resolved(system, spec, wanted.architecture) for spec in _specs(inventory, changed))
-    recipe = make_recipe(wanted, specs)
-    contents = _create(recipe, sign_key, Path(output))
+    recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
+    contents = _create(system, recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
     click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
 
@@ -160,17 +165,27 @@ def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
     return parse_spec(values, "the command line")
 
 
-def _create(recipe: Recipe, sign_key: str, output: Path) -> Contents:
+def _proxy(specs: tuple[HostSpec, ...]) -> Proxy:
+    """Return the one proxy that the specifications name. Raises GpuprovError (exit code 2) if they name several."""
+    from gpuprov.core.proxy import NO_PROXY, Proxy
+
+    found = {Proxy(spec.proxy, spec.no_proxy) for spec in specs if spec.proxy}
+    if len(found) > 1:
+        seen = ", ".join(sorted(one.address for one in found))
+        next_step = "say which one this machine uses: -e gpuprov_proxy=http://HOST:PORT"
+        raise GpuprovError("the hosts name different proxies", seen, next_step, exit_code=ExitCode.USAGE)
+    return next(iter(found), NO_PROXY)
+
+
+def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Contents:
     from gpuprov.bundle.format import read_contents, write_bundle
     from gpuprov.bundle.manifest import ADVISORIES, SIGNING_KEY, manifest_to_bytes
     from gpuprov.bundle.signature import export_key, sign
     from gpuprov.bundling import create as collecting
     from gpuprov.bundling.recipe import Collection
     from gpuprov.core.site_tables import advisories_table
-    from gpuprov.core.system import System
     from gpuprov.fleet.agent_build import build_agent
 
-    system = System()
     work = system.temporary_directory("/var/tmp")
     part = output.with_name(f"{output.name}.part")
     try:

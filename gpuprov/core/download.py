@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 from gpuprov.core.changes import Tell
 from gpuprov.core.commands import first_match
+from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.secrets import masked
 
 if TYPE_CHECKING:
     import requests
@@ -117,17 +119,18 @@ def _ask(system: System, url: str) -> Problem | None:
     import requests
 
     try:
-        status = requests.head(
-            url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True, hooks=_HOOKS
-        ).status_code
+        with _session(system) as session:
+            status = session.head(
+                url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True, hooks=_HOOKS
+            ).status_code
     except GpuprovError as error:
         return error.problems[0]
     except requests.RequestException as error:
-        return _explained(url, error).problems[0]
+        return _explained(system, url, error).problems[0]
     # Other refusals may be of the question itself (HEAD): the download will tell.
     if status not in _HTTP_HINTS or status == 403:
         return None
-    return Problem(f"{masked(url)} can't be had", f"HTTP {status}", _HTTP_HINTS[status])
+    return Problem(f"{masked(url)} can't be had", f"HTTP {status}{_through(system, url)}", _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -145,11 +148,6 @@ def published_sha256(system: System, url: str) -> str:
 def trusted_sha256(system: System, url: str) -> str:
     """Return the published digest, nothing over http: an attacker who changes the file can change its digest too."""
     return "" if url.startswith("http:") else published_sha256(system, url)
-
-
-def masked(url: str) -> str:
-    """Return a URL, or a text with URLs in it, for messages: without passwords."""
-    return re.sub(r"(//[^/\s:@]*):[^/\s]*@", r"\1:***@", url)
 
 
 def _copy(system: System, source: str, part: str) -> None:
@@ -195,10 +193,10 @@ def _persistently(
             reason, pause = f"{busy.error.problems[0].evidence}", busy.wait
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             if number == _ATTEMPTS or _is_hopeless(error) or not (begun() or _broke_off(error)):
-                raise _explained(url, error) from None
+                raise _explained(system, url, error) from None
             reason, pause = "connection lost", 0.0
         except requests.RequestException as error:
-            raise _explained(url, error) from None
+            raise _explained(system, url, error) from None
         tell(f"{reason}, trying again ({number + 1} of {_ATTEMPTS})", 0, 0)
         system.sleep(max(2.0 ** (number - 1), pause))
     raise AssertionError("the last attempt returns or raises")
@@ -230,11 +228,9 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
 
 def _get(system: System, url: str, start: int) -> requests.Response:
     """Return the open response. Raises GpuprovError for an HTTP error, _Busy for one that may pass."""
-    import requests
-
     # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    response = requests.get(
+    response = _session(system).get(
         url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system), hooks=_HOOKS
     )
     if response.status_code in ((200, 206, 416) if start else (200,)):
@@ -243,7 +239,7 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     asked = response.headers.get("Retry-After", "")
     response.close()
     next_step = _HTTP_HINTS.get(status, "try again later")
-    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}", next_step)
+    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}{_through(system, url)}", next_step)
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
     raise error
@@ -261,11 +257,12 @@ def _refuse_downgrade(response: requests.Response, *_: object, **__: object) -> 
 
 # Called for each answer before a redirect is followed.
 _HOOKS = {"response": _refuse_downgrade}
+LOG_IN = "the proxy requires a login: set gpuprov_proxy to http://USER:PASSWORD@PROXY:PORT"
 _HTTP_HINTS = {
-    401: "the server wants a log-in: put it into the URL",
+    401: "the server requires a login: put it into the URL; behind a proxy, gpuprov_proxy may lack the right one",
     403: "the server refuses: check the URL, and whether a proxy stands between",
     404: "there is no such file: check version and URL",
-    407: "the proxy wants a log-in: set https_proxy=http://USER:PASSWORD@PROXY:PORT",
+    407: LOG_IN,
 }
 
 
@@ -298,20 +295,60 @@ def _is_hopeless(error: Exception) -> bool:
 
 # Part of what requests says, what it means, what to do.
 _CAUSES = (
+    ("Tunnel connection failed: 40[17]", "the proxy refuses the login", LOG_IN),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted",
      "add the site's CA to the host (update-ca-certificates), and check the clock: timedatectl"),
-    ("NameResolution", "its name is not known", "check DNS, or set https_proxy"),
-    ("Name or service not known", "its name is not known", "check DNS, or set https_proxy"),
-    ("Connection refused", "the connection is refused", "is the server up? does the host need a proxy?"),
-    ("timed out", "it does not answer", "check firewall and proxy"),
-    ("ProxyError", "the proxy does not let it through", "check https_proxy"),
+    ("NameResolution", "its name is not known", "check DNS, or set gpuprov_proxy"),
+    ("Name or service not known", "its name is not known", "check DNS, or set gpuprov_proxy"),
+    ("Connection refused", "the connection is refused", "is the server up? does it take gpuprov_proxy?"),
+    ("timed out", "it does not answer", "check the firewall, and gpuprov_proxy"),
+    ("ProxyError", "the proxy does not let it through", "check gpuprov_proxy and the proxy's own rules"),
 )  # fmt: skip
 
 
-def _explained(url: str, error: Exception) -> GpuprovError:
-    said = masked(str(error))
+def _explained(system: System, url: str, error: Exception) -> GpuprovError:
+    proxy, said = _proxy_for(system, url), masked(str(error))
+    if proxy and "connect to proxy" in said.lower() and "Tunnel connection failed" not in said:
+        return GpuprovError.several((Proxy(proxy).problem(said[-200:]),))
+    seen = f"{said[-200:]}{_through(system, url)}"
     found = first_match(_CAUSES, lambda row: row[0], [said])
     if found is not None:
         (_, meaning, next_step), _ = found
-        return GpuprovError(f"{masked(url)} can't be reached: {meaning}", said[-200:], next_step)
-    return GpuprovError(f"{masked(url)} can't be reached", said[-200:], "check network and proxy, then run this again")
+        return GpuprovError(f"{masked(url)} can't be reached: {meaning}", seen, next_step)
+    return GpuprovError(f"{masked(url)} can't be reached", seen, "check network and proxy, then run this again")
+
+
+def _proxy_for(system: System, url: str) -> str:
+    """Return the URL of the proxy that a request to `url` goes through: gpuprov_proxy, else the environment's."""
+    from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
+
+    try:
+        if not system.proxy.url:
+            return select_proxy(url, get_environ_proxies(url)) or ""
+        # An empty list would make requests read the environment's.
+        return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
+    except ValueError:
+        # Not a URL: the request itself says so.
+        return ""
+
+
+def _through(system: System, url: str) -> str:
+    proxy = _proxy_for(system, url)
+    return f"\nthrough the proxy {Proxy(proxy).address}" if proxy else ""
+
+
+def _session(system: System) -> requests.Session:
+    """Return a session whose every request, those after a redirect too, takes the proxy of its own URL."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class _Proxied(HTTPAdapter):
+        def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+            proxy = _proxy_for(system, request.url or "")
+            proxies = {"http": proxy, "https": proxy} if proxy else {}
+            return super().send(request, *args, **{**kwargs, "proxies": proxies})
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _Proxied())
+    return session

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.download import fetch_small
+from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.driver_releases import checked_releases
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.tables import ADVISORIES, RELEASES, packaged, table, use
 
@@ -63,19 +65,21 @@ def for_request(spec: HostSpec) -> dict[str, Any]:
     if advisories != packaged(ADVISORIES):
         found[ADVISORIES] = advisories
     if spec.driver_releases:
-        found[RELEASES] = _releases(spec.driver_releases, spec.driver_releases_sha256)
+        found[RELEASES] = _releases(spec.driver_releases, spec.driver_releases_sha256, Proxy(spec.proxy, spec.no_proxy))
     return found
 
 
 @functools.cache
-def _releases(place: str, sha256: str) -> Mapping[str, Any]:
+def _releases(place: str, sha256: str, proxy: Proxy) -> Mapping[str, Any]:
     """Return a site's table of releases; read once for all hosts."""
     if not sha256:
         raise GpuprovError(
             "gpuprov_driver_releases has no digest", masked(place),
             "set gpuprov_driver_releases_sha256 (sha256sum FILE, of a file that you trust)", exit_code=ExitCode.USAGE,
         )  # fmt: skip
-    content = fetch_small(System(), f"file://{place}" if place.startswith("/") else place)
+    system = System()
+    system.proxy = proxy
+    content = fetch_small(system, f"file://{place}" if place.startswith("/") else place)
     if sha256_of(content) != sha256:
         raise GpuprovError(
             "the table of driver releases is not the one that was asked for",

@@ -18,10 +18,12 @@ from typing import BinaryIO, Callable, TextIO
 
 from gpuprov.core import disk, files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.core.proxy import NO_PROXY, Proxy
+from gpuprov.wire.errors import GpuprovError, Problem
 
 # Where runs, and the programs that they start, write; each may be a file system of its own.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
+_CONNECT_SECONDS = 15
 
 
 class System:
@@ -31,6 +33,8 @@ class System:
         self.root = Path(root)
         # What commands get besides core/commands.py's environment: the address of this host's docker.
         self.environment: dict[str, str] = {}
+        # What downloads go through, and the commands that ask for its environment: package managers.
+        self.proxy: Proxy = NO_PROXY
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -167,6 +171,19 @@ class System:
         if not done.ok:
             raise GpuprovError(what, done.evidence(), next_step)
         return done
+
+    def proxy_problem(self) -> Problem | None:
+        """Return the problem of a proxy that takes no connection; None if it takes one, or if there is no proxy."""
+        if not self.proxy.url:
+            return None
+        # Most runs have no proxy.
+        import socket
+
+        try:
+            with socket.create_connection((self.proxy.host, self.proxy.port), timeout=_CONNECT_SECONDS):
+                return None
+        except OSError as error:
+            return self.proxy.problem(f"connection to {self.proxy.host} port {self.proxy.port}: {error}")
 
     # -- writing -------------------------------------------------------------------------------------------------
 

@@ -30,16 +30,21 @@ _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
 _PROFILE_TEXT = _PROFILE_HEAD + b'export PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
 # Whose key signs which folders: file, fingerprint; none where no source was found that tells it. Debian 13 wants better
-# than the SHA-1 signature of the older key; since 2025 each new folder has a key of its own.
+# than the SHA-1 signature of the older key; since 2025 each new folder has a key of its own, so a later release gets
+# none of these.
 _KEYS = (
     (r"debian13", "8793F200.pub", "02182E60104FCDC26EAE1B8597A5D4CB8793F200"),
     (r"ubuntu2604", "60DF8A40.pub", "14BAFBC7562AD710CA04E69905FBB6DA60DF8A40"),
-    (r"(debian|ubuntu)\d+", "3bf863cc.pub", "EB693B3035CD5710E231E123A4B469963BF863CC"),
+    (r"debian1[12]|ubuntu2[024]04", "3bf863cc.pub", "EB693B3035CD5710E231E123A4B469963BF863CC"),
     (r"rhel10", "CDF6BA43.pub", ""),
     (r"fedora43", "1940C73E.pub", ""),
     (r"fedora44", "73CD9B30.pub", "129994480EC63D2789BC98E490DFED2F73CD9B30"),
     (r"suse16", "3A8B5622.pub", "CF65941A859D4B4E6870F188736A284B3A8B5622"),
-    (r".*", "D42D0685.pub", "610C7B14E068A878070DA4E99CD0A493D42D0685"),
+    (
+        r"rhel[789]|amzn2023|sles15|opensuse15|fedora(39|4[012])",
+        "D42D0685.pub",
+        "610C7B14E068A878070DA4E99CD0A493D42D0685",
+    ),
 )
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
@@ -83,13 +88,20 @@ def repositories_of(
     if not (fabric or _needs_repository(spec)) or not folder:
         return ()
     base = f"{spec.cuda_repository.rstrip('/')}/{folder}"
-    file, fingerprint = _key(row)
-    return (ExtraRepository("cuda", f"{base}/", f"{base}/{file}", spec.cuda_key_fingerprint or fingerprint),)
+    file, fingerprint = _key(row, spec)
+    return (ExtraRepository("cuda", f"{base}/", f"{base}/{file}", fingerprint),)
 
 
-def _key(row: Distribution) -> tuple[str, str]:
-    """Return file and fingerprint of the key that signs the repository of a row."""
-    return next((file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository))
+def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
+    """Return file and fingerprint of the key that signs the repository of a row; nothing for what is not known.
+
+    The user's fingerprint counts first. NVIDIA names a key's file by the last eight digits of its fingerprint.
+    """
+    found = ((file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository))
+    file, fingerprint = next(found, ("", ""))
+    if not spec.cuda_key_fingerprint:
+        return file, fingerprint
+    return file or f"{spec.cuda_key_fingerprint[-8:]}.pub", spec.cuda_key_fingerprint
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -114,14 +126,17 @@ def repository_problems(row: Distribution, architecture: str, spec: HostSpec) ->
                 "set gpuprov_driver: runfile, and leave gpuprov_cuda out",
             ),
         )
-    return () if spec.cuda_key_fingerprint or _key(row)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}"),)
+    return () if _key(row, spec)[1] else (_unknown_key(row, f"{_DEFAULT}/{folder}", _key(row, spec)[0]),)
 
 
-def _unknown_key(row: Distribution, base: str) -> Problem:
+def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
+    """No key of another distribution stands in for it: the fingerprint is what makes the packages NVIDIA's."""
+    place = f"{base}/{file or 'the .pub file that lies there'}"
     return Problem(
         f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}",
-        f"{base}/{_key(row)[0]}",
-        "look it up in a way that you trust (gpg --show-keys, over another network): gpuprov_cuda_key_fingerprint",
+        f"{place}: no public source that tells its fingerprint was found",
+        f"fetch it twice over different networks (curl -O {base}/{file or 'FILE.pub'}), compare the two, and set "
+        "gpuprov_cuda_key_fingerprint to the 40 digits that gpg --show-keys FILE prints; or gpuprov_driver: runfile",
     )
 
 

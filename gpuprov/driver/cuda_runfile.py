@@ -13,13 +13,13 @@ from typing import ClassVar
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path
 from gpuprov.core.commands import Completed
-from gpuprov.core.download import masked
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
 from gpuprov.driver_run import FetchRunfile, place_of, require_digest, require_room
 from gpuprov.facts.cuda import version_in
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 LINK = "/usr/local/cuda"

@@ -8,7 +8,7 @@ from typing import ClassVar
 from gpuprov import driver_run
 from gpuprov.cdi.discover import discover
 from gpuprov.core.changes import Change, Json, Tell, Then, capture_path, restore_path
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import SYSTEM_PATH, Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
@@ -20,7 +20,7 @@ from gpuprov.driver.unload import Unloading, start_again, start_all_again, unloa
 from gpuprov.driver_run import INCOMPLETE_MARK, installs, require_digest, require_room
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import IN_USE_MARK
-from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.distros import distribution_of, kernel_compiler
 from gpuprov.machine.machine import gather_os
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.wire.errors import GpuprovError
@@ -38,7 +38,6 @@ _INSTALLER_SECONDS = 3600
 _UNINSTALL_SECONDS = 600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
-_HEADER_BYTES = 8192
 _UNPACK = f"{CACHE_DIRECTORY}/unpack"
 # The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
 # installer takes it away before it looks.
@@ -165,7 +164,7 @@ class InstallDriver(Change):
 
     def _inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs: right file, right version, right architecture."""
-        start = system.read_start(self.path, _HEADER_BYTES)
+        start = system.read_start(self.path, installer.HEADER_BYTES)
         if start is None:
             raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
         require_digest(system, self.path, self.sha256, "the driver file", "gpuprov_driver_sha256")
@@ -194,7 +193,10 @@ class InstallDriver(Change):
             # An old log must not be taken for this run's.
             system.remove(INSTALLER_LOG)
             command = ("sh", self.path, *arguments)
-            done = system.run(command, timeout=_INSTALLER_SECONDS, on_line=lambda line: tell(line.strip(), 0, 0))
+            env = _build_environment(system)
+            done = system.run(
+                command, timeout=_INSTALLER_SECONDS, env=env, on_line=lambda line: tell(line.strip(), 0, 0)
+            )
         finally:
             system.remove_tree(temporary)
         return done, dkms
@@ -280,3 +282,10 @@ def _uninstall(system: System, before: Json) -> None:
     # In a system container the modules are the container host's.
     if before.get("kernel_modules"):
         unload_unused(system)
+
+
+def _build_environment(system: System) -> dict[str, str]:
+    """Return the PATH with the compiler that built the running kernel first, if it is not the host's `gcc`."""
+    row = distribution_of(gather_os(system))
+    folder = kernel_compiler(row, system.kernel_release()) if row is not None else ""
+    return {"PATH": f"{folder}:{SYSTEM_PATH}"} if folder and system.exists(folder) else {}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gpuprov.core.download import masked
 from gpuprov.core.places import CACHE_DIRECTORY
-from gpuprov.driver import generations, running_driver
+from gpuprov.driver import generations, running_driver, supported_gpus
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver_run import installs, needs_digest
 from gpuprov.facts.host import HostFacts
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 
 # The largest .run has 460 MB and unpacks to 1.8 GB; what it installs has about 1 GB.
@@ -53,11 +53,22 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         )
     unserved: tuple[Problem, ...] = ()
     if brings_modules(facts, spec):
-        unserved = generations.problems(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
+        unserved = _unserved(facts, spec)
     if not installs(facts, spec):
         return unserved
     found = (*_digest_problems(facts, spec), *_room_problems(facts, spec), *running_driver.problems(facts, spec))
     return (*unserved, *found)
+
+
+def _unserved(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return which GPUs the driver does not serve: its own list decides where its file is at hand, else the PCI ids.
+
+    A GPU that the list does not know is judged by its PCI id.
+    """
+    ids, asked = facts.gpu_device_ids, spec.kernel_module_type
+    unlisted = tuple(one for one in ids if one not in facts.served)
+    listed = supported_gpus.problems(ids, facts.served, asked)
+    return (*listed, *generations.problems(unlisted, spec.driver_version, asked))
 
 
 def _digest_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

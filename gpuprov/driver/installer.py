@@ -36,6 +36,10 @@ class Header:
     skip: int = 0
 
 
+# So much of a .run file has its header.
+HEADER_BYTES = 8192
+
+
 def parse_header(text: str) -> Header:
     """Return a .run file's header from the text of its shell stub (its first few KiB), without running anything.
 

@@ -116,7 +116,7 @@ def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that building modules needs: headers of exactly the running kernel, a compiler, DKMS."""
     row = facts.distribution
-    if row is None or not _compiles(facts, spec):
+    if row is None or not compiles(facts, spec):
         return ()
     following = next_kernel_headers(row, facts.kernel.release, facts.packages.installed)
     return (*headers(facts, spec), *following, *row.build_packages)
@@ -125,10 +125,11 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of the running kernel's headers, where modules are to be built."""
     row = facts.distribution
-    return kernel_headers(row, facts.kernel.release) if row is not None and _compiles(facts, spec) else ()
+    return kernel_headers(row, facts.kernel.release) if row is not None and compiles(facts, spec) else ()
 
 
-def _compiles(facts: HostFacts, spec: HostSpec) -> bool:
+def compiles(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether kernel modules are built on this host."""
     if spec.driver == "preinstalled" or not brings_modules(facts, spec):
         return False
     choice = distribution.chosen(facts, spec)
@@ -138,7 +139,7 @@ def _compiles(facts: HostFacts, spec: HostSpec) -> bool:
 def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return what makes DKMS sign with the user's key what it builds now and for kernels to come (dkms(8))."""
     there = facts.files.get(DKMS_SIGNING)
-    if not (spec.module_signing_key and spec.module_signing_certificate and _compiles(facts, spec)):
+    if not (spec.module_signing_key and spec.module_signing_certificate and compiles(facts, spec)):
         return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if there else ()
     text = f"mok_signing_key={spec.module_signing_key}\nmok_certificate={spec.module_signing_certificate}\n".encode()
     return () if there and (there.content, there.mode) == (text, 0o644) else (WriteFile(DKMS_SIGNING, text),)

@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.versions import version_numbers
 

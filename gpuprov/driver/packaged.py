@@ -211,10 +211,11 @@ class EnableStream(Change):
         return {}
 
     def _dnf(self, system: System, verb: str, name: str) -> None:
-        system.require(
-            ("dnf", "-y", "module", verb, name), f"dnf can't {verb} {name}",
-            "dnf module list nvidia-driver shows which streams there are", timeout=_INSTALL_SECONDS,
-        )  # fmt: skip
+        command = ("dnf", "-y", "module", verb, name)
+        done = system.run(command, timeout=_INSTALL_SECONDS, env=system.proxy.environment)
+        if not done.ok:
+            next_step = "dnf module list nvidia-driver shows which streams there are"
+            raise GpuprovError(f"dnf can't {verb} {name}", done.evidence(), next_step)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

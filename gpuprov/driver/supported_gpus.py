@@ -10,11 +10,12 @@ import json
 import lzma
 import tarfile
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from gpuprov.core.system import System
+from gpuprov.driver.installer import HEADER_BYTES, parse_header
+from gpuprov.facts.chips import Chip, Chips
 from gpuprov.wire.errors import GpuprovError, Problem
 
 _MEMBER = "supported-gpus/supported-gpus.json"
@@ -26,17 +27,15 @@ _LONGEST_STUB = 4 << 20
 _SECONDS = 300
 
 
-@dataclass(frozen=True)
-class Chip:
-    """A GPU in the list. `legacy_branch` is the last branch for it, such as 470, or nothing."""
-
-    name: str
-    legacy_branch: str
-    open_modules: bool
-    proprietary_modules: bool
-
-
-Chips = Mapping[str, Chip]
+def gather_served(system: System, path: str) -> Chips:
+    """Return what the driver file at a path says of GPUs; none where there is no such file, or no list in it."""
+    start = system.read_start(path, HEADER_BYTES)
+    try:
+        skip = parse_header(start.decode("latin-1")).skip if start is not None else 0
+    except GpuprovError:
+        # The installation says what the file is instead.
+        return {}
+    return read_supported_gpus(system, path, skip)
 
 
 def read_supported_gpus(system: System, path: str, skip: int) -> Chips:
@@ -132,6 +131,15 @@ def module_type(device_ids: Sequence[str], chips: Chips, asked: str, otherwise: 
     if asked != "auto":
         return asked
     return "proprietary" if closed_only else "open" if open_only else otherwise
+
+
+def problems(device_ids: Sequence[str], chips: Chips, asked: str) -> tuple[Problem, ...]:
+    """Return why the driver that the list belongs to can't serve these GPUs, with kernel modules as asked."""
+    try:
+        module_type(device_ids, chips, asked, "auto")
+    except GpuprovError as error:
+        return error.problems
+    return ()
 
 
 def _legacy(device_id: str, chip: Chip) -> Problem:

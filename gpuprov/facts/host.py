@@ -14,13 +14,14 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
-from gpuprov.engines import kubernetes
+from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
 from gpuprov.facts.boot_files import BootFacts, gather_boot
+from gpuprov.facts.chips import Chips
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.holders import RunningDriver
@@ -69,6 +70,7 @@ _MANAGED_FILES = (
     PROFILE,
     OTHER_PROFILE,
     "/etc/dnf/modules.d/nvidia-driver.module",
+    docker_proxy.DROP_IN,
 )
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
@@ -90,7 +92,9 @@ class HostFacts:
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on. `kubernetes`: what makes it a Kubernetes node.
+    gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
+    has the proxy that is asked for, None if none runs. `served`: what the driver file that is at hand says of GPUs, by
+    device id. `kubernetes`: what makes it a Kubernetes node.
     """
 
     os: OperatingSystem
@@ -121,6 +125,8 @@ class HostFacts:
     mig: tuple[MigGpu, ...] = ()
     cuda: CudaFacts = field(default_factory=CudaFacts)
     offers: Offers | None = None
+    docker_proxy_in_use: bool | None = None
+    served: Chips = field(default_factory=dict)
     kubernetes: tuple[str, ...] = ()
 
     @cached_property
@@ -248,6 +254,7 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     """Return the facts as JSON values: of files the paths only, of installed packages their number."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
+    del data["served"]
     for name, engine in facts.engines.items():
         data["engines"][name]["files"] = sorted(engine.files)
     data["other_specifications"] = sorted(facts.other_specifications)

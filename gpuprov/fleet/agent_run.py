@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpuprov.agent.probe import PROBE, PYTHONS, Probe, bootstrap_script, parse_probe, probe_problem, python_problem
+from gpuprov.agent.probe import (
+    PROBE,
+    PYTHONS,
+    Probe,
+    bootstrap_input,
+    bootstrap_script,
+    parse_probe,
+    probe_problem,
+    python_problem,
+)  # fmt: skip
 from gpuprov.agent.push import STORE, agent_command, no_probe_problem, said, unfinished_problem
 from gpuprov.agent.refusals import sudo_problem
 from gpuprov.core.commands import Completed
@@ -57,7 +66,7 @@ def run_agent(
     claim(probe.machine)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
-        _bootstrap(connection, target, probe)
+        _bootstrap(connection, target, probe, request)
         probe = probe_host(connection, target, agent.digest)
     problem = python_problem(probe, target.python)
     if problem is not None:
@@ -133,10 +142,11 @@ def _line(text: str) -> tuple[bytes, ...]:
     return (f"{text}\n".encode(),)
 
 
-def _bootstrap(connection: Connection, target: HostTarget, probe: Probe) -> None:
+def _bootstrap(connection: Connection, target: HostTarget, probe: Probe, request: Request) -> None:
     output: list[str] = []
     command = ("sh", "-c", bootstrap_script(probe))
-    done = as_root(connection, target, probe, command, _line(""), output.append, timeout=_BOOTSTRAP_PATIENCE)
+    stdin = (bootstrap_input(request.spec),)
+    done = as_root(connection, target, probe, command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
     if not done.ok:
         raise _error(
             Problem("Python cannot be installed on the host", _said(done, output[-5:]),

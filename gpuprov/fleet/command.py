@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuprov.core.download import masked
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.display_text import one_line
 from gpuprov.fleet.history import Run, moment, new_identifier, save
@@ -24,6 +23,7 @@ from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error
 from gpuprov.wire.request import Request
+from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import parse_spec, spec_to_json
 
 if TYPE_CHECKING:

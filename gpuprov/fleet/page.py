@@ -15,12 +15,14 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, plain, shortened
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange, machines
-from gpuprov.fleet.versions import MIG, mig_instances
+from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
+from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
 
@@ -50,6 +52,7 @@ def render(run: Run, before: Run | None = None) -> str:
         hosts=counted(len(results), "host"),
         grid=make_grid(results),
         causes=causes(results),
+        holes=hosts_by_hole(results, rows_of(advisories_table())),
         versions=_versions(results),
         durations=_durations(results),
         gpus=_gpus(results),

@@ -10,11 +10,12 @@ class KernelPackages:
     """Packages that go with some kernels: those where `pattern` matches all of a name.
 
     The names may hold the pattern's named groups in braces, and {kernel} for `uname -r`; NAME=VERSION asks for a
-    version.
+    version. `compiler`: the folder of the compiler that built these kernels, where it is not the host's `gcc`.
     """
 
     pattern: str
     names: tuple[str, ...]
+    compiler: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ _DEBS = (
         _DEBIAN, version="13", codename="trixie",
         docker_packages=("docker.io", "docker-cli", "docker-buildx", "docker-compose"),
     ),
-    # Its python3 is 3.8; python3.9 is in universe (packages.ubuntu.com/focal/python3.9).
+    # Its python3 is 3.8; python3.9 is in universe of focal-updates (packages.ubuntu.com/focal/python3.9).
     replace(_UBUNTU, version="20.04", codename="focal", pythons=("python3.9",)),
     replace(
         _UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS, docker_packages=_UBUNTU_DOCKER
@@ -121,6 +122,13 @@ _EL8_HEADERS = (
 )
 _EL9_HEADERS = (_EL_REALTIME, _EL_FLAVOUR, *_NEW_HEADERS)
 # Oracle's own kernels: docs.oracle.com, Unbreakable Enterprise Kernel.
+# UEK 8 is built by gcc 14 (UEK 8 release notes, "Obtaining Packages": kernel-uek-devel brings gcc-toolset-14); the
+# `gcc` of Oracle Linux 9 is 11.
+_UEK8 = KernelPackages(
+    r"6\.12\..+\.el9uek\.\w+",
+    ("kernel-uek-devel={kernel}", "gcc-toolset-14-gcc"),
+    "/opt/rh/gcc-toolset-14/root/usr/bin",
+)
 _UEK = KernelPackages(r".+\.el\d+uek\.\w+", ("kernel-uek-devel={kernel}",))
 # kernel-devel-matched makes each new kernel-core bring its kernel-devel. Only one version of it can be installed, and
 # the newest would bring the newest kernel: so it is asked for in the running kernel's version, once. Each flavour has
@@ -139,8 +147,8 @@ _ROCKY = Distribution(
     "rocky", "9", "Rocky Linux", "dnf", _EL9_HEADERS, _EL_BUILD, (), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: Red Hat Enterprise Linux", _MATCHED, "EPEL", "centos", "rhel{major}",
 )  # fmt: skip
-# Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", Python: python39 since 8.4,
-# python3.11 since 8.8, python3.12 since 8.10.
+# Its python3 is 3.6. docs.redhat.com, RHEL 8, "Configuring basic system settings", table "Python versions in RHEL 8":
+# python39 since 8.4, python3.11 since 8.8, python3.12 since 8.10.
 _EL8 = replace(
     _ROCKY,
     version="8",
@@ -157,7 +165,8 @@ _EL = tuple(
     replace(row, id=one, name=name, docker_repository=docker) for one, name, docker in _EL_NAMES for row in _EL_RELEASES
 )
 _ORACLE = tuple(
-    replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK, *row.kernel_headers)) for row in _EL_RELEASES
+    replace(row, id="ol", name="Oracle Linux", kernel_headers=(_UEK8, _UEK, *row.kernel_headers))
+    for row in _EL_RELEASES
 )
 _FEDORA = replace(
     _ROCKY, id="fedora", version="*", name="Fedora", kernel_headers=(_EL_FLAVOUR, *_NEW_HEADERS),
@@ -193,7 +202,8 @@ _SLES = Distribution(
     "sles", "15", "SUSE Linux Enterprise", "zypper", _SUSE_HEADERS, _SUSE_BUILD, ("docker",), _DRACUT,
     "docs.nvidia.com, Driver Installation Guide: SUSE; documentation.suse.com", (), "PackageHub", "", "sles{major}",
 )  # fmt: skip
-# Their python3 is 3.6; python311 is in the Python 3 Module since SLES 15 SP4, and in Leap since 15.4.
+# Their python3 is 3.6; python311 is in SLE-Module-Python3 since SLES 15 SP4 (suse.com, "Incompatible changes ahead for
+# Public Cloud SDKs", 2024-03-25), from which Leap takes it.
 _SUSE_15 = ("python311",)
 _LEAP = replace(
     _SLES, id="opensuse-leap", name="openSUSE Leap", build_packages=(*_SUSE_BUILD, "dkms"), dkms_from="",

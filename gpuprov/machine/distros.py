@@ -28,7 +28,8 @@ _REFUSED = {
 # SUSE Linux Micro 6.2 has the ID of SLES 16.
 _REFUSED_VARIANTS = {("sles", "transactional"): _REFUSED["sl-micro"]}
 # Releases past their end of life, by ID and VERSION_ID, of which a distribution may also be a derivative: their own
-# name and date, what to do. None of them has a Python that gpuprov runs on.
+# name and date, what to do. None of them has a Python that gpuprov runs on. Sources: aws.amazon.com/amazon-linux-2;
+# blog.centos.org; access.redhat.com, Red Hat Enterprise Linux Life Cycle; oracle.com, Lifetime Support Policy.
 _MOVE_EL = "move the host to release 9 or 10 of RHEL, Rocky Linux, AlmaLinux or Oracle Linux, then run gpuprov again"
 _ENDED = {
     ("amzn", "2"): ("30 June 2026", "move the host to Amazon Linux 2023, then run gpuprov again"),
@@ -130,6 +131,12 @@ def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:
     return next((names for names in found if names), ())
 
 
+def kernel_compiler(row: Distribution, kernel: str) -> str:
+    """Return the folder of the compiler that builds a kernel's modules, nothing where it is the host's own `gcc`."""
+    rule = next((rule for rule in row.kernel_headers if re.fullmatch(rule.pattern, kernel)), None)
+    return rule.compiler if rule is not None else ""
+
+
 def next_kernel_headers(row: Distribution, kernel: str, installed: Collection[str]) -> tuple[str, ...]:
     """Return the packages that bring headers with the kernels to come; none that is there in any version."""
     names = packages_for_kernels(row.next_kernel_headers, kernel, installed)
@@ -161,7 +168,8 @@ class ExtraRepository:
     """A repository that a host needs besides its distribution's and the user's: Docker's, NVIDIA's CUDA, an archive.
 
     apt needs suite and components; the other package managers have all in the URI. `signed_metadata`: the index is
-    signed, not only the packages; apt accepts no other.
+    signed, not only the packages; apt accepts no other. `only`: patterns of the packages that may come from it (dnf and
+    zypper); none means all.
     """
 
     name: str
@@ -171,6 +179,7 @@ class ExtraRepository:
     suite: str = "/"
     components: str = ""
     signed_metadata: bool = True
+    only: tuple[str, ...] = ()
 
 
 def docker_repository(row: Distribution, architecture: str) -> ExtraRepository | None:

@@ -58,6 +58,13 @@ class Dnf(RpmManager):
         tool = "dnf5" if row.id == "fedora" and int(row.version) >= _DNF5_FEDORA else "dnf"
         return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
 
+    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+        # dnf.conf(5), includepkgs.
+        return True, (f"includepkgs={' '.join(only)}",)
+
+    def with_limited(self, repository: str) -> tuple[str, ...]:
+        return ()
+
     def unfiltered(self, repository: str) -> tuple[str, ...]:
         # dnf.conf(5), module_hotfixes.
         return (f"--setopt={repository}.module_hotfixes=1",)

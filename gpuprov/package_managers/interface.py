@@ -40,6 +40,7 @@ class Installation:
     `bundle`: the bundle that is their only source. `hold`: the packages to keep at their version; None leaves all holds
     as they are. `units`: to be enabled where packages do not enable what they bring. `advice`: the answer if no
     repository has a package. `unfiltered_repository`: a repository of gpuprov's whose packages no module stream hides.
+    `limited`: a repository of gpuprov's (name) that gives the `limited_names` alone.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,8 @@ class Installation:
     units: tuple[str, ...] = ()
     advice: Advice | None = None
     unfiltered_repository: str = ""
+    limited: str = ""
+    limited_names: tuple[str, ...] = ()
 
 
 class PackageManager(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from gpuprov.bundle import use_rpm
 from gpuprov.bundle.manifest import BundlePackage, Manifest
@@ -58,6 +59,14 @@ class RpmManager(ABC):
     @abstractmethod
     def hold_tool(self, system: System) -> str:
         """Return the tool that holds packages, by its name in rpm_locks.LOCK_TOOLS."""
+
+    @abstractmethod
+    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+        """Return whether a repository that may give these packages alone (patterns) is enabled, and its lines."""
+
+    @abstractmethod
+    def with_limited(self, repository: str) -> tuple[str, ...]:
+        """Return the options that make such a repository count for a command."""
 
     @abstractmethod
     def unfiltered(self, repository: str) -> tuple[str, ...]:
@@ -143,12 +152,23 @@ class RpmManager(ABC):
         options = self.unfiltered(wanted.unfiltered_repository) if wanted.unfiltered_repository else ()
         if wanted.bundle is not None:
             options = self.bundle_options
+        more = self.with_limited(wanted.limited) if wanted.limited and wanted.bundle is None else ()
+        apart = tuple(name for name in names if more and name in wanted.limited_names)
+        together = tuple(name for name in names if name not in apart)
         return (
             *use_rpm.plan_keys(wanted.bundle, packages.trusted_keys),
             *lift,
+            *(self._installation(together, wanted, options) if together else ()),
+            *(self._installation(apart, replace(wanted, units=()), more) if apart else ()),
+            *hold,
+        )
+
+    def _installation(
+        self, names: tuple[str, ...], wanted: Installation, options: tuple[str, ...]
+    ) -> tuple[Change, ...]:
+        return (
             RefreshRpmIndex(self, wanted.lock_timeout, options),
             InstallRpmPackages(self, names, wanted.units, wanted.lock_timeout, options, wanted.advice),
-            *hold,
         )
 
     def open_bundle(self, system: System, manifest: Manifest) -> None:

@@ -52,6 +52,13 @@ class Zypper(RpmManager):
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         return ()
 
+    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+        # zypper has no such list: the repository counts for the one command that asks for it, after all others.
+        return False, ("priority=200",)
+
+    def with_limited(self, repository: str) -> tuple[str, ...]:
+        return ("--plus-content", repository)
+
     def unfiltered(self, repository: str) -> tuple[str, ...]:
         # SUSE has no module streams.
         return ()

@@ -35,6 +35,13 @@ _APT = (
     "-o", "Dpkg::Use-Pty=0",
     "-o", "Acquire::Retries=3",
 )  # fmt: skip
+# A host's own apt.conf may name another proxy; without it apt takes its environment's (apt-transport-http(1)).
+_NO_OWN_PROXY = tuple(
+    word
+    for scheme in ("http", "https")
+    for setting in ("Proxy", "Proxy-Auto-Detect")
+    for word in ("-o", f"Acquire::{scheme}::{setting}=")
+)
 _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
@@ -106,7 +113,12 @@ def run_apt(
 
     Raises GpuprovError, naming the holder, if the lock takes too long.
     """
-    return _run_unlocked(system, (*_APT, *options, *words), tell, seconds, lock_timeout)
+    return _run_unlocked(system, (*_APT, *proxy_options(system), *options, *words), tell, seconds, lock_timeout)
+
+
+def proxy_options(system: System) -> tuple[str, ...]:
+    """Return the options that make apt use the proxy of its environment, where gpuprov_proxy names one."""
+    return _NO_OWN_PROXY if system.proxy.url else ()
 
 
 def run_dpkg(system: System, words: tuple[str, ...], tell: Tell, lock_timeout: int = LOCK_SECONDS) -> Completed:
@@ -119,7 +131,8 @@ def _run_unlocked(system: System, command: tuple[str, ...], tell: Tell, seconds:
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         package_lock.wait_until_free(system, tell, lock_holder, lock_timeout, deadline)
-        done = system.run(command, timeout=seconds, on_line=lambda line: _tell_progress(line, tell))
+        env = system.proxy.environment
+        done = system.run(command, timeout=seconds, env=env, on_line=lambda line: _tell_progress(line, tell))
         # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
             return done

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed, first_match
+from gpuprov.core.download import LOG_IN
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
@@ -115,6 +116,12 @@ _FAILURES = (
         r"Conflicting values set for option", "two sources name the same repository, with different keys",
         "grep -rl the address that the line names /etc/apt; remove one of the two",
     ),
+    Failure(
+        r"Malformed (entry|stanza|line)|The list of sources could not be read|is not known on line \d+ in source list",
+        "a package source can't be read", "the line names the file: correct it, or remove it",
+    ),
+    Failure(r"  407  |[Pp]roxy [Aa]uthentication", "the proxy refuses the login", LOG_IN),
+    Failure(r"  401  ", "the repository, or the proxy, refuses the login", LOG_IN),
     Failure(
         r"Temporary failure resolving|Could not resolve", "a repository's name is not known",
         "check DNS: getent hosts NAME",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
-from gpuprov.packaging.apt import TRUST
+from gpuprov.packaging.apt import TRUST, proxy_options
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.keys import InstallKey, place_keys, with_placed_keys
 from gpuprov.packaging.pgp import dearmored
@@ -40,8 +40,17 @@ def ask(system: System, names: Sequence[str], planned: Sequence[Change]) -> Mapp
         _copy_sources(system, work, planned)
         configuration = ("-c", f"{work}/apt.conf")
         system.write(f"{work}/apt.conf", _CONFIGURATION.format(work=work).encode())
-        command = ("apt-get", "-q", *TRUST, "-o", "Acquire::Retries=3", *configuration, "update")
-        done = system.run(command, timeout=_REFRESH_SECONDS)
+        command = (
+            "apt-get",
+            "-q",
+            *TRUST,
+            "-o",
+            "Acquire::Retries=3",
+            *proxy_options(system),
+            *configuration,
+            "update",
+        )
+        done = system.run(command, timeout=_REFRESH_SECONDS, env=system.proxy.environment)
         finish(done, "the package index could not be refreshed")
         said = system.run(("apt-cache", *configuration, "madison", *names)).stdout
     finally:

@@ -32,9 +32,10 @@ class PackageFacts:
     """The package manager (apt, dnf, zypper, or nothing that is supported) and what is installed: name → version.
 
     `provided` are other names that installed packages answer to. apt: `held` are those that it will not touch,
-    `held_here` those of them that gpuprov holds; a name has its architecture behind it if that is not the machine's
-    own. rpm: several versions of one name are parted by spaces; `trusted_keys` are the fingerprints of the keys that
-    packages may be signed with, `locks` tells what is held, and by what.
+    `held_here` those of them that gpuprov holds, `unfinished` name → status of packages whose installation was cut
+    off; a name has its architecture behind it if that is not the machine's own. rpm: several versions of one name are
+    parted by spaces; `trusted_keys` are the fingerprints of the keys that packages may be signed with, `locks` tells
+    what is held, and by what.
     """
 
     manager: str
@@ -45,6 +46,7 @@ class PackageFacts:
     held_here: frozenset[str] = frozenset()
     trusted_keys: frozenset[str] = frozenset()
     locks: LockFacts = NO_LOCKS
+    unfinished: Mapping[str, str] = field(default_factory=dict)
 
 
 def gather_packages(system: System) -> PackageFacts:
@@ -52,7 +54,8 @@ def gather_packages(system: System) -> PackageFacts:
     if system.which("apt-get") is None or system.which("dpkg-query") is None:
         return PackageFacts("", {})
     text = apt.query_text(system)
-    packages = [one for one in apt.parse_query(text) if one.whole]
+    found = apt.parse_query(text)
+    packages = [one for one in found if one.whole]
     held = frozenset(one.name for one in packages if one.want == "hold")
     return PackageFacts(
         "apt",
@@ -61,6 +64,7 @@ def gather_packages(system: System) -> PackageFacts:
         frozenset(name for one in packages for name in one.provides),
         held,
         held & frozenset((system.read_text(HELD_LIST) or "").split()),
+        unfinished={one.name: one.status for one in found if one.present and not one.whole},
     )
 
 

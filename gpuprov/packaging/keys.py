@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Callable, Protocol
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path
-from gpuprov.core.download import fetch_small, masked
+from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.secrets import masked
 
 # Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
 # Source: NVIDIA's blog, 27 April 2022.

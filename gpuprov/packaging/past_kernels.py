@@ -94,10 +94,14 @@ _ROWS = (
         "dnf install fedora-repos-archive; dnf --enablerepo=updates-archive install {names}; or boot the newest "
         f"kernel: {_DNF_NEWEST}",
     ),
-    _Row(
-        "ol", "*", r".+\.el\d+uek\..*",
-        "enable the repository of the running UEK, which keeps {names}: dnf repolist --all | grep UEK; dnf "
-        "config-manager --enable ol{major}_UEKR7; or boot the newest kernel: dnf upgrade kernel-uek && reboot",
+    *(
+        _Row(
+            "ol", "*", rf"{series}.+\.el\d+uek\..*",
+            "enable the repository of the running UEK, which keeps {names}: dnf config-manager --enable "
+            f"ol{{major}}_{uek}; or boot the newest kernel: dnf upgrade kernel-uek && reboot",
+        )
+        # docs.oracle.com, release notes of UEK 8, 7 and R6, "Obtaining Packages".
+        for series, uek in ((r"6\.12\.", "UEKR8"), (r"5\.15\.", "UEKR7"), ("", "UEKR6"))
     ),
     _Row(
         "ol", "*", r".+",

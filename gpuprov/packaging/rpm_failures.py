@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.core.commands import Completed, first_match
+from gpuprov.core.download import LOG_IN
 from gpuprov.packaging.past_kernels import Advice, require_known
 from gpuprov.wire.errors import GpuprovError
 
@@ -45,6 +46,10 @@ _FAILURES = (
      "the packages do not fit together", "the line names them; is a repository missing, or a module stream enabled?"),
     (r"conflicting requests|Depsolve Error|^Problem: ",
      "the packages do not fit together", "the line names them; is a repository missing, or a module stream enabled?"),
+    (r"Status code: 407|HTTP Error 407|HTTP code 407|[Pp]roxy [Aa]uthentication",
+
+     "the proxy refuses the login", LOG_IN),
+    (r"Status code: 401|HTTP Error 401|HTTP code 401", "the repository, or the proxy, refuses the login", LOG_IN),
     (r"[Cc]ould(n't| not) resolve host", "a repository's name is not known", "check DNS: getent hosts NAME"),
     (r"Status code: 404|HTTP Error 404|Repository type can't be determined|not found on medium",
      "there is no repository at that address, or the file is gone from it",

@@ -227,7 +227,7 @@ def run_rpm(system: System, command: tuple[str, ...], tell: Tell, seconds: float
     return system.run(
         command,
         timeout=seconds,
-        env={"ZYPP_LOCK_TIMEOUT": str(lock_timeout)},
+        env={"ZYPP_LOCK_TIMEOUT": str(lock_timeout), **system.proxy.environment},
         on_line=lambda line: _progress(line, tell),
     )
 

@@ -34,6 +34,8 @@ class RepositoryProgram(Protocol):
     package_check: str
     repository_lines: tuple[str, ...]
 
+    def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]: ...
+
 
 class Host(Protocol):
     """What repositories need to know of a host."""
@@ -53,6 +55,7 @@ class RpmRepository:
     """A signed rpm repository; `str()` is its .repo file (dnf.conf(5), zypper(8)).
 
     Something must be signed: its metadata, which holds the digest of every package; or every package; best both.
+    `only`: patterns of the packages that may come from it; none means all.
     """
 
     name: str
@@ -62,6 +65,7 @@ class RpmRepository:
     program: RepositoryProgram
     signed_metadata: bool = True
     signed_packages: bool = True
+    only: tuple[str, ...] = ()
 
     @property
     def file_path(self) -> str:
@@ -72,10 +76,11 @@ class RpmRepository:
         return f"{_KEY_PREFIX}{self.name}"
 
     def __str__(self) -> str:
+        enabled, limits = self.program.limited(self.only) if self.only else (True, ())
         lines = [
-            f"[{_OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={self.uri}", "enabled=1",
+            f"[{_OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={self.uri}", f"enabled={enabled:d}",
             f"repo_gpgcheck={self.signed_metadata:d}", f"{self.program.package_check}={self.signed_packages:d}",
-            f"gpgkey=file://{self.key_path}", *self.program.repository_lines,
+            f"gpgkey=file://{self.key_path}", *self.program.repository_lines, *limits,
         ]  # fmt: skip
         return "".join(f"{line}\n" for line in lines)
 
@@ -100,7 +105,8 @@ def repositories(
     ]  # fmt: skip
     found += [
         RpmRepository(
-            one.name, one.uri, one.key_url, one.key_fingerprint, program, signed_metadata=one.signed_metadata
+            one.name, one.uri, one.key_url, one.key_fingerprint, program, signed_metadata=one.signed_metadata,
+            only=one.only,
         )
         for one in extra
     ]  # fmt: skip
@@ -204,6 +210,10 @@ class InstallRpmKey(Change):
 
     def summary(self) -> str:
         return f"install key {self.fingerprint} to {self.path}, trusted by rpm"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,)
 
     def capture(self, system: System) -> Json:
         image = capture_path(system, self.path)

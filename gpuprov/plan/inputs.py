@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gpuprov import driver_run
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
+from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
-from gpuprov.engines import other_engines
+from gpuprov.driver.supported_gpus import gather_served
+from gpuprov.engines import docker_proxy, other_engines
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
@@ -67,8 +70,11 @@ def gather_for(
     facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
+    facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
+    if driver_run.installs(facts, spec) and spec.driver_version:
+        facts = replace(facts, served=gather_served(system, driver_run.source(facts, spec)[1]))
     if bundle is not None:
         return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
@@ -81,6 +87,9 @@ def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str
     # Most runs change nothing and query no repository.
     from gpuprov.package_managers import offers
 
+    if dead := system.proxy_problem():
+        return replace(facts, offers=offers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
-    planned = repository_changes(facts, spec) if "repositories" in steps else ()
+    # Nothing that is asked for comes from DKMS's repository; whether that is needed depends on the answer.
+    planned = repository_changes(facts, replace(spec, epel=False)) if "repositories" in steps else ()
     return replace(facts, offers=offers.ask(system, facts.package_manager, names, planned, spec.lock_timeout))

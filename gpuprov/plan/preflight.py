@@ -31,6 +31,8 @@ from gpuprov.wire.spec import HostSpec
 _LEAST_FREE_BYTES = 100 << 20
 # 2026-01-01: no host that this gpuprov runs on lives before it.
 _EARLIEST_CLOCK = 1767225600
+# 2041-01-01: fifteen years later, as systemd bounds a clock (CLOCK_VALID_RANGE_USEC_MAX).
+_LATEST_CLOCK = 2240611200
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 
@@ -109,13 +111,15 @@ def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def _clock_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """With a clock that was never set, no certificate and no signature is valid yet."""
-    if facts.clock >= _EARLIEST_CLOCK:
+    """With a clock that was never set no certificate and no signature is valid yet, far in the future none still is."""
+    if _EARLIEST_CLOCK <= facts.clock < _LATEST_CLOCK:
         return ()
+    early = facts.clock < _EARLIEST_CLOCK
     return (
         Problem(
-            "the clock is wrong: certificates and signatures would not be valid yet",
-            f"it says {facts.clock} s since 1970, before this gpuprov was made",
+            f"the clock is wrong: certificates and signatures would {'not be valid yet' if early else 'have expired'}",
+            f"it says {time.strftime('%Y-%m-%d', time.gmtime(facts.clock))}, "
+            + ("before this gpuprov was made" if early else "more than fifteen years after this gpuprov was made"),
             "set it: timedatectl set-ntp true; or date --set 'YYYY-MM-DD HH:MM'",
         ),
     )

@@ -6,7 +6,7 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, distribution_plan, kernel
+from gpuprov.driver import cuda_repository, distribution_plan, dkms, kernel
 from gpuprov.engines import kubernetes
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
@@ -25,17 +25,37 @@ _TOOLKIT_PACKAGES = (
 _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin")
 
 
+def note(facts: HostFacts) -> str:
+    """Return the sentence on packages whose installation was cut off, or nothing: a run that installs finishes them."""
+    found = ", ".join(f"{name} is {status}" for name, status in sorted(facts.packages.unfinished.items()))
+    return (
+        f"{found}: dpkg was interrupted; the next installation finishes this first (dpkg --configure -a)"
+        if found
+        else ""
+    )
+
+
 def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return NVIDIA's CUDA repository, Docker's own and an archive of past kernels, if the spec asks for them."""
+    """Return NVIDIA's CUDA repository, Docker's, an archive of past kernels and DKMS's, if the spec needs them."""
     row = facts.distribution
     docker = docker_repository(row, facts.architecture) if row is not None and spec.docker == "docker-ce" else None
-    found = (*cuda_repository.repositories(facts, spec), docker, *past_releases(facts, spec))
+    found = (
+        *cuda_repository.repositories(facts, spec),
+        docker,
+        *past_releases(facts, spec),
+        dkms.repository(facts, spec),
+    )
     return tuple(one for one in found if one is not None)
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what is missing and must not be installed."""
-    return (*_manager_problems(facts), *_docker_problems(facts, spec), *_archive_problems(facts, spec))
+    return (
+        *_manager_problems(facts),
+        *_docker_problems(facts, spec),
+        *_archive_problems(facts, spec),
+        *dkms.problems(facts, spec),
+    )
 
 
 def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
@@ -111,19 +131,6 @@ def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     return row.docker_packages
 
 
-def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return a warning where the next kernel would be without a driver, or nothing."""
-    row = facts.distribution
-    if row is None or not row.dkms_from or spec.driver != "runfile" or not kernel.brings_modules(facts, spec):
-        return ""
-    if "dkms" in (*facts.packages.installed, *spec.packages):
-        return ""
-    return (
-        f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, "
-        "or add that repository and gpuprov_packages: [dkms]"
-    )
-
-
 def _missing_engine(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     row = facts.distribution
     return engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
@@ -137,12 +144,20 @@ def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(facts, spec),
+        *dkms.packages(facts, spec),
         *cuda_repository.packages(facts, spec),
         *distribution_plan.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
     )
     return (*engine, *ours, *spec.packages, *(facts.packages.locks.missing_plugin if _held(spec) else ()))
+
+
+def lacking_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return those that are not installed, or not in the version that is asked for; none on an unknown distribution."""
+    if facts.distribution is None:
+        return ()
+    return facts.package_manager.missing(facts.packages, wanted(facts, spec))
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
@@ -155,6 +170,7 @@ def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
+    limited = dkms.repository(facts, spec)
     installation = Installation(
         wanted(facts, spec),
         spec.lock_timeout,
@@ -162,6 +178,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         hold=_held(spec),
         units=("docker.service",) if _missing_engine(facts, spec) else (),
         advice=_advice(facts),
+        limited=f"gpuprov-{limited.name}" if limited else "",
+        limited_names=dkms.packages(facts, spec),
     )
     return facts.package_manager.plan_installation(facts.packages, installation)
 

@@ -9,11 +9,13 @@ from typing import Callable
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
     distribution_plan,
+    dkms,
     driver_install,
     fabric_manager,
     fabric_plan,
@@ -24,7 +26,7 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, kubernetes, other_engines
+from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
@@ -56,12 +58,13 @@ class StepChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. With problems, nothing is done."""
+    """What to do. With problems, nothing is done; `urls` is what would be fetched, with problems or without."""
 
     changes: tuple[StepChange, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
 
 
 def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -86,7 +89,17 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         if spec.docker != "none"
         else ()
     )
-    return (*changes, *running_driver.plan_containers(facts, spec))
+    restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
+    proxy = docker_proxy.plan(
+        facts.files, facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use, restarts=restarts
+    )
+    return (*proxy, *changes, *running_driver.plan_containers(facts, spec))
+
+
+def _docker_proxy(facts: HostFacts, spec: HostSpec) -> Proxy:
+    """Return the proxy of docker's daemon; none where there is no docker, and none shall be installed."""
+    has_docker = facts.docker.installed or spec.docker in ("distribution", "docker-ce")
+    return Proxy(spec.proxy, spec.no_proxy) if has_docker else NO_PROXY
 
 
 def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -146,7 +159,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
+        nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
@@ -163,15 +177,27 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     chosen = _named(steps)
     problems = preflight(facts, spec)
     if problems:
-        return Plan((), problems)
+        return Plan((), problems, urls=_urls(facts, spec, chosen))
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     notes = (
         derivative_note(facts.os),
         kernel.note(facts, spec),
-        software.note(facts, spec),
+        dkms.note(facts, spec),
         software.engine_note(facts, spec),
     )
-    return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
+    unfinished = software.note(facts)
+    late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
+    urls = tuple(url for one in changes for url in one.change.urls)
+    return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
+
+
+def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[str, ...]:
+    """Return what a plan that has problems would fetch: whether it can be had is told along with these."""
+    if facts.distribution is None or facts.bundle is not None:
+        return ()
+    fetching = (step for step in chosen if step.plan in (_plan_download, repository_changes))
+    return tuple(url for step in fetching for change in step.plan(facts, spec) for url in change.urls)
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:

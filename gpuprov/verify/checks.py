@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.core.system import System
@@ -51,13 +53,16 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
     return checks.verdict()
 
 
-def known_holes(system: System) -> tuple[Holes, ...]:
-    """Return the known security holes of the installed driver and of NVIDIA's toolkit."""
-    versions = {
-        DRIVER: discover(system).library_version,
-        TOOLKIT: gather_software(system, gather_os(system)).installed.get(TOOLKIT_PACKAGE, ""),
-    }
-    return tuple(one for one in (holes(product, version) for product, version in versions.items()) if one is not None)
+def installed_versions(system: System) -> dict[str, str]:
+    """Return the versions of the installed driver and of NVIDIA's toolkit, as a run tells them; empty for none."""
+    toolkit_version = gather_software(system, gather_os(system)).installed.get(TOOLKIT_PACKAGE, "")
+    return {"driver": discover(system).library_version, "toolkit": toolkit_version}
+
+
+def known_holes(versions: Mapping[str, str]) -> tuple[Holes, ...]:
+    """Return the known security holes of these versions of the driver and of NVIDIA's toolkit."""
+    found = (holes(DRIVER, versions["driver"]), holes(TOOLKIT, versions["toolkit"]))
+    return tuple(one for one in found if one is not None)
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:

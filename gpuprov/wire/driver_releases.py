@@ -36,6 +36,11 @@ def resolved(version: str) -> str:
     return found
 
 
+def announced(branch: str) -> str:
+    """Return the day (YYYY-MM-DD) on which a branch appeared of which no release is known, nothing for any other."""
+    return str(table(RELEASES).get("announced", {}).get(branch, ""))
+
+
 def known_sha256(version: str, architecture: str) -> str:
     """Return the SHA-256 of a release's .run file, nothing if it is not known. A site's table wins over ours."""
     for source in (table(RELEASES), packaged(RELEASES)):
@@ -77,5 +82,7 @@ def _fault(data: Any) -> str:
         for release, digest in rows.items() if isinstance(rows, dict) else [("", "")]:
             if not _RELEASE.fullmatch(str(release)) or not _SHA256.fullmatch(str(digest)):
                 return f"sha256: {architecture}: {str(release)[:40]!r} has no SHA-256 digest"
+    if not isinstance(data.get("announced", {}), dict):
+        return "announced must be a mapping"
     wrong = next((branch for branch, month in ends.items() if not _MONTH.fullmatch(str(month))), "")
     return f"support_ends: {wrong}: not a month such as 2028-06" if wrong else ""

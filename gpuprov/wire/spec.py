@@ -23,10 +23,12 @@ from gpuprov.wire.spec_fields import (
     HTTP_URL,
     MIG_LAYOUT,
     NAME,
+    NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
     PATH,
     PREFIX,
+    PROXY,
     SHA256,
     URL_OR_PATH,
     VERSION,
@@ -148,6 +150,20 @@ class HostSpec:
         "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux and AlmaLinux), "
         "for headers that the repositories no longer have.",
     )
+    epel: bool = flag(
+        True,
+        "Where the distribution has no DKMS (Red Hat's family, SLES) and modules are built: take it, and nothing else, "
+        "from EPEL or SUSE's Package Hub. `false`: add neither.",
+    )
+    epel_repository: str = text(
+        "",
+        "A mirror of EPEL (the folder with 8, 9 and 10) or of openSUSE:Backports. Default: "
+        "dl.fedoraproject.org/pub/epel, download.opensuse.org.",
+        HTTP_URL,
+    )
+    epel_key_fingerprint: str = text(
+        "", "The fingerprint of the key that signs it. Default: the one that this gpuprov knows.", FINGERPRINT
+    )
     module_signing_key: str = text(
         "",
         "With Secure Boot: the private key, a path on the host, that signs the kernel modules, those too that DKMS "
@@ -246,6 +262,18 @@ class HostSpec:
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
         "`key_fingerprint`. `suite` and `components` are apt's alone.",
     )
+    proxy: str = text(
+        "",
+        "The HTTP proxy of downloads, of apt, dnf and zypper (for the run only) and of docker's daemon (a drop-in of "
+        "its unit): `http://USER:PASSWORD@HOST:PORT`. Without it, what the environment names. The password is in no "
+        "message, report or command line.",
+        PROXY,
+    )
+    no_proxy: str = text(
+        "",
+        "What is reached without the proxy: hosts, domains (`.example.org`) and networks with commas between.",
+        NO_PROXY,
+    )
     packages: tuple[str, ...] = option(
         schema_fields.List(schema_fields.String(validate=PACKAGE)), (), "More packages to install."
     )
@@ -313,7 +341,9 @@ def _driver_version(settings: Mapping[str, Any], origin: str) -> str:
         return version
     found = driver_releases.resolved(version)
     if found.isdigit():
-        problem = problem_of("driver_version", VERSION.error, {"driver_version": version}, origin)
+        day = driver_releases.announced(found)
+        reason = f"is a branch of which no release is known (it appeared on {day}): give a full version" if day else ""
+        problem = problem_of("driver_version", reason or VERSION.error, {"driver_version": version}, origin)
         raise GpuprovError.several((problem,), exit_code=ExitCode.USAGE)
     return found
 

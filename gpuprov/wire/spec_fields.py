@@ -12,6 +12,7 @@ from marshmallow import fields as schema_fields
 
 from gpuprov.wire import driver_releases
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.secrets import masked
 
 PREFIX = "gpuprov_"
 
@@ -27,6 +28,17 @@ URL_OR_PATH = validate.Regexp(
 )
 PATH = validate.Regexp(r"/[A-Za-z0-9._/+@-]*\Z", error="is not an absolute path (letters, digits and ._/+@- alone)")
 HTTP_URL = validate.Regexp(r"https?://[^\s'\"`$;|&<>\\]+\Z", error="is not an http or https URL")
+# What a URL's user and password may be without percent-encoding, less what a shell or a configuration file might read.
+_LOGIN = r"[A-Za-z0-9._~!*+=%-]+"
+PROXY = validate.Regexp(
+    rf"https?://({_LOGIN}(:{_LOGIN})?@)?([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9a-fA-F:]+\])(:\d{{1,5}})?/?\Z",
+    error="is not a proxy's URL such as http://USER:PASSWORD@proxy.example.org:3128 (percent-encode other characters "
+    "than letters, digits and ._~!*+=- in user and password)",
+)
+NO_PROXY = validate.Regexp(
+    r"[A-Za-z0-9.*:/_\[\]-]+(,[A-Za-z0-9.*:/_\[\]-]+)*\Z",
+    error="is not a list of hosts with commas between, such as localhost,10.0.0.0/8,.example.org",
+)
 NAME = validate.Regexp(r"[a-z0-9][a-z0-9_.-]{0,63}\Z", error="is not a name of small letters, digits, '.', '_' and '-'")
 PACKAGE = validate.Regexp(
     r"[A-Za-z0-9][A-Za-z0-9+._-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~_-]+)?\Z", error="is not a package name"
@@ -145,9 +157,12 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
             f"""set {PREFIX}{name}: "{value}" (in INI files {PREFIX}{name}='"{value}"'); without quotes 12.10 is 12.1"""
         )
     what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
-    return Problem(what, f"{where + ': ' if where else ''}{value!r}", hint)
+    shown = "a value that may hold a password is not shown" if name in _SECRET else masked(repr(value))
+    return Problem(what, f"{where + ': ' if where else ''}{shown}", hint)
 
 
+# Not even a wrong value of these is printed.
+_SECRET = ("proxy",)
 _REPOSITORY = ("name", "uri", "suite", "components", "key_url", "key_fingerprint")
 _REASONS = {
     "Not a valid string.": "must be text (put a version number in quotes)",

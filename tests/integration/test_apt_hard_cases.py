@@ -18,6 +18,7 @@ from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import new_journal
 from gpuprov.facts.host import gather, gather_files
+from gpuprov.package_managers.apt import APT
 from gpuprov.packaging.apt_packages import (
     InstallPackages,
     RefreshPackageIndex,
@@ -205,6 +206,7 @@ def test_what_a_kill_left_half_done_is_finished_and_can_be_undone(host: ChrootHo
     kill_in(host, flag, change)
     assert host.run(("dpkg-query", "-W", "-f", "${db:Status-Status}", "slow")).stdout == status
     assert "slow" not in installed(host)
+    assert APT.gather(host).unfinished["slow"] == status
     journal = take_up(host, CHANGE_KINDS, ignore)
     assert journal is not None
     apply_changes([change], host, journal, ignore)

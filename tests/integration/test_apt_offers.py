@@ -113,6 +113,31 @@ def test_a_source_of_the_host_that_is_out_of_reach_is_told(host: ChrootHost, ser
     assert "127.0.0.9:9" in problem.evidence
 
 
+# What is wrong with a source → what a dry run says of it; the host is as it was.
+BROKEN = {
+    b"deb http://127.0.0.9:9/debian stable main\n": "a repository can't be reached",
+    b"deb nonsense\n": "a package source can't be read",
+    b"deb [trusted http://127.0.0.9:9/debian ./\n": "a package source can't be read",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=["out-of-reach", "malformed", "malformed-option"])
+def test_a_dry_run_tells_of_broken_sources_beside_what_else_is_wrong(
+    host: ChrootHost, server: SiteServer, line: bytes
+) -> None:
+    host.write("/etc/apt/sources.list.d/broken.list", line)
+    own = spec_to_json(server.spec)["repositories"]
+    values = {"driver": "preinstalled", "repositories": own, "packages": ["tool"]}
+    before, events = state(host), list[Event]()
+    run_request(Request("install", spec_to_json(parse_spec(values)), check=True), events.append, host)
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert any("there is no NVIDIA GPU" in one.what for one in finished.problems)
+    (said,) = (one for one in finished.problems if BROKEN[line] in one.what)
+    assert "broken.list" in said.evidence or "127.0.0.9:9" in said.evidence
+    assert state(host) == before
+
+
 @pytest.mark.parametrize("somebody_has_them", [False, True])
 def test_a_run_tells_that_nobody_has_the_kernels_headers(
     host: ChrootHost, server: SiteServer, monkeypatch: pytest.MonkeyPatch, *, somebody_has_them: bool

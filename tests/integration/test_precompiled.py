@@ -97,7 +97,9 @@ def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFa
     names = availability.questions(bare, spec)
     if not names:
         return bare
-    return replace(bare, offers=offers.ask(host, found.package_manager, names, repository_changes(bare, spec)))
+    # As a plan asks them (plan/inputs.py): without the repository of DKMS, which only a build needs.
+    repositories = repository_changes(bare, replace(spec, epel=False))
+    return replace(bare, offers=offers.ask(host, found.package_manager, names, repositories))
 
 
 def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:

@@ -28,7 +28,7 @@ from gpuprov.machine.machine import PciGpu
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.verify.checks import known_holes
+from gpuprov.verify.checks import installed_versions, known_holes
 from gpuprov.wire import tables
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, Advisory, advisories, holes, merged, rows_of, table_of
 from gpuprov.wire.csaf import parse_csaf
@@ -265,11 +265,14 @@ def test_the_packaged_table_is_what_its_script_writes() -> None:
 
 def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
-    found = known_holes(healthy(tmp_path))
+    host = healthy(tmp_path)
+    found = known_holes(installed_versions(host))
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
     events: list[Event] = []
     run_request(Request("verify"), events.append, healthy(tmp_path / "again"))
     assert warned(events) == [str(found[0])]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].versions == {"driver": "550.163.01", "toolkit": ""}
 
 
 def checked(host: FakeHost, bundle: str = "", sent: Mapping[str, object] | None = None, **values: str) -> list[Event]:

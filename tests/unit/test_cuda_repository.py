@@ -86,6 +86,23 @@ def test_a_key_whose_fingerprint_nobody_knows_is_the_users_to_give(metal: HostFa
     assert repository(rocky, given) == (f"{_BASE}/rhel10/x86_64/", "CDF6BA43.pub", "A" * 8)
 
 
+@pytest.mark.parametrize(
+    ("distribution", "version", "file"),
+    [("rhel", "10.1", "CDF6BA43.pub"), ("fedora", "43", "1940C73E.pub"), ("fedora", "45", ""), ("fedora", "51", "")],
+)
+def test_no_key_of_another_release_stands_in(metal: HostFacts, distribution: str, version: str, file: str) -> None:
+    facts = on(metal, distribution, version, "dnf")
+    problem = cuda_repository.problems(facts, spec())[0]
+    assert "does not know the fingerprint" in problem.what
+    assert (file or "the .pub file that lies there") in problem.evidence
+    assert "gpg --show-keys" in problem.next_step and "gpuprov_cuda_key_fingerprint" in problem.next_step
+    assert repository(facts, spec())[2] == ""
+    # NVIDIA names a key's file by the end of its fingerprint.
+    own = spec(cuda_key_fingerprint=f"{'A' * 32}12345678")
+    assert repository(facts, own)[1:] == (file or "12345678.pub", "12345678")
+    assert not any("fingerprint" in one.what for one in cuda_repository.problems(facts, own))
+
+
 def test_where_there_is_no_repository_for_arm_it_is_said(metal: HostFacts) -> None:
     leap = replace(on(metal, "opensuse-leap", "15.6", "zypper"), architecture="aarch64")
     assert cuda_repository.repositories(leap, spec()) == ()

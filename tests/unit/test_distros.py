@@ -16,6 +16,7 @@ from gpuprov.machine.distros import (
     distribution_of,
     docker_repository,
     find_distribution,
+    kernel_compiler,
     kernel_headers,
     machine_problems,
     next_kernel_headers,
@@ -219,6 +220,9 @@ HEADERS = [
     ("rhel", "9", "5.14.0-427.13.1.el9_4.aarch64+64k",
      ("kernel-64k-devel=5.14.0-427.13.1.el9_4.aarch64", "kernel-headers")),
     ("ol", "9", "5.15.0-206.153.7.el9uek.x86_64", ("kernel-uek-devel=5.15.0-206.153.7.el9uek.x86_64",)),
+    ("ol", "9", "6.12.0-100.28.2.el9uek.x86_64",
+     ("kernel-uek-devel=6.12.0-100.28.2.el9uek.x86_64", "gcc-toolset-14-gcc")),
+    ("ol", "10", "6.12.0-100.28.2.el10uek.x86_64", ("kernel-uek-devel=6.12.0-100.28.2.el10uek.x86_64",)),
     ("fedora", "42", "6.14.2-300.fc42.x86_64", ("kernel-devel=6.14.2-300.fc42.x86_64", "kernel-headers")),
     ("amzn", "2023", "6.1.94-99.176.amzn2023.x86_64",
      ("kernel-devel=6.1.94-99.176.amzn2023.x86_64", "kernel-headers",
@@ -318,3 +322,17 @@ def test_what_is_supported_is_told_by_name() -> None:
     text = supported_names()
     assert text.startswith("Debian 11, 12, 13; Ubuntu 20.04")
     assert re.search(r"; Fedora; .*; openSUSE Tumbleweed$", text)
+
+
+@pytest.mark.parametrize(
+    ("version", "kernel", "folder"),
+    [
+        ("9.6", "6.12.0-100.28.2.el9uek.x86_64", "/opt/rh/gcc-toolset-14/root/usr/bin"),
+        ("9.6", "5.15.0-206.153.7.el9uek.x86_64", ""),
+        ("9.6", "5.14.0-503.11.1.el9_5.x86_64", ""),
+        ("10.0", "6.12.0-100.28.2.el10uek.x86_64", ""),
+    ],
+)
+def test_a_kernel_of_another_compiler_is_built_with_that(version: str, kernel: str, folder: str) -> None:
+    row = find_distribution("ol", version)
+    assert row is not None and kernel_compiler(row, kernel) == folder

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import requests
 
-from gpuprov.core.download import fetch, fetch_small, masked, published_sha256, trusted_sha256, unreachable
+from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
 from tests.unit.download_server import (
     CONTENT,
     DIGEST,
@@ -118,10 +119,10 @@ def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Sit
 @pytest.mark.parametrize(
     ("status", "evidence", "next_step"),
     [
-        (401, "HTTP 401", "log-in"),
+        (401, "HTTP 401", "login"),
         (403, "HTTP 403", "proxy"),
         (404, "HTTP 404", "version and URL"),
-        (407, "HTTP 407", "https_proxy="),
+        (407, "HTTP 407", "gpuprov_proxy"),
         (416, "HTTP 416", "again later"),
         (503, "HTTP 503", "again later"),
     ],
@@ -167,11 +168,11 @@ def test_what_can_not_be_reached_says_why(system: System, url: str, meaning: str
 def test_an_untrusted_certificate_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "HTTPSConnectionPool: Max retries exceeded (Caused by SSLError([SSL: CERTIFICATE_VERIFY_FAILED]))"
 
-    def refuse(url: str, **_: object) -> None:
+    def refuse(session: object, url: str, **_: object) -> None:
 
         raise requests.exceptions.SSLError(said)
 
-    monkeypatch.setattr("requests.get", refuse)
+    monkeypatch.setattr("requests.Session.get", refuse)
     with pytest.raises(GpuprovError, match="its certificate is not trusted"):
         download(system, "https://example.org/x")
 

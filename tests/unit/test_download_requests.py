@@ -24,12 +24,12 @@ def asked_of_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]
     """Return the list to which each call of requests adds its options; every call is refused."""
     made: list[dict[str, object]] = []
 
-    def refuse(url: str, **options: object) -> None:
+    def refuse(session: object, url: str, **options: object) -> None:
         made.append({"url": url, **options})
         raise requests.exceptions.InvalidURL("not in this test")
 
-    monkeypatch.setattr("requests.get", refuse)
-    monkeypatch.setattr("requests.head", refuse)
+    monkeypatch.setattr("requests.Session.get", refuse)
+    monkeypatch.setattr("requests.Session.head", refuse)
     for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
     return made
@@ -100,11 +100,11 @@ def test_what_may_pass_is_tried_four_times_and_what_can_not_once(
 ) -> None:
     made = []
 
-    def fail(url: str, **options: object) -> None:
+    def fail(session: object, url: str, **options: object) -> None:
         made.append(url)
         raise error
 
-    monkeypatch.setattr("requests.get", fail)
+    monkeypatch.setattr("requests.Session.get", fail)
     if begun:
         system.write("/file.part", b"some of it")
     told: list[tuple[str, int, int]] = []
@@ -121,17 +121,17 @@ def test_what_may_pass_is_tried_four_times_and_what_can_not_once(
         ("CERTIFICATE_VERIFY_FAILED", ": its certificate is not trusted", "update-ca-certificates"),
         ("NameResolutionError", ": its name is not known", "DNS"),
         ("Read timed out", ": it does not answer", "firewall"),
-        ("ProxyError", ": the proxy does not let it through", "https_proxy"),
+        ("ProxyError", ": the proxy does not let it through", "gpuprov_proxy"),
         ("something else", "", "network and proxy"),
     ],
 )
 def test_each_cause_has_its_advice(
     system: System, monkeypatch: pytest.MonkeyPatch, said: str, what: str, next_step: str
 ) -> None:
-    def fail(url: str, **options: object) -> None:
+    def fail(session: object, url: str, **options: object) -> None:
         raise requests.exceptions.InvalidURL(f"{'x' * 300} http://user:secret@example.org/ {said}")
 
-    monkeypatch.setattr("requests.get", fail)
+    monkeypatch.setattr("requests.Session.get", fail)
     with pytest.raises(GpuprovError) as caught:
         download(system, "http://user:secret@example.org/x")
     (problem,) = caught.value.problems

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.cdi.discover import discover
 from gpuprov.core.apply import apply_changes
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK
@@ -109,3 +112,27 @@ def test_what_an_installer_leaves_of_two_drivers_is_taken_away(host: FailingHost
     host.takes_old_away = True
     assert "was not installed" in failed(host, "/driver.run")
     assert discover(host).library_version == ""
+
+
+def test_oracles_uek_8_is_built_with_the_compiler_that_built_it(tmp_path: Path) -> None:
+    class Oracle(FakeHost):
+        paths: list[str]
+
+        def kernel_release(self) -> str:
+            return "6.12.0-100.28.2.el9uek.x86_64"
+
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            if argv[0] == "sh":
+                self.paths.append((more.get("env") or {}).get("PATH", ""))
+            return super().run(argv, **more)
+
+    host = Oracle(tmp_path)
+    host.paths = []
+    host.write("/etc/os-release", b'ID="ol"\nVERSION_ID="9.6"\n')
+    write_runfile(tmp_path / "driver.run")
+    change = InstallDriver(NEW, "/driver.run", "", "x86_64", kernel_modules=False)
+    change.apply(host, lambda *_: None)
+    host.make_directory("/opt/rh/gcc-toolset-14/root/usr/bin")
+    change.apply(host, lambda *_: None)
+    # A host without the toolset keeps the usual path, on which the installer says what it lacks.
+    assert host.paths[0] == "" and host.paths[-1].startswith("/opt/rh/gcc-toolset-14/root/usr/bin:/usr/local/sbin:")

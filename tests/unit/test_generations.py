@@ -113,6 +113,14 @@ def test_a_branch_is_its_newest_known_release() -> None:
     assert list(branches()) == sorted(branches(), key=version_numbers)
 
 
+def test_a_branch_without_a_known_release_is_named_as_such() -> None:
+    with pytest.raises(GpuprovError, match="of which no release is known"):
+        parse_spec({"driver_version": "620"})
+    assert parse_spec({"driver_version": "620.32.03"}).driver_version == "620.32.03"
+    table = tables.packaged(tables.RELEASES)
+    assert not set(table["announced"]) & set(table["newest"])
+
+
 def test_a_branch_may_be_asked_for_in_an_inventory() -> None:
     assert parse_spec({"driver_version": "580"}).driver_version == resolved("580")
     assert parse_spec({"driver_version": "latest"}).driver_version == resolved("580")

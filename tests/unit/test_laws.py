@@ -140,7 +140,10 @@ def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> Non
     systemd = {command[1] for command in host.commands if command[0] == "systemctl"}
     assert systemd <= {"show"}
     programs = {command[0] for command in host.commands}
-    assert programs <= {"dpkg-query", "docker", "systemctl", f"/usr/bin/{PYTHON}"}
+    # The package sources are read in a copy.
+    copying = {"cp", "apt-get", "apt-cache"}
+    assert programs <= {"dpkg-query", "docker", "systemctl", f"/usr/bin/{PYTHON}", *copying}
+    assert all("update" in command and "-c" in command for command in host.commands if command[0] == "apt-get")
 
 
 @pytest.mark.parametrize("name", STEP_NAMES)

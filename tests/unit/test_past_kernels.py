@@ -56,6 +56,8 @@ CASES = [
     ("fedora", "43", "6.14.2-300.fc43.x86_64", ["fedora-repos-archive",
      "--enablerepo=updates-archive install kernel-devel-6.14.2-300.fc43.x86_64"]),
     ("ol", "9", "5.15.0-209.161.7.2.el9uek.x86_64", ["ol9_UEKR7", "kernel-uek-devel-5.15.0"]),
+    ("ol", "9", "6.12.0-100.28.2.el9uek.x86_64", ["--enable ol9_UEKR8;", "kernel-uek-devel-6.12.0"]),
+    ("ol", "8", "5.4.17-2136.338.4.2.el8uek.x86_64", ["--enable ol8_UEKR6;"]),
     ("ol", "9", EL9, ["ol9_appstream"]),
     ("amzn", "2023", "6.1.94-99.176.amzn2023.x86_64", ["--releasever=latest install kernel-devel-6.1.94"]),
     ("sles", "15", "6.4.0-150600.23.30-default", ["zypper search -s --match-exact kernel-default-devel"]),

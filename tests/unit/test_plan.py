@@ -309,7 +309,8 @@ def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal:
 @pytest.mark.parametrize(
     ("changes", "says", "next_step"),
     [
-        ({"clock": 86400}, "the clock is wrong", "timedatectl"),
+        ({"clock": 86400}, "would not be valid yet", "timedatectl"),
+        ({"clock": 2240611200}, "would have expired", "timedatectl"),
         ({"displays": ("display :0 is process 7's",)}, "an X server is running", "systemctl isolate"),
         ({"free_bytes": {"/var/cache/gpuprov": 1 << 30}}, "not enough room on the file system of /var/cache", "df -h"),
         ({"free_bytes": {"/usr": 1 << 30}}, "not enough room on the file system of /usr for the driver", "df -h /usr"),
@@ -321,6 +322,24 @@ def test_what_would_stop_a_driver_in_the_middle_is_told_before(
     found = [one for one in preflight(replace(metal, **changes), spec()) if says in one.what]
     assert next_step in found[0].next_step
     assert preflight(metal, spec()) == ()
+
+
+def test_a_plan_with_problems_tells_what_it_would_fetch(metal: HostFacts) -> None:
+    wanted = spec(driver_url="http://mirror.example/driver.run", driver_sha256="0" * 64, toolkit="nvidia")
+    well = make_plan(metal, wanted)
+    assert well.problems == () and "http://mirror.example/driver.run" in well.urls
+    ill = make_plan(replace(metal, gpus=()), wanted)
+    assert ill.problems and ill.changes == ()
+    assert set(ill.urls) == set(well.urls)
+    assert make_plan(replace(metal, gpus=()), wanted, ("docker",)).urls == ()
+    unknown = replace(metal, os=replace(metal.os, id="arch", like=()))
+    assert make_plan(unknown, wanted).urls == ()
+
+
+def test_packages_that_dpkg_left_half_done_are_told(metal: HostFacts) -> None:
+    torn = replace(metal, packages=replace(metal.packages, unfinished={"slow": "half-configured"}))
+    assert "slow is half-configured: dpkg was interrupted" in " ".join(make_plan(torn, spec()).warnings)
+    assert "dpkg" not in " ".join(make_plan(metal, spec()).warnings)
 
 
 def test_secure_boot_wants_signed_modules(metal: HostFacts) -> None:

@@ -229,7 +229,10 @@ def test_where_the_next_kernel_would_be_without_a_driver_the_plan_says_so(facts:
     metal = replace(facts, kernel=replace(facts.kernel, container="", takes_modules=True))
     wanted = parse_spec({"driver_version": "550.163.01"})
     notes = " ".join(make_plan(metal, wanted).notes)
-    assert ("EPEL has" in notes) is (facts.packages.manager != "zypper")
+    assert notes == ""
+    without = make_plan(metal, replace(wanted, epel=False))
+    assert ("EPEL has" in " ".join(without.notes)) is (facts.packages.manager != "zypper")
+    assert "gpuprov-epel" not in str(without.changes)
     with_dkms = replace(metal, packages=replace(metal.packages, installed={"dkms": "3.0-1.noarch"}))
     assert make_plan(with_dkms, wanted).notes == ()
     assert make_plan(metal, replace(wanted, packages=("dkms",))).notes == ()

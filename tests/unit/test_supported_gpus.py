@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from gpuprov.core.system import System
-from gpuprov.driver import driver_install
+from gpuprov.driver import driver_install, driver_problems
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver.installer import parse_header
-from gpuprov.driver.supported_gpus import Chip, module_type, parse_chips, read_supported_gpus
+from gpuprov.driver.supported_gpus import gather_served, module_type, parse_chips, problems, read_supported_gpus
+from gpuprov.facts.chips import Chip
 from gpuprov.facts.host import gather
 from gpuprov.machine.machine import PciGpu
+from gpuprov.plan.inputs import gather_for
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec
 from tests import simgpu
@@ -157,3 +159,46 @@ def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Pat
     with pytest.raises(GpuprovError, match="this driver no longer serves Tesla K80"):
         change.apply(host, lambda *words: None)
     assert not any(command[0] == "sh" for command in host.commands)
+
+
+# -- before anything is changed --------------------------------------------------------------------------------------
+
+
+def bare(tmp_path: Path, *gpus: str) -> FakeHost:
+    """A bare machine with these GPUs, and a driver file whose list is the one above."""
+    host = FakeHost(tmp_path, metal=True)
+    label = f"NVIDIA Accelerated Graphics Driver for Linux-x86_64 {simgpu.DRIVER_VERSION}"
+    stub = f'#!/bin/sh\nlabel="{label}"\nskip="5"\nexit 0\n'.encode()
+    (tmp_path / "driver.run").write_bytes(stub + lzma.compress(archive()))
+    return host
+
+
+def told(host: FakeHost, *gpus: str, url: str = "/driver.run") -> list[str]:
+    spec = parse_spec({"driver_version": simgpu.DRIVER_VERSION, "driver_url": url, "kernel_modules": "build"})
+    facts = gather_for(host, spec, None, ("driver",), lambda event: None)
+    facts = replace(facts, gpus=tuple(PciGpu(f"0000:0{number}:00.0", one) for number, one in enumerate(gpus)))
+    return [one.what for one in driver_problems.problems(facts, spec)]
+
+
+def test_the_files_own_list_wins_over_the_pci_ids_before_anything_is_changed(tmp_path: Path) -> None:
+    host = bare(tmp_path)
+    # By its PCI id the B200 is too new for 550; the file's list has it. The K80 is legacy by both.
+    assert told(host, B200) == []
+    assert told(host, K80) == ["this driver no longer serves Tesla K80"]
+    assert told(host, V100, B200) == ["this driver serves Tesla V100 and B200, but not in one host"]
+    # What the list does not know is judged by its PCI id (GF100), as all is where no file is at hand.
+    assert told(host, B200, "06c0") == [
+        f"driver {simgpu.DRIVER_VERSION} no longer serves this host's Fermi or older GPU"
+    ]
+    elsewhere = "https://mirror.example.org/other.run"
+    assert any("does not know this host's Blackwell GPU yet" in one for one in told(host, B200, url=elsewhere))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"<html>", b"#!/bin/sh\n", b'#!/bin/sh\nlabel="x Linux-x86_64  550.1"\nskip="9"\n']
+)
+def test_a_file_without_a_list_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "driver.run").write_bytes(content)
+    assert gather_served(System(str(tmp_path)), "/driver.run") == {}
+    assert gather_served(System(str(tmp_path)), "/missing.run") == {}
+    assert problems([K80], {}, "auto") == ()

@@ -170,7 +170,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
         from gpuprov.agent.playbook_task import BOOTSTRAP_OPTION
-        from gpuprov.agent.probe import bootstrap_script, python_problem
+        from gpuprov.agent.probe import bootstrap_input, bootstrap_script, python_problem
         from gpuprov.agent.push import STORE
         from gpuprov.wire.errors import GpuprovError
 
@@ -179,7 +179,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         probe = self._probe(digest, named)
         if probe.python is None and bootstrap:
             next_step = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
-            done = self._on_host(bootstrap_script(probe), b"", become=True)
+            done = self._on_host(bootstrap_script(probe), bootstrap_input(request.spec), become=True)
             self._require(done, "Python cannot be installed on the host", next_step)
             probe = self._probe(digest, named)
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)

@@ -162,6 +162,19 @@ def test_page_has_hosts_steps_versions_durations_and_causes() -> None:
         assert words in text, words
 
 
+def test_page_lists_the_hosts_by_known_hole() -> None:
+    old, older = (
+        replace(FLEET[0], host="gpu4"),
+        replace(FLEET[1], versions={"driver": "535.247.01", "toolkit": "1.17.7"}),
+    )
+    text = " ".join(Reader(render(run(FLEET[0], old, older))).text.split())
+    assert "Known security holes" in text
+    assert "driver 550.163.01" in text and "gpu1, gpu4 (2)" in text and "580.178.04" in text
+    assert "1.17.7" in text and "1.19.1" in text
+    safe = [replace(one, versions={"driver": "580.178.04"}) for one in FLEET[:2]]
+    assert "Known security holes" not in render(run(*safe))
+
+
 def test_page_of_a_verification_has_a_square_and_the_words_of_each_check() -> None:
     checks = (CheckDone("driver", "ok", "550, 8 GPUs"), CheckDone("docker run --gpus", "failed", reason="no nodes"))
     text = Reader(render(run(HostResult("gpu1", ExitCode.FAILED, checks=checks)))).text

@@ -13,6 +13,7 @@ from gpuprov.agent.probe import (
     PYTHONS,
     Probe,
     Python,
+    bootstrap_input,
     bootstrap_script,
     parse_probe,
     probe_problem,
@@ -260,3 +261,17 @@ def test_a_host_that_gpuprov_would_refuse_gets_no_python(
     problem = python_problem(probe, "")
     assert problem == caught.value.problems[0]
     assert what in problem.what and next_step in problem.next_step
+
+
+def test_the_package_manager_that_installs_python_gets_the_proxy_by_standard_input(tmp_path: Path) -> None:
+    program = tmp_path / "dnf"
+    program.write_text('#!/bin/sh\necho "$https_proxy $no_proxy"\n')
+    program.chmod(0o755)
+    script = bootstrap_script(without_python("rocky", "9.5"))
+    given = bootstrap_input({"proxy": "http://robot:p%24s%22@proxy:3128", "no_proxy": "localhost,.example.org"})
+    assert "robot" not in script
+    done = subprocess.run(
+        ("/bin/sh", "-c", script), env={"PATH": str(tmp_path)}, input=given, capture_output=True, check=True
+    )
+    assert done.stdout == b"http://robot:p%24s%22@proxy:3128 localhost,.example.org\n"
+    assert bootstrap_input({}) == b"\n"

@@ -1,0 +1,128 @@
+"""DKMS on distributions that do not package it: whether a host needs it, and where it comes from. Pure."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from collections.abc import Mapping
+
+from gpuprov.core.changes import FileFact
+from gpuprov.driver import kernel
+from gpuprov.facts.host import HostFacts
+from gpuprov.machine.distros import ExtraRepository
+from gpuprov.packaging.dkms_repositories import PACKAGE, dkms_repository
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+# Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
+# debug packages, tests and EPEL's repository of Cisco's codec.
+_ENABLED_ALREADY = {
+    "EPEL": re.compile(r"(.*[_-])?epel", re.IGNORECASE),
+    "PackageHub": re.compile(r"(?!.*(debug|source)).*(package[-_ ]?hub|backports).*", re.IGNORECASE),
+}
+_REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)[^/]+\.repo")
+
+
+def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    """Return DKMS where it is to be installed, or is, from a repository besides the distribution's."""
+    if not _is_wanted(facts, spec):
+        return ()
+    if facts.bundle is not None:
+        has_it = any(one.name == PACKAGE for one in facts.bundle.manifest.packages)
+        return (PACKAGE,) if has_it else ()
+    has_source = _has_own_source(facts) or repository(facts, spec) is not None
+    return (PACKAGE,) if has_source or PACKAGE in facts.packages.installed else ()
+
+
+def repository(facts: HostFacts, spec: HostSpec) -> ExtraRepository | None:
+    """Return the repository to add for DKMS, None where the host has DKMS, or a repository of its own that has it.
+
+    One that gpuprov added stays, for DKMS's updates.
+    """
+    row = facts.distribution
+    if row is None or not spec.epel or not _is_wanted(facts, spec) or _has_own_source(facts):
+        return None
+    found = dkms_repository(row, facts.os.version, facts.architecture, spec)
+    ours = found is not None and any(path.endswith(f"/gpuprov-{found.name}.repo") for path in facts.files)
+    return found if ours or PACKAGE not in facts.packages.installed else None
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return why DKMS can't be had where the driver's packages depend on it."""
+    row = facts.distribution
+    if row is None or facts.bundle is not None or not _is_wanted(facts, spec):
+        return ()
+    if spec.driver != "packages" or packages(facts, spec):
+        return () if not spec.epel or spec.driver == "packages" else _mirror_problems(facts, spec)
+    here = f"{row.name} {row.version}"
+    if not spec.epel:
+        return (
+            Problem(
+                f"NVIDIA's packages for {here} need DKMS, which is in {row.dkms_from}, and gpuprov_epel is false",
+                "dkms is not installed, and no enabled repository of the host is one that has it",
+                "set gpuprov_epel: true (only dkms comes from there); or gpuprov_driver: runfile, which needs no DKMS; "
+                "or install dkms by hand",
+            ),
+        )
+    return (_unknown(facts),)
+
+
+def _mirror_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """A mirror that is named shall be used, or refused: never left out without a word."""
+    return (_unknown(facts),) if spec.epel_repository and not packages(facts, spec) else ()
+
+
+def _unknown(facts: HostFacts) -> Problem:
+    row = facts.distribution
+    assert row is not None
+    return Problem(
+        f"this gpuprov does not know the key of {row.dkms_from} for {row.name} {facts.os.version}",
+        f"no public source that tells its fingerprint was found; {row.dkms_from} has dkms",
+        f"enable {row.dkms_from} by hand (SUSE: SUSEConnect --product PackageHub/{facts.os.version}/"
+        f"{facts.architecture}); or set gpuprov_epel_repository, and gpuprov_epel_key_fingerprint to what "
+        "gpg --show-keys says of its key, fetched in a way that you trust",
+    )
+
+
+def note(facts: HostFacts, spec: HostSpec) -> str:
+    """Return a warning where the next kernel would be without a driver, or nothing."""
+    row = facts.distribution
+    if row is None or spec.driver != "runfile" or not _is_wanted(facts, spec) or packages(facts, spec):
+        return ""
+    how = "leave gpuprov_epel at true" if not spec.epel else f"enable {row.dkms_from}, or set gpuprov_epel_repository"
+    return f"{row.name} has no dkms of its own ({row.dkms_from} has): after a kernel update run gpuprov again, or {how}"
+
+
+def _is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
+    """Say whether modules are built here that DKMS shall build for later kernels too.
+
+    SUSE's packages of NVIDIA's bring their modules without it. A site that names dkms among its packages has a source.
+    """
+    row = facts.distribution
+    if row is None or not row.dkms_from or PACKAGE in spec.packages or not kernel.compiles(facts, spec):
+        return False
+    return spec.driver == "runfile" or row.package_manager == "dnf"
+
+
+def _has_own_source(facts: HostFacts) -> bool:
+    row = facts.distribution
+    pattern = _ENABLED_ALREADY.get(row.dkms_from) if row is not None else None
+    return pattern is not None and any(map(pattern.fullmatch, _enabled_repositories(facts.files)))
+
+
+def _enabled_repositories(files: Mapping[str, FileFact]) -> tuple[str, ...]:
+    """Return the names (in brackets) of the host's own enabled repositories; nothing of a file that can't be read."""
+    found: list[str] = []
+    for path, file in files.items():
+        if not _REPOSITORY_FILES.fullmatch(path):
+            continue
+        parser = configparser.RawConfigParser(strict=False)
+        try:
+            parser.read_string(file.content.decode("utf-8", "replace"))
+        except configparser.Error:
+            continue
+        off = ("0", "no", "false")
+        found += [
+            one for one in parser.sections() if parser.get(one, "enabled", fallback="1").strip().lower() not in off
+        ]
+    return tuple(found)

@@ -1,0 +1,173 @@
+"""docker's daemon behind the site's proxy: a drop-in of its unit, and the file with the password, for root alone.
+
+A unit's own settings are world-readable (`systemctl show`), those of an EnvironmentFile= are not (systemd.exec(5)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.proxy import Proxy
+from gpuprov.core.system import System
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_unit import UNIT
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
+
+DROP_IN = "/etc/systemd/system/docker.service.d/gpuprov-proxy.conf"
+ENVIRONMENT = "/etc/gpuprov/docker-proxy.env"
+_BACKUP = f"{STATE_DIRECTORY}/docker-proxy.env"
+# Without its file docker starts all the same.
+_DROP_IN_TEXT = (
+    f"# Written by gpuprov: docker's proxy (gpuprov_proxy).\n[Service]\nEnvironmentFile=-{ENVIRONMENT}\n".encode()
+)
+# What dockerd reads (docs.docker.com, "Daemon proxy configuration").
+_NAMES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_RESTART_SECONDS = 180
+
+
+def environment_text(proxy: Proxy) -> bytes:
+    """Return the EnvironmentFile of a proxy; what the URL may hold needs no escape within quotes (systemd.exec(5))."""
+    values = ((name, proxy.environment[name]) for name in _NAMES)
+    return "".join(f'{name}="{value}"\n' for name, value in values if value).encode()
+
+
+def is_in_use(system: System, proxy: Proxy) -> bool | None:
+    """Return whether the dockerd that runs has exactly this proxy in its environment; None if none runs.
+
+    A host that has no proxy, and shall have none, is not asked.
+    """
+    if not proxy.url and system.status(DROP_IN) is None:
+        return None
+    done = system.run(("systemctl", "show", UNIT, "--property=MainPID", "--value"), timeout=20)
+    pid = done.stdout.strip()
+    if not done.ok or not pid.strip("0"):
+        return None
+    words = (system.read_text(f"/proc/{pid}/environ") or "").split("\0")
+    found = dict(word.partition("=")[::2] for word in words if word.partition("=")[0] in _NAMES)
+    return found == {name: value for name in _NAMES if (value := proxy.environment.get(name, ""))}
+
+
+def plan(
+    files: Mapping[str, FileFact], docker: DockerFacts, proxy: Proxy, *, in_use: bool | None, restarts: bool = False
+) -> tuple[Change, ...]:
+    """Return the change of docker's proxy, or nothing where all is as it should be.
+
+    `restarts`: another change of the plan restarts docker afterwards.
+    A docker with containers that a restart would stop keeps its old environment until it restarts; `warning` says so.
+    """
+    if not proxy.url and ENVIRONMENT not in files and DROP_IN not in files:
+        return ()
+    wanted = {DROP_IN: (_DROP_IN_TEXT, 0o644), ENVIRONMENT: (environment_text(proxy), 0o600)} if proxy.url else {}
+    there = {path: (files[path].content, files[path].mode) for path in (DROP_IN, ENVIRONMENT) if path in files}
+    restart = docker.active and in_use is not True and not _would_stop(docker)
+    if there == wanted and not (restart and in_use is False):
+        return ()
+    return (SetDockerProxy(proxy, restart=restart and not restarts),)
+
+
+def warning(docker: DockerFacts, proxy: Proxy, *, in_use: bool | None) -> str:
+    """Return the sentence for a docker that takes the proxy only later, or never; nothing for any other."""
+    if not proxy.url:
+        return ""
+    if docker.config.get("proxies"):
+        return f"{docker.config_path} names proxies of its own: docker uses these, not gpuprov_proxy"
+    if docker.active and in_use is False and _would_stop(docker):
+        names = ", ".join(docker.running_containers)
+        return f"docker uses the proxy after its next restart, which stops {names}: systemctl restart docker"
+    return ""
+
+
+def _would_stop(docker: DockerFacts) -> bool:
+    return bool(docker.running_containers) and not docker.live_restore
+
+
+@dataclass(frozen=True)
+class SetDockerProxy(Change):
+    """docker's daemon shall use this proxy (one without a URL: none of gpuprov's), at once where `restart` is true.
+
+    What the file with the password held before is kept beside the journal, for root alone, and not in it.
+    """
+
+    proxy: Proxy
+    restart: bool = False
+
+    @property
+    def key(self) -> str:
+        return "set docker's proxy"
+
+    def summary(self) -> str:
+        what = f"write {DROP_IN}: docker uses the proxy {self.proxy.address}" if self.proxy.url else f"remove {DROP_IN}"
+        return f"{what} and restart docker" if self.restart else what
+
+    def diff(self, system: System) -> str:
+        wanted = environment_text(self.proxy) if self.proxy.url else None
+        drop_in = text_diff(DROP_IN, system.read_bytes(DROP_IN), _DROP_IN_TEXT if self.proxy.url else None)
+        shown = text_diff(ENVIRONMENT, _shown(system.read_bytes(ENVIRONMENT)), _shown(wanted))
+        return "\n".join(part for part in (drop_in, shown) if part)
+
+    def capture(self, system: System) -> Json:
+        image: dict[str, Any] = dict(capture_path(system, ENVIRONMENT))
+        had = image.pop("content", None) is not None
+        number = 1
+        while system.status(f"{_BACKUP}.{number}") is not None:
+            number += 1
+        return {
+            "drop_in": capture_path(system, DROP_IN),
+            "backup": f"{_BACKUP}.{number}" if had else "",
+            "folders": image["missing_parents"],
+        }
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        before = self.capture(system)
+        if before["backup"]:
+            system.make_directory(STATE_DIRECTORY, 0o700)
+            system.write(before["backup"], system.read_bytes(ENVIRONMENT) or b"", mode=0o600)
+        if self.proxy.url:
+            for path, content, mode in (
+                (ENVIRONMENT, environment_text(self.proxy), 0o600),
+                (DROP_IN, _DROP_IN_TEXT, 0o644),
+            ):
+                system.make_directory(parent_of(path))
+                system.write(path, content, mode=mode)
+        else:
+            system.remove(DROP_IN)
+            system.remove(ENVIRONMENT)
+        _take_up(system, restart=self.restart)
+        return {"restarted": self.restart}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before["drop_in"])
+        kept = system.read_bytes(before["backup"]) if before["backup"] else None
+        if kept is not None:
+            system.make_directory(parent_of(ENVIRONMENT))
+            system.write(ENVIRONMENT, kept, mode=0o600)
+            system.remove(before["backup"])
+        elif not before["backup"]:
+            system.remove(ENVIRONMENT)
+            for folder in before["folders"]:
+                if system.list_directory(folder):
+                    break
+                system.remove(folder)
+        stops = system.run(("docker", "info", "--format", "{{.ContainersRunning}} {{.LiveRestoreEnabled}}"), timeout=20)
+        safe = stops.ok and (stops.stdout.split()[:1] == ["0"] or "true" in stops.stdout)
+        _take_up(system, restart=safe and system.run(("systemctl", "is-active", "--quiet", UNIT)).ok)
+
+
+def _shown(content: bytes | None) -> bytes | None:
+    """Return the file with the password as a diff may show it."""
+    return None if content is None else masked(content.decode("utf-8", "replace")).encode()
+
+
+def _take_up(system: System, *, restart: bool) -> None:
+    system.run(("systemctl", "daemon-reload"))
+    if not restart:
+        return
+    done = system.run(("systemctl", "restart", UNIT), timeout=_RESTART_SECONDS)
+    if not done.ok:
+        raise GpuprovError("docker does not restart with its proxy", done.evidence(3), "journalctl -u docker -n 50")

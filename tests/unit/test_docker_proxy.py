@@ -1,0 +1,248 @@
+"""gpuprov_proxy in whole runs: docker's drop-in and its file, diffs, rollback; the password where it may not be."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.agent.run import run_request
+from gpuprov.core.changes import FileFact
+from gpuprov.core.proxy import NO_PROXY, Proxy
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, plan, warning
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.events import Event, Finished, Note, Planned, to_line
+from gpuprov.wire.request import Request
+from gpuprov.wire.secrets import masked, secret_free
+from gpuprov.wire.spec import parse_spec, spec_to_json
+from tests import simgpu
+from tests.unit.fake_host import FakeHost
+
+PASSWORD = "pa55-Word%21"
+PLAIN = "pa55-Word!"
+PID = 4711
+
+
+class ProxyHost(FakeHost):
+    """A host with a driver, whose docker reads its drop-in when it starts."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        simgpu.install_tree(root)
+
+    def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
+        if "--property=MainPID" in words:
+            return 0, f"{PID}\n"
+        return super()._systemctl(words)
+
+    def _load_docker(self) -> None:
+        super()._load_docker()
+        text = (self.read_text(ENVIRONMENT) or "") if self.exists(DROP_IN) else ""
+        lines = ["PATH=/usr/bin", *(line.replace('"', "") for line in text.splitlines())]
+        (self.root / f"proc/{PID}").mkdir(parents=True, exist_ok=True)
+        (self.root / f"proc/{PID}/environ").write_text("\0".join(lines))
+
+    @property
+    def docker_environment(self) -> str:
+        return self.read_text(f"/proc/{PID}/environ") or ""
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """An address that takes connections, as a proxy's does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def request(host: FakeHost, command: str = "install", *, check: bool = False, **values: Any) -> list[Event]:
+    events: list[Event] = []
+    spec = parse_spec({"driver": "preinstalled", "kernel_modules": "none", **values})
+    run_request(Request(command, spec_to_json(spec), check=check, diff=True, steps=("docker",)), events.append, host)
+    return events
+
+
+def finished(events: list[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def is_secret_free(text: str) -> bool:
+    sent = base64.b64encode(f"robot:{PLAIN}".encode()).decode()
+    return not any(form in text for form in (PASSWORD, PLAIN, sent))
+
+
+def journals(host: FakeHost) -> str:
+    """Return the journals' text, with what they keep of files decoded."""
+    text = "".join(path.read_text() for path in host.path("/var/lib/gpuprov/runs").iterdir())
+    contents = re.findall(r'"content": ?"([^"]*)"', text)
+    return text + "".join(base64.b64decode(one).decode("utf-8", "replace") for one in contents)
+
+
+def test_docker_gets_the_proxy_and_no_text_gets_the_password(tmp_path: Path, listening: str) -> None:
+    host = ProxyHost(tmp_path)
+    before = host.tree()
+    values: dict[str, Any] = {"proxy": f"http://robot:{PASSWORD}@{listening}", "no_proxy": "localhost,.example.org"}
+    forecast = request(host, check=True, **values)
+    assert host.tree() == before
+    events = request(host, **values)
+    assert finished(events).exit_code == 0, events
+    assert f'HTTPS_PROXY="http://robot:{PASSWORD}@{listening}"\n' in (host.read_text(ENVIRONMENT) or "")
+    assert f"HTTP_PROXY=http://robot:{PASSWORD}@{listening}\0" in host.docker_environment
+    assert "NO_PROXY=localhost,.example.org" in host.docker_environment
+    status = host.status(ENVIRONMENT)
+    assert status is not None and status.mode == 0o600
+    assert PASSWORD not in (host.read_text(DROP_IN) or "")
+    (planned,) = (event for event in forecast if isinstance(event, Planned))
+    (change,) = (one for one in planned.changes if one.key == "set docker's proxy")
+    assert f'+HTTP_PROXY="http://robot:***@{listening}"' in change.diff and f"http://{listening}" in change.summary
+    assert is_secret_free("".join(map(to_line, (*forecast, *events))) + journals(host))
+    assert not any(PASSWORD in word for command in host.commands for word in command)
+    assert finished(request(host, **values)).changed == 0
+
+
+def test_another_password_is_taken_up_and_a_rollback_brings_the_old_one_back(tmp_path: Path, listening: str) -> None:
+    host = ProxyHost(tmp_path)
+    before = host.tree()
+    request(host, proxy=f"http://robot:first-one@{listening}")
+    first = host.tree()
+    assert finished(request(host, proxy=f"http://robot:{PASSWORD}@{listening}")).changed == 1
+    assert PASSWORD in host.docker_environment
+    undone = request(host, "rollback")
+    assert finished(undone).exit_code == 0
+    assert host.tree() == {**first, f"/proc/{PID}/environ": host.everything()[f"/proc/{PID}/environ"]}
+    assert "robot:first-one@" in host.docker_environment
+    assert "first-one" not in journals(host) and is_secret_free(journals(host))
+    request(host, "uninstall")
+    assert set(host.tree()) - set(before) <= {f"/proc/{PID}", f"/proc/{PID}/environ"}
+    assert "PROXY" not in host.docker_environment
+    assert not host.exists("/var/lib/gpuprov")
+
+
+def test_a_proxy_that_is_no_longer_asked_for_goes(tmp_path: Path, listening: str) -> None:
+    host = ProxyHost(tmp_path)
+    request(host, proxy=f"http://{listening}")
+    assert "HTTP_PROXY=" in host.docker_environment
+    assert finished(request(host)).changed == 1
+    assert not host.exists(DROP_IN) and not host.exists(ENVIRONMENT)
+    assert "PROXY" not in host.docker_environment
+    assert finished(request(host)).changed == 0
+
+
+def test_a_dead_proxy_stops_a_run_that_needs_it_before_anything_is_changed(tmp_path: Path) -> None:
+    host = ProxyHost(tmp_path)
+    before = host.tree()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    events: list[Event] = []
+    spec = parse_spec({
+        "driver": "preinstalled", "kernel_modules": "none", "packages": ["site-gpu-tools"],
+        "proxy": f"http://robot:{PASSWORD}@{address}",
+    })  # fmt: skip
+    run_request(Request("install", spec_to_json(spec)), events.append, host)
+    (problem,) = finished(events).problems
+    assert problem.what == f"the proxy http://{address} does not answer"
+    assert "gpuprov_proxy" in problem.next_step
+    assert is_secret_free("".join(map(to_line, events)))
+    assert host.tree() == before
+
+
+PROXY = Proxy("http://proxy:3128")
+BUSY = DockerFacts(installed=True, active=True, running_containers=("web",))
+IDLE = replace(BUSY, running_containers=())
+
+
+@pytest.mark.parametrize(
+    ("docker", "in_use", "restart"),
+    [
+        (IDLE, False, True),
+        (IDLE, True, False),
+        (BUSY, False, False),
+        (replace(BUSY, live_restore=True), False, True),
+        (replace(IDLE, active=False), None, False),
+    ],
+)
+def test_docker_restarts_only_where_no_container_stops(docker: DockerFacts, in_use: bool | None, restart: bool) -> None:
+    (change,) = plan({}, docker, PROXY, in_use=in_use)
+    assert change.summary().endswith("and restart docker") is restart
+    if restart:
+        (quiet,) = plan({}, docker, PROXY, in_use=in_use, restarts=True)
+        assert "restart" not in quiet.summary()
+
+
+def test_what_keeps_docker_from_the_proxy_is_told() -> None:
+    assert "which stops web: systemctl restart docker" in warning(BUSY, PROXY, in_use=False)
+    own = replace(IDLE, config_text='{"proxies": {"http-proxy": "http://other:1"}}')
+    assert "/etc/docker/daemon.json names proxies of its own" in warning(own, PROXY, in_use=True)
+    assert warning(BUSY, PROXY, in_use=True) == warning(IDLE, PROXY, in_use=False) == ""
+    assert warning(own, NO_PROXY, in_use=None) == ""
+    assert plan({}, IDLE, NO_PROXY, in_use=None) == ()
+    stale = {ENVIRONMENT: FileFact(b"HTTP_PROXY=x\n", 0o600, 0, 0)}
+    assert [one.key for one in plan(stale, IDLE, NO_PROXY, in_use=None)] == ["set docker's proxy"]
+
+
+WRONG = [
+    "proxy.example.org:3128",
+    "socks5://proxy:1080",
+    "http://robot:pass word@proxy:1",
+    "http://robot:pa$$@proxy:1",
+    'http://robot:"x"@proxy:1',
+    "http://proxy:1/path",
+    "http://proxy:1\nHTTP_PROXY=x",
+]
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_a_wrong_proxy_is_refused_and_not_printed(value: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        parse_spec({"proxy": value})
+    assert "gpuprov_proxy is not a proxy's URL" in str(caught.value)
+    assert repr(value) not in str(caught.value) and "robot:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["http://proxy", "http://10.0.0.1:3128/", "https://a%40b:c@p.example.org:1", "http://[::1]:8080"]
+)
+def test_a_proxys_url_is_taken(value: str) -> None:
+    assert parse_spec({"proxy": value}).proxy == value
+
+
+@pytest.mark.parametrize("value", ["a b", "a,,b", "$HOME", "a;b"])
+def test_a_wrong_no_proxy_is_refused(value: str) -> None:
+    with pytest.raises(GpuprovError, match="gpuprov_no_proxy is not a list of hosts"):
+        parse_spec({"no_proxy": value})
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "address"),
+    [
+        ("http://u:p@proxy.example.org:3128", "proxy.example.org", 3128, "http://proxy.example.org:3128"),
+        ("http://proxy", "proxy", 80, "http://proxy"),
+        ("https://u:p%40@[::1]", "::1", 443, "https://[::1]"),
+    ],
+)
+def test_a_proxys_address_is_its_url_without_the_login(url: str, host: str, port: int, address: str) -> None:
+    proxy = Proxy(url)
+    assert (proxy.host, proxy.port, proxy.address) == (host, port, address)
+
+
+def test_events_are_free_of_every_form_of_the_password() -> None:
+    told: list[Event] = []
+    sink = secret_free(told.append, f"http://robot:{PASSWORD}@proxy:1")
+    sent = base64.b64encode(f"robot:{PLAIN}".encode()).decode()
+    sink(Note(f"407 robot:{PASSWORD}@proxy {PLAIN} Basic {sent}"))
+    sink(Finished(1, problems=(Problem("x", f"seen {PLAIN}", "next"),), versions={"os": PASSWORD}))
+    assert is_secret_free(json.dumps([to_line(event) for event in told]))
+    assert "407 robot:***@proxy *** Basic ***" in to_line(told[0])
+    # A short one is hidden where it stands with its user: as a word it would hide ordinary text.
+    short = secret_free(told.append, "http://u:on@proxy:1")
+    short(Note("u:on@proxy turned on"))
+    assert told[-1] == Note("u:***@proxy turned on")
+    assert masked("curl http://u:x@a/ https://v:y@b") == "curl http://u:***@a/ https://v:***@b"
