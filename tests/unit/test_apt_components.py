@@ -13,7 +13,7 @@ _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _COMPONENTS = ("contrib", "non-free", "non-free-firmware")
 _DEB822 = f"""\
 Types: deb deb-src
-URIs: http://deb.debian.org/debian
+URIs: http://mirror.example/debian
 Suites: bookworm bookworm-updates bookworm-backports
 Components: main
 Signed-By: {_KEYRING}
@@ -36,7 +36,7 @@ def made(found: Mapping[str, FileFact], components: tuple[str, ...] = _COMPONENT
 
 def test_suites_of_one_mirror_share_a_stanza_and_the_hosts_key() -> None:
     assert made(files(debian=_DEB822)) == (
-        "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: bookworm bookworm-updates\n"
+        "Types: deb\nURIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\n"
         f"Components: contrib non-free non-free-firmware\nSigned-By: {_KEYRING}\n"
     )
 
