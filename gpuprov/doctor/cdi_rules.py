@@ -10,7 +10,7 @@ from gpuprov.doctor import words
 from gpuprov.doctor.docker_rules import cdi_setting, in_daemon, reads_cdi
 from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
-from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
+from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, RESTART_DOCKER, Finding, Rule
 from gpuprov.doctor.parse import host_paths
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.versions import version_numbers
@@ -127,7 +127,7 @@ def _docker_without(x: Examined) -> Finding | None:
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker.config_path}: features.cdi is {json.dumps(setting)}, docker {docker.version}",
-        f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}',
+        f'${{EDITOR:-vi}} {docker.config_path}; {RESTART_DOCKER}  # "features": {{"cdi": true}}',
         LIKELY,
     )
 

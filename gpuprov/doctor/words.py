@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.finding import MAKE_NODES, REFRESH_SPECIFICATION
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.boot_files import NODES, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-
-RESTART_DOCKER = "systemctl restart docker"
 
 
 def install_packages(x: Examined, *names: str) -> str:
@@ -61,7 +60,7 @@ def has_unit(x: Examined, name: str) -> bool:
 def refresh_specification(x: Examined) -> str:
     """Return the command that writes the CDI specification anew."""
     if has_unit(x, REFRESH):
-        return f"systemctl start {REFRESH}"
+        return REFRESH_SPECIFICATION
     if is_gpuprovs(x):
         return gpuprov_install(x)
     return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
@@ -70,7 +69,7 @@ def refresh_specification(x: Examined) -> str:
 def make_nodes(x: Examined) -> str:
     """Return the command that makes missing device nodes, and their links in /dev/char."""
     if has_unit(x, NODES):
-        return f"systemctl restart {NODES}"
+        return MAKE_NODES
     if "/usr/bin/nvidia-modprobe" in x.there:
         numbers = " ".join(f"-c {gpu.minor}" for gpu in x.driver.gpus)
         return f"nvidia-modprobe {numbers} -u -m"
