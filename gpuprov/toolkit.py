@@ -14,11 +14,12 @@ from gpuprov.core.changes import (
     FileFact,
     Json,
     MakeNode,
+    SetMode,
     Tell,
     capture_path,
+    file_diff,
     parent_of,
     restore_path,
-    text_diff,
 )
 from gpuprov.core.system import System
 from gpuprov.driver.cuda_repository import plan_driver
@@ -30,6 +31,7 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.wire.spec import HostSpec
 
 CDI_SPECIFICATION = PATH
+_MODE = 0o644  # engines of users read it, too
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
 
 
@@ -39,10 +41,9 @@ def runtime_path(spec: HostSpec) -> str:
 
 
 def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the device nodes that are missing, as nvidia-modprobe would make them."""
-    return tuple(
-        MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver)
-    )
+    """Return the device nodes that are missing, as nvidia-modprobe would make them, and the modes that are not."""
+    missing = (MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver))
+    return (*missing, *(SetMode(node.path, node.mode) for node in facts.driver.closed))
 
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -148,20 +149,33 @@ class HandOverHook(Change):
 
 
 def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the CDI specifications' writing, if they do not say what is there now."""
+    """Return the CDI specifications' writing, if they do not say what is there now, and their folder's mode."""
+    folder = parent_of(CDI_SPECIFICATION)
+    # Engines of users look there, too.
+    closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
+    opening = (SetMode(folder, facts.cdi_folder_mode | 0o555),) if closed and facts.cdi_folder_mode is not None else ()
+    return (*opening, *_plan_specifications(facts, spec))
+
+
+def _plan_specifications(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     # Before the driver and its nodes are there, nothing can be said about them.
     if installs(facts, spec) or plan_driver(facts, spec) or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
     others = tuple(
         (path, content)
         for path, content in facts.other_specifications.items()
-        if not _is_there(facts.files.get(path), 0o644, content)
+        if not _is_there(facts.files.get(path), _MODE, content)
     )
     found = facts.files.get(CDI_SPECIFICATION)
-    right = found is not None and _is_there(found, 0o644, found.content)
+    right = found is not None and _is_there(found, _MODE, found.content)
     if found is not None and right and not difference(found.content, facts.driver):
         return (WriteCdiSpecification(found.content, others),) if others else ()
     return (WriteCdiSpecification(render_json(specification(facts.driver)), others),)
+
+
+def _now(system: System) -> bytes:
+    """Return the specification of what is there, with what NVML says of it."""
+    return render_json(specification(ask_nvml(system, discover(system))))
 
 
 @dataclass(frozen=True)
@@ -183,19 +197,20 @@ class WriteCdiSpecification(Change):
         return f"write {CDI_SPECIFICATION}"
 
     def diff(self, system: System) -> str:
-        files = (((CDI_SPECIFICATION, self.content),) if self.content else ()) + self.others
-        return "".join(text_diff(path, system.read_bytes(path), content) for path, content in files)
+        files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
+        diffs = (file_diff(system, path, content, _MODE) for path, content in files)
+        return "\n".join(one for one in diffs if one)
 
     def capture(self, system: System) -> Json:
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> Json:
         # Asked only now, because NVML initialises GPUs: seconds for each that nobody keeps awake.
-        content = render_json(specification(ask_nvml(system, discover(system))))
+        content = _now(system)
         # What a driver brings with it (NVSwitches) is there only now, too.
         for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():
             system.make_directory(parent_of(path))
-            system.write(path, wanted, mode=0o644, owner=(0, 0))
+            system.write(path, wanted, mode=_MODE, owner=(0, 0))
         return {}
 
     @classmethod

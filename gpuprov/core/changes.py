@@ -108,7 +108,7 @@ class WriteFile(Change):
     def diff(self, system: System) -> str:
         if self.secret:
             return ""
-        return text_diff(self.path, system.read_bytes(self.path), self.content)
+        return file_diff(system, self.path, self.content, self.mode)
 
     def capture(self, system: System) -> Json:
         return capture_path(system, self.path)
@@ -179,6 +179,34 @@ class MakeNode(Change):
         restore_path(system, before)
 
 
+@dataclass(frozen=True)
+class SetMode(Change):
+    """What lies at a path shall have this mode; all else of it stays."""
+
+    path: str
+    mode: int
+
+    def summary(self) -> str:
+        return f"set mode {self.mode:04o} of {self.path}"
+
+    def diff(self, system: System) -> str:
+        status = system.status(self.path)
+        return "\n".join(_heads(self.path, status.mode, self.mode)) if status is not None else ""
+
+    def capture(self, system: System) -> Json:
+        status = system.status(self.path)
+        return {"path": self.path, "mode": status.mode if status is not None else None}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.change_mode(self.path, self.mode)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if before["mode"] is not None and system.status(before["path"]) is not None:
+            system.change_mode(before["path"], before["mode"])
+
+
 def parent_of(path: str) -> str:
     """Return the directory of an absolute path."""
     return path.rpartition("/")[0] or "/"
@@ -200,6 +228,20 @@ def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
     except UnicodeDecodeError:
         return f"binary file {path} differs"
     return "\n".join(lines)
+
+
+def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
+    """Return how a file's content and mode will change; a new file's mode is not told."""
+    status, before = system.status(path), system.read_bytes(path)
+    diff = text_diff(path, before, content)
+    if before is None or status is None or status.kind != "file" or status.mode == mode:
+        return diff
+    body = [] if diff.startswith("binary") else diff.splitlines()[2:]
+    return "\n".join((*_heads(path, status.mode, mode), *body))
+
+
+def _heads(path: str, before: int, after: int) -> tuple[str, str]:
+    return f"--- {path} (mode {before:04o})", f"+++ {path} (mode {after:04o})"
 
 
 def capture_path(system: System, path: str) -> Json:

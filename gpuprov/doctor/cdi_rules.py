@@ -10,11 +10,13 @@ from gpuprov.doctor import words
 from gpuprov.doctor.docker_rules import cdi_setting, in_daemon, reads_cdi
 from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
-from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, RESTART_DOCKER, Finding, Rule
+from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.versions import version_numbers
 
+# NVIDIA's toolkit has it from 1.18 on.
+NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -26,9 +28,16 @@ def specifications(x: Examined) -> dict[str, str]:
 
 
 def _anew(x: Examined, path: str) -> str:
-    """Return the command that writes a specification anew."""
-    ctk = "/usr/bin/nvidia-ctk" in x.there
-    return words.refresh_specification(x) if path == PATH or not ctk else f"nvidia-ctk cdi generate --output={path}"
+    """Return the command after which a specification is right or gone; gpuprov writes one alone."""
+    if path == PATH:
+        return words.refresh_specification(x)
+    if words.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
+        return f"systemctl restart {NVIDIAS_REFRESH}"
+    if PATH in x.there:
+        return f"rm {path}"
+    if "/usr/bin/nvidia-ctk" in x.there:
+        return f"nvidia-ctk cdi generate --output={path}"
+    return f"rm {path}; {words.refresh_specification(x)}"
 
 
 def _missing(x: Examined) -> Finding | None:
@@ -111,8 +120,23 @@ def _covered(x: Examined) -> Finding | None:
     later = [path for path in specifications(x) if path.startswith("/var/run/cdi/")]
     if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
         return None
+    if any(named in x.absent for named, _ in host_paths(x.texts[later[0]])):
+        return None  # a trouble of its own
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+    )  # fmt: skip
+
+
+def _closed(x: Examined) -> Finding | None:
+    if not x.closed:
+        return None
+    folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
+    files = [path for path in x.closed if path not in folders]
+    steps = (f"chmod a+rx {' '.join(folders)}" if folders else "", f"chmod a+r {' '.join(files)}" if files else "")
+    return Finding(
+        f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
+        "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),
+        "; ".join(filter(None, steps)), LIKELY, part_of_install={*x.closed} <= {"/etc/cdi", PATH},
     )  # fmt: skip
 
 
@@ -127,7 +151,7 @@ def _docker_without(x: Examined) -> Finding | None:
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker.config_path}: features.cdi is {json.dumps(setting)}, docker {docker.version}",
-        f'${{EDITOR:-vi}} {docker.config_path}; {RESTART_DOCKER}  # "features": {{"cdi": true}}',
+        f'${{EDITOR:-vi}} {docker.config_path}; {words.restart_docker(x)}  # "features": {{"cdi": true}}',
         LIKELY,
     )
 
@@ -139,6 +163,7 @@ RULES = (
     Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
     Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
+    Rule("cdi-closed", CDI, "a mode of /etc/cdi, /var/run/cdi or a specification there keeps others out", _closed),
     Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
     Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
     Rule("cdi-off-in-docker", CDI, "docker ≥ 25 without features.cdi (before 28.2), or with it false",

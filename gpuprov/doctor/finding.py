@@ -32,12 +32,16 @@ _PARTS_OF_INSTALL = (RESTART_DOCKER, REFRESH_SPECIFICATION, MAKE_NODES)
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said."""
+    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said.
+
+    `part_of_install`: an installation does the same as the next step.
+    """
 
     what: str
     evidence: str
     next_step: str
     confidence: str = CERTAIN
+    part_of_install: bool = False
 
     @property
     def remedy(self) -> Mapping[str, str] | None:
@@ -45,7 +49,7 @@ class Finding:
 
         None: gpuprov has no plan for it, or a comment leaves something to decide. Then a person types it.
         """
-        if self.next_step in _PARTS_OF_INSTALL:
+        if self.part_of_install or self.next_step in _PARTS_OF_INSTALL:
             return {}
         words = shlex.split(self.next_step) if self.next_step.startswith("gpuprov install") else []
         options, values = words[2::2], words[3::2]

@@ -55,7 +55,7 @@ def _unsigned(x: Examined) -> Finding | None:
     key = next((path for path in KEYS if path in x.there), "")
     return Finding(
         "Secure Boot is on, and nobody has signed the driver's module",
-        f"the EFI variable SecureBoot is 1\nmodinfo nvidia: {x.module.path} has no signer",
+        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.asked}: {x.module.path} has no signer",
         f"{words.rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _dkms_failed(x: Examined) -> Finding | None:
     folder = "/".join(re.split(r"[/,:]\s*", line)[:2])
     return Finding(
         f"DKMS has not built the driver for the running kernel {kernel}",
-        f"dkms status: {line}\nmodinfo nvidia: not found",
+        f"dkms status: {line}\n/lib/modules/{kernel}: no module of NVIDIA's",
         f"dkms install {folder} -k {kernel}; modprobe nvidia  # where it fails: "
         f"less /var/lib/dkms/{folder}/build/make.log",
     )
@@ -108,7 +108,7 @@ def _module_missing(x: Examined) -> Finding | None:
     what = f"the running kernel {kernel} has no NVIDIA module"
     return Finding(
         f"{what}: it came after the driver" if others else what,
-        f"modinfo nvidia: not found in /lib/modules/{kernel}{elsewhere}",
+        f"/lib/modules/{kernel}: no module of NVIDIA's{elsewhere}",
         words.rebuild_module(x),
     )
 
@@ -119,7 +119,7 @@ def _other_kernels_module(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the driver's module was built for kernel {built}, and {x.host.kernel.release} runs",
-        f"modinfo nvidia: {x.module.path}: vermagic {x.module.vermagic}",
+        f"modinfo {x.module.asked}: {x.module.path}: vermagic {x.module.vermagic}",
         words.rebuild_module(x),
     )
 
@@ -143,9 +143,16 @@ def _module_idle(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the driver's module is there and not loaded",
-        f"/proc/driver/nvidia/version is not there\nmodinfo nvidia: {x.module.path or 'found'}",
+        "/proc/driver/nvidia/version is not there\n" + _module_seen(x),
         "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
     )
+
+
+def _module_seen(x: Examined) -> str:
+    """Return where the module is: as modinfo says, or, without modinfo, as the folder of the kernel's modules shows."""
+    if x.module.path:
+        return f"modinfo {x.module.asked}: {x.module.path}"
+    return f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"
 
 
 def _no_uvm(x: Examined) -> Finding | None:
@@ -199,7 +206,8 @@ RULES = (
     Rule("module-not-loaded", MODULE, "the module is there, and /proc/driver/nvidia is not", _module_idle,
          (*_REFUSED, *_ABSENT, "module-vermagic", "module-blacklisted", "gpu-nouveau", "gpu-vfio", "bound-to-another",
           "probe-not-called", "needs-open-modules", "needs-proprietary-modules", "branch-without-gpu",
-          "gpu-too-old-or-new")),
+          "gpu-too-old-or-new", "probe-failed", "fallen-off-bus", "power-cables", "bar-invalid", "gsp-firmware-missing",
+          "init-failed")),
     Rule("uvm-not-loaded", MODULE, "/proc/devices has no nvidia-uvm", _no_uvm),
     Rule("next-kernel", MODULE, "the newest installed kernel has no NVIDIA module, or no headers to come",
          _next_kernel),

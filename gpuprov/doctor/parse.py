@@ -32,13 +32,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """nvidia.ko as modinfo describes it; `signer` is nothing for an unsigned one."""
+    """The driver's module as modinfo describes it; `signer` is nothing for an unsigned one, `asked` the name it has."""
 
     path: str = ""
     version: str = ""
     vermagic: str = ""
     signer: str = ""
     license: str = ""
+    asked: str = "nvidia"
 
 
 def telling_lines(log: str) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ def parse_units(text: str) -> Mapping[str, Unit]:
     return found
 
 
-def parse_modinfo(text: str) -> ModuleFile:
+def parse_modinfo(text: str, asked: str = "nvidia") -> ModuleFile:
     """Return what modinfo (kmod) says of a module."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
@@ -75,7 +76,7 @@ def parse_modinfo(text: str) -> ModuleFile:
         fields.setdefault(key.strip(), value.strip())
     return ModuleFile(
         fields.get("filename", ""), fields.get("version", ""), fields.get("vermagic", ""), fields.get("signer", ""),
-        fields.get("license", ""),
+        fields.get("license", ""), asked,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Callable
 
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
-from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, MakeNode, RemoveFile, SetMode, WriteFile
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
@@ -31,7 +31,7 @@ from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, Refres
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, software
-from gpuprov.plan.preflight import preflight, security_warnings
+from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -127,7 +127,7 @@ STEPS = (
 CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
-        WriteFile, RemoveFile, MakeNode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
+        WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
@@ -152,6 +152,9 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         return Plan((), problems)
     spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+    problems = read_only_problems(facts, (one.change for one in changes))
+    if problems:
+        return Plan((), problems)
     notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
 
