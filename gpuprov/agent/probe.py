@@ -75,10 +75,10 @@ class Probe:
     cache: str
     agent_digest: str = ""
     pythons: tuple[Python, ...] = ()
-    owners: tuple[str, ...] = ()
     sudo_code: int | None = None
     sudo_said: str = ""
     os_release: tuple[str, ...] = ("",) * 7
+    owners: tuple[str, ...] = ()
 
     @property
     def python(self) -> Python | None:

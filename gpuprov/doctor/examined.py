@@ -29,7 +29,7 @@ class Smi:
     @property
     def is_report(self) -> bool:
         """Whether it ended well and printed its report, and nothing before it."""
-        return self.returncode == 0 and self.text.lstrip().startswith("<?xml")
+        return self.returncode == 0 and self.text.lstrip().startswith("<")
 
     @property
     def first_line(self) -> str:

@@ -115,7 +115,7 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
                          f"{hidden[0].way_out(commands)}")  # fmt: skip
         hint = _SMI_HINTS.get(done.returncode, "run nvidia-smi on the host")
         raise Failed(f"{path} exited {done.returncode}: {said}; {_where(system, hint)}")
-    if not done.stdout.lstrip().startswith("<?xml"):
+    if not done.stdout.lstrip().startswith("<"):
         raise Failed(f"{path} prints no report, but: {said}; is it the driver's own program? run gpuprov doctor")
     report = parse_smi(done.stdout)
     if not report.gpus:
@@ -133,7 +133,7 @@ def _where(system: System, hint: str) -> str:
 def _device_nodes(system: System) -> Shown:
     driver = discover(system)
     if not driver.nodes:
-        hint = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
+        hint = "modprobe nvidia; dmesg | grep -i nvrm"
         raise Failed(f"no driver with a GPU is loaded, so there are no nodes: {_where(system, hint)}")
     missing = missing_nodes(driver)
     if missing:

@@ -1,4 +1,7 @@
-"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it."""
+"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it.
+
+Of groups of troubles (doctor_cases.py), every `next:` is typed, one after the other, each asked for again.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,26 @@ import pytest
 
 from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
+from tests.integration.doctor_cases import GROUPS, LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, Group
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 _KEPT = "/root/kept"
 _START = "systemctl reset-failed docker; systemctl restart docker"
-_OTHER = "libnvidia-ml.so.535.261.03"
+# More than any group has: a loop never ends.
+_MOST_STEPS = 12
 # What a host's own log-ins, clock and daemons change by themselves.
 # What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first.
 _VOLATILE = re.compile(
     r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-"
 )
+
+
+# Asides about the simulated driver's age and about when docker was started.
+_ALWAYS = ("driver-old", "hook-unseen")
 
 
 @dataclass(frozen=True)
@@ -45,9 +53,9 @@ TROUBLES = (
     Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host",
             "mount --bind /usr/lib/simgpu/proc/driver /proc/driver"),
     Trouble("nodes-missing", "rm /dev/nvidia0", "systemctl restart gpuprov-nodes.service"),
-    Trouble("nvml-missing", f"mv {_LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
+    Trouble("nvml-missing", f"mv {LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
     Trouble("version-mismatch",
-            f"cd {_LIBRARIES}; cp /root/{_OTHER} .; ln -sf {_OTHER} libnvidia-ml.so.1",
+            f"cd {LIBRARIES}; cp /root/{OTHER} .; ln -sf {OTHER} libnvidia-ml.so.1",
             "gpuprov install"),
     Trouble("library-not-in-cache", "rm /etc/ld.so.cache", "ldconfig"),
     # NVML's code 15, GPU is lost, as this host's NVML gives it.
@@ -75,7 +83,8 @@ def host(site: Site) -> Host:
     host = site.installed("main")
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
-    (host.root / "root" / _OTHER).write_bytes((simgpu.build_libraries("535.261.03") / _OTHER).read_bytes())
+    for name in (OTHER, OTHER_CUDA):
+        (host.root / "root" / name).write_bytes((simgpu.build_libraries(OTHER_VERSION) / name).read_bytes())
     return host
 
 
@@ -91,12 +100,14 @@ def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
 def mend(site: Site, host: Host, command: str) -> None:
     """Type what the doctor said: on the host, or here if it is an installation."""
     words = re.sub(r"  # .*", "", command)
-    if words.startswith("gpuprov install "):
-        assert "--limit main" in words
-        done = gpuprov(*words.split()[1:])
+    before, found, install = words.partition("gpuprov install")
+    if before:
+        host.ssh(before)
+    if found:
+        # As a rule tells it, or as the last line does, with the inventory.
+        rest = install.split() if "--hosts" in install else ("--hosts", str(site.inventory("main")), *install.split())
+        done = gpuprov("install", *rest)
         assert done.returncode == 0, done.stdout
-    else:
-        host.ssh(words)
 
 
 def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(site: Site, host: Host) -> None:
@@ -129,6 +140,34 @@ def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: H
         mend(site, host, step)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: Host, group: Group) -> None:
+    """Type what is said first, ask again, until the doctor is silent; nothing is typed twice for the same cause."""
+    host.ssh("systemctl reset-failed docker")
+    for line in group.breaking:
+        host.ssh(line)
+    seen: set[str] = set()
+    typed: list[tuple[str, str, str]] = []
+    for _ in range(_MOST_STEPS):
+        _, causes, _ = doctor(site)
+        causes = [cause for cause in causes if cause["rule"] not in _ALWAYS]
+        if not causes:
+            break
+        seen |= {cause["rule"] for cause in causes}
+        first = causes[0]
+        if not typed:
+            assert first["rule"] == group.first, [(cause["rule"], cause["follows"]) for cause in causes]
+        step = (first["rule"], first["what"], first["next_step"])
+        assert step not in typed, f"a loop: {typed}"
+        typed.append(step)
+        instead = group.by_hand.get(first["rule"])
+        host.ssh(instead) if instead else mend(site, host, first["next_step"])
+    assert not causes, f"typed: {typed}; left: {causes}"
+    assert group.rules <= seen, typed
+    done = gpuprov("verify", "--hosts", site.inventory("main"))
+    assert done.returncode == 0, f"typed: {typed}\n{done.stdout}"
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:
