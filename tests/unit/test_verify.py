@@ -235,7 +235,10 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     [
         ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe nvidia"),
         ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "run gpuprov install"),
-        ((18, "Failed to initialize NVML: Driver/library version mismatch\n", ""), "of different versions: run gpuprov install"),
+        (
+            (18, "Failed to initialize NVML: Driver/library version mismatch\n", ""),
+            "of different versions: run gpuprov install",
+        ),
         ((127, "", "nvidia-smi: command not found"), "nvidia-smi is not installed"),
         ((1, "", ""), "(silent)"),
         ((0, "garbage", ""), "prints no report, but: garbage; is it the driver's own program?"),
