@@ -98,7 +98,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         links_missing=_links_missing(system, host.driver),
         not_executable=_not_executable(system, host),
         open_run=_open_run(system),
-        runs_now=_runs_now(system),
+        runs_now=runs_now(system),
         smi_path=own if is_other else first,
         smi_is_script=bool(first) and system.read_start(own if is_other else system.real_path(first), 2) == b"#!",
         other_smi=OtherSmi(first, _smi(system, host.driver, first)) if is_other else None,
@@ -257,7 +257,7 @@ def _open_run(system: System) -> str:
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
 
 
-def _runs_now(system: System) -> str:
+def runs_now(system: System) -> str:
     """Return the run of gpuprov that is alive on this host beside this one, nothing if none is."""
     holder = read_holder(system)
     if holder is None or not holder.alive or holder.pid == system.own_pid():

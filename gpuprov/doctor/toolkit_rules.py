@@ -148,11 +148,13 @@ def _setting(x: Examined, pattern: str) -> tuple[str, str] | None:
 
 def _no_cgroups(x: Examined) -> Finding | None:
     found = _setting(x, r"no-cgroups\s*=\s*true")
-    if found is None or not x.host.docker.active or not _uses_nvidias(x) or _if_nvidias(x) == ASIDE:
+    # gpuprov's hook reads NVIDIA's settings, too.
+    hook_alone = in_daemon(x) == LAUNCHER_PATH
+    if found is None or not x.host.docker.active or not (hook_alone or _if_nvidias(x) == CERTAIN):
         return None
+    which = "each container of `docker run --gpus`" if hook_alone else "every container of a docker that runs as root"
     return Finding(
-        "no-cgroups = true keeps the devices closed in every container of a docker that runs as root (NVML: Unknown "
-        "Error); it is for rootless engines alone",
+        f"no-cgroups = true keeps the devices closed in {which} (NVML: Unknown Error): only rootless engines need it",
         f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
     )  # fmt: skip
 

@@ -63,14 +63,13 @@ def damage(system: System, driver: DriverFacts) -> str:
     """Return what is wrong with the driver's files: a path and why; nothing if those that all need are whole."""
     if not driver.library_version:
         return ""
-    if not any(one.path.endswith("/nvidia-smi") for one in driver.programs):
-        return "/usr/bin/nvidia-smi: No such file or directory"
     for name in _NEEDED:
         path = next((one.path for one in driver.libraries if f"/{name}.{driver.library_version}" in one.path), "")
         fault = _broken(system, path) if path else f"no {name}.{driver.library_version}"
         if fault:
             return f"{path or 'the loader' + chr(39) + 's folders'}: {fault}"
-    return ""
+    has_smi = any(one.path.endswith("/nvidia-smi") for one in driver.programs)
+    return "" if has_smi else "/usr/bin/nvidia-smi: No such file or directory"
 
 
 def _broken(system: System, path: str) -> str:

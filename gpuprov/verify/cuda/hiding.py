@@ -101,8 +101,10 @@ def _owner(system: System, path: str) -> str:
         # Packages from before the merge of /usr have their files below /lib.
         for name in (path, path.removeprefix("/usr")):
             done = system.run(("dpkg-query", "--search", name), timeout=_SECONDS)
-            if done.ok:
-                return done.stdout.partition(":")[0].strip()
+            # NAME[:ARCHITECTURE][, NAME…]: PATH
+            owner = re.search(rf"^([a-z0-9][a-z0-9.+-]+)[^ ]*(?:, .*)?: {re.escape(name)}$", done.stdout, re.MULTILINE)
+            if done.ok and owner:
+                return owner[1]
     if system.which("rpm"):
         done = system.run(("rpm", "--query", "--file", "--queryformat", "%{NAME}\n", path), timeout=_SECONDS)
         return done.stdout.strip() if done.ok else ""

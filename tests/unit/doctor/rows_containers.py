@@ -160,6 +160,14 @@ CONTAINER_ROWS = (
         f"sed -i '2s/^/#/' {NVIDIA_SETTINGS_PATH}",
         LIKELY,
     ),
+    # What nvidia-docker2 left counts for gpuprov's own hook.
+    Row(
+        "no-cgroups",
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format("no-cgroups = true")),
+        f"{NVIDIA_SETTINGS_PATH}:2: no-cgroups = true",
+        f"sed -i '2s/^/#/' {NVIDIA_SETTINGS_PATH}",
+        LIKELY,
+    ),
     Row(
         "environment-refused",
         text(SETTINGS_PATH, "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n"),
