@@ -171,6 +171,6 @@ RULES = (
     Rule("drivers-mixed", DRIVER, "the installer's state, and a driver package", _mixed),
     Rule("drivers-several", DRIVER, "libnvidia-ml or libcuda of several versions", _several),
     Rule("nvidia-smi-missing", DRIVER, "the libraries are there, nvidia-smi is not", _no_smi,
-         ("driver-missing", "nvml-missing", "driver-incomplete")),
+         ("driver-missing", "nvml-missing", "driver-incomplete", "driver-damaged")),
     Rule("driver-old", DRIVER, "the driver has known security holes", _holes),
 )  # fmt: skip

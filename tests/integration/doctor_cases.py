@@ -117,7 +117,8 @@ GROUPS = (
             'mkdir -p /etc/gpuprov; printf \'supported-driver-capabilities = "graphics"\\n'
             "accept-nvidia-visible-devices-envvar-when-unprivileged = false\\n' > /etc/gpuprov/container-runtime.toml",
             "echo /usr/local/cuda/lib64/stubs > /etc/ld.so.conf.d/stubs.conf",
-            f"mkdir -p /etc/nvidia-container-runtime; printf '[nvidia-container-cli]\\nno-cgroups = true\\n' > {_SETTINGS}",
+            "mkdir -p /etc/nvidia-container-runtime",
+            f"printf '[nvidia-container-cli]\\nno-cgroups = true\\n' > {_SETTINGS}",
         ),
         "environment-refused",
         frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"}),
