@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast lint mutation docs bench agent collection sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs bench agent collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -31,17 +31,23 @@ demo: setup  ## Start two lab hosts, install them over SSH, verify them.
 demo-down:  ## Remove every trace of the demo.
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo down; fi
 
-# What runs on hosts, on whatever Python they have from this one on; the controller's folders may need a newer one.
+# What runs on hosts, on any Python from this one on; the controller's folders may need a newer one.
 OLDEST_PYTHON := 3.9
 TRAVELS := $(filter-out gpuprov/__% gpuprov/py.typed gpuprov/cli gpuprov/fleet gpuprov/bundling,$(wildcard gpuprov/*)) playbooks/plugins/modules
 
-lint: setup  ## Format check, lint, types, import arrows, the oldest Python, playbooks.
+lint: setup lint-oldest-python lint-text  ## Format, lint, types, import layers, the oldest Python, text, playbooks.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/vermin --quiet --violations --no-tips --target=$(OLDEST_PYTHON)- $(TRAVELS)
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/ansible-lint
+
+lint-oldest-python: setup
+	$(BIN)/vermin --quiet --violations --no-tips --target=$(OLDEST_PYTHON)- $(TRAVELS)
+
+lint-text: setup
+	$(BIN)/codespell gpuprov playbooks docs tools tests benchmarks inventories *.md Makefile
+	$(BIN)/python -m tools.plain_english
 
 # Root file systems for hosts, by release: one core builds them while the other lints.
 base-%: setup
@@ -56,20 +62,27 @@ test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes o
 
 test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
-	GPUPROV_RACE_SECONDS=30 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
+	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
 
 test-all: test test-rest  ## Everything (45 minutes on 2 cores).
 
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit
 
+test-gpu: setup  ## By hand, as root, on a machine with a real GPU: a report to send (TORCH_IMAGE=… for PyTorch too).
+	$(BIN)/python -m tests.gpu --torch-image "$(TORCH_IMAGE)"
+
+test-torch: setup  ## By hand: a genuine PyTorch (2.9 GB from PyPI) in containers on the simulated GPUs.
+	nice -n 10 $(BIN)/python -m tests.genuine.torch
+
 mutation: setup  ## By hand: put faults into the modules on which safety rests, and count those that their unit tests find.
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutation]'
 	nice -n 15 $(BIN)/python -m tests.mutation
 
-docs: setup  ## Write the configuration reference from the schema, the pages on distributions and on causes from their tables.
+docs: setup  ## Write the references of configuration and command line, the pages on distributions and on causes.
 	$(BIN)/python -m tests.distributions_page
 	$(BIN)/python -m tests.doctor_page
+	$(BIN)/python -m tools.cli_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 
@@ -85,6 +98,10 @@ agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 collection: setup  ## Build the Ansible collection gpuprov.host, the agent inside.
 	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host
 	$(BIN)/ansible-galaxy collection build --force --output-path build build/ansible_collections/gpuprov/host
+
+release: setup  ## Build wheel, sdist, collection, agent, SBOM and SHA256SUMS into dist/: the same bytes each time.
+	rm -rf dist
+	$(BIN)/python -m tools.release dist
 
 sanity: setup  ## All sanity tests of ansible-test for the collection; needs PyPI.
 	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host

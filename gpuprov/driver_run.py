@@ -74,7 +74,7 @@ def default_url(version: str, architecture: str) -> str:
 
 @dataclass(frozen=True)
 class FetchRunfile(Change):
-    """The .run file shall lie in the cache, its digest right. A partial download is kept and gone on with."""
+    """The .run file shall lie in the cache, its digest right. A partial download is kept and resumed."""
 
     url: str
     path: str

@@ -11,16 +11,15 @@ from gpuprov.cdi.generate import PATH, difference, specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import (
     Change,
-    FileFact,
     Json,
     MakeNode,
-    SetMode,
     Tell,
     capture_path,
     file_diff,
     parent_of,
     restore_path,
 )
+from gpuprov.core.repairs import SetMode
 from gpuprov.core.system import System
 from gpuprov.driver.cuda_repository import plan_driver
 from gpuprov.driver_run import installs
@@ -51,17 +50,14 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     python = facts.interpreter
     if spec.toolkit != "bundled" or not python.path:
         return ()
-    there = facts.files.get(deploy.NVIDIA_HOOK_PATH)
-    files = deploy.deployed_files(python.path, docker_hook=there is None or deploy.is_ours(there.content))
+    hook = facts.files.get(deploy.NVIDIA_HOOK_PATH)
+    files = deploy.deployed_files(python.path, docker_hook=hook is None or deploy.is_ours(hook.content))
     wanted = {path for path, _, _ in files}
     # A module of an older version that this one lacks would otherwise stay importable.
     stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
-    current = all(_is_there(facts.files.get(path), mode, content) for path, mode, content in files)
+    found = ((facts.files.get(path), mode, content) for path, mode, content in files)
+    current = all(there is not None and there.is_roots(content, mode) for there, mode, content in found)
     return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, python, stale),)
-
-
-def _is_there(found: FileFact | None, mode: int, content: bytes) -> bool:
-    return found is not None and (found.content, found.mode, found.uid) == (content, mode, 0)
 
 
 @dataclass(frozen=True)
@@ -164,11 +160,10 @@ def _plan_specifications(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]
     others = tuple(
         (path, content)
         for path, content in facts.other_specifications.items()
-        if not _is_there(facts.files.get(path), _MODE, content)
+        if (file := facts.files.get(path)) is None or not file.is_roots(content)
     )
     found = facts.files.get(CDI_SPECIFICATION)
-    right = found is not None and _is_there(found, _MODE, found.content)
-    if found is not None and right and not difference(found.content, facts.driver):
+    if found is not None and found.is_roots(found.content) and not difference(found.content, facts.driver):
         return (WriteCdiSpecification(found.content, others),) if others else ()
     return (WriteCdiSpecification(render_json(specification(facts.driver)), others),)
 

@@ -9,8 +9,6 @@ from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
 pytest_plugins = ["tests.left_behind"]
-# What takes longest is begun first: at the end, other workers would wait for it. Then the files with hosts.
-_LONGEST = "test_vm.py"
 # `make test` gives each property few examples, `make test-all` many (--hypothesis-profile=thorough). How long one takes
 # says how busy the machine is: no test is decided by that.
 for _name, _examples in (("quick", 25), ("thorough", 200)):
@@ -38,6 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _order(item: pytest.Item) -> int:
-    if item.path.name == _LONGEST:
-        return 0
-    return 1 if item.get_closest_marker("lab") else 2
+    """Begin with what takes longest, virtual machines, then hosts: at the end, other workers would wait for it."""
+    markers = ("vm", "lab")
+    return next((place for place, name in enumerate(markers) if item.get_closest_marker(name)), len(markers))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 # Where disks lie: the waiting for them takes nothing of the machine's own.
 MEMORY = "/dev/shm"
-# The least that each does unasked: no commit every few seconds, no guess at what a program forgot to sync.
+# The least that each does by default: no commit every few seconds, no guess at what a program forgot to sync.
 FILE_SYSTEMS = {"ext4": "commit=3600,noauto_da_alloc", "xfs": "nouuid", "btrfs": "commit=3600"}
 
 

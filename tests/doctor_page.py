@@ -27,8 +27,8 @@ def _tables() -> str:
         lines += [
             f"### {area}",
             "",
-            "| rule | what it says | what is looked at | what to type, on Debian 12 |",
-            "|---|---|---|---|",
+            "| rule | what it says | what is looked at | what to type, on Debian 12 | `--fix` |",
+            "|---|---|---|---|---|",
         ]
         lines += [_row(rule, findings[rule.name]) for rule in RULES if rule.area == area]
         lines.append("")
@@ -55,6 +55,7 @@ def _row(rule: Rule, finding: Finding) -> str:
         f"{finding.what} ({finding.confidence})",
         rule.sign,
         f"`{finding.next_step.replace('`', chr(39))}`",
+        "; ".join(map(str, finding.remedies)) or "–",
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

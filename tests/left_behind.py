@@ -1,6 +1,6 @@
 """Pytest's plugin that looks, at the end of a session, for processes that its tests have left: each is an error.
 
-Whoever starts a process ends it: daemons that a program starts by itself, as gpg does, are easily forgotten.
+A test that starts a process ends it: daemons that a program starts by itself, as gpg does, are easily forgotten.
 """
 
 from __future__ import annotations

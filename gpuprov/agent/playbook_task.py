@@ -36,10 +36,12 @@ def task_request(
     run_id: str = "",
     bundle: str = "",
     bundle_digest: str = "",
+    fix: bool = False,
 ) -> Request:
     """Return the request of a task. `plan` is an installation in check mode that is never told as a change.
 
     `bundle` is the path of a bundle here, not yet on the host; only what installs is given it.
+    `fix` is the doctor's.
     Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
     """
     if command not in TASK_COMMANDS:
@@ -57,7 +59,8 @@ def task_request(
         run_id=run_id,
         bundle=bundle if installs(command) else "",
         bundle_digest=bundle_digest if installs(command) else "",
-        # The plugin waits for a host that reboots, and asks again.
+        fix=fix and command == "doctor",
+        # The plugin waits for a host that reboots, and retries.
         caller_returns=True,
     )
 

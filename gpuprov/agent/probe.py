@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuprov.agent.refusals import sudo_problem
+from gpuprov.agent.same_machine import SCRIPT, machine_of
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
 from gpuprov.wire.errors import GpuprovError, Problem
 
@@ -19,7 +21,8 @@ BOOTSTRAP_OPTION = "--bootstrap-python"
 
 # Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
 # the interpreters to try; what reaches this command line passed an allow-list.
-PROBE = r"""
+PROBE = (
+    r"""
 umask 077
 LC_ALL=C; export LC_ALL
 digest=$1; shift
@@ -45,10 +48,11 @@ for place in $broken; do
 done
 if [ "$(id -u)" != 0 ]; then
   said=$(sudo -n true 2>&1 </dev/null); code=$?
-  echo "sudo $code $(echo "$said" | head -n 1)"
+  echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
 fi
-echo "end"
 """
+    + f'{SCRIPT}\necho "end"\n'
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Probe:
     """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root.
 
     `owners`: installed packages whose Python is gone or does not run, if no Python will do.
+    `machine` is the same under every name of a machine, and nothing where that is not known.
     """
 
     system: str
@@ -78,6 +83,7 @@ class Probe:
     sudo_code: int | None = None
     sudo_said: str = ""
     os_release: tuple[str, ...] = ("",) * 7
+    machine: str = ""
     owners: tuple[str, ...] = ()
 
     @property
@@ -104,8 +110,9 @@ def parse_probe(text: str) -> Probe | None:
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         owners=tuple(dict.fromkeys(name for name in values.get("owner", ()) if _PACKAGE.fullmatch(name))),
         sudo_code=int(code) if code.isdecimal() else None,
-        sudo_said=said,
+        sudo_said=said.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
+        machine=machine_of(values.get("machine", [""])[0]),
     )
 
 
@@ -135,6 +142,9 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
             f"`sudo -n true` exited 127: {probe.sudo_said}",
             "install sudo, or set ansible_user to root",
         )
+    refused = sudo_problem(probe.sudo_said) if probe.sudo_code != 0 else None
+    if refused is not None:
+        return refused
     if probe.sudo_code != 0 and not has_password:
         return Problem(
             "sudo on the host wants a password",

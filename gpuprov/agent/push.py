@@ -6,6 +6,7 @@ Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the play
 from __future__ import annotations
 
 from gpuprov.agent.probe import Probe
+from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.wire.errors import Problem
 
@@ -25,14 +26,29 @@ def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
     return (probe.python.path, "-I", f"{probe.cache}/agent-{digest}.pyz")
 
 
-def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False, ended: str = "") -> Problem:
-    """Return why a run ended without saying how it ended. `lost`: the connection broke; `ended`: said() knows it."""
+def unfinished_problem(
+    done: Completed, strays: list[str], *, lost: bool = False, ended: str = "", by_ansible: bool = False
+) -> Problem:
+    """Return why a run ended without saying how it ended. `lost`: the connection broke; `ended`: said() knows it.
+
+    `by_ansible`: Ansible took for its own, and left out, a line in which sudo names the command that it refuses.
+    """
     if lost:
         return Problem(
             "the connection to the host dropped during the run",
             done.stderr.strip().rpartition("\n")[2],
             "the agent on the host continues; run the same command again to get its result",
         )
+    # Where the connection itself becomes root, as Ansible's does, sudo's refusal comes instead of the agent's events.
+    refused = sudo_problem("\n".join((done.stderr, *strays))) if done.returncode == 1 else None
+    if refused is not None:
+        return refused
+    if by_ansible and done.returncode == 1 and not (done.stderr.strip() or strays):
+        return Problem(
+            "sudo on the host refuses this command, or it ended without a word",
+            "exit code 1, no output: Ansible leaves out sudo's `Sorry, user … is not allowed to execute …`",
+            "on the host, as the user of ansible_user: sudo -l shows what it may run",
+        )  # fmt: skip
     if "ModuleNotFoundError" in done.stderr:
         return Problem(
             "the host's Python lacks a part of its standard library", said(done, ended=ended),
@@ -42,6 +58,17 @@ def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False
         "the agent ended without a result", said(done, strays, ended=ended),
         "run the same command again; it resumes that run",
     )  # fmt: skip
+
+
+def no_probe_problem(done: Completed, *, ended: str = "") -> tuple[Problem, bool]:
+    """Return why a host that let us in did not answer the probe, and whether it is its account that runs nothing."""
+    found = account_problem(f"{done.stderr}\n{done.stdout}", done.returncode)
+    if found is not None:
+        return found, True
+    return Problem(
+        "the host's shell does not answer as a shell should", said(done, done.stdout.splitlines(), ended=ended),
+        "is this a machine with a POSIX shell, and may this user run commands?",
+    ), False  # fmt: skip
 
 
 def said(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:

@@ -19,7 +19,7 @@ _REBOOT_DELAY_SECONDS = 3
 # Puts the folder that holds this package, or the agent's archive, on the path.
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprov.agent.agent import main; main()"
 _TEXT = """\
-# By gpuprov: goes on with the run that this reboot was for; removed as soon as it does.
+# By gpuprov: resumes the run that needed this reboot; removed as soon as it does.
 [Unit]
 Description=The rest of a gpuprov run, after its reboot
 Wants=network-online.target

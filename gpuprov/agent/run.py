@@ -70,7 +70,7 @@ def _dispatch(run: RunContext) -> Finished:
     reach_local_docker(run.system)
     if command == "verify":
         return _verify(run)
-    if command == "doctor":
+    if command == "doctor" and (run.request.check or not run.request.fix):
         return _doctor(run)
     if command == "install" and run.request.check:
         with _with_bundle(run) as run:
@@ -96,6 +96,8 @@ def _locked(run: RunContext) -> Finished:
             return _roll_back(run)
         if run.request.command == "uninstall":
             return _uninstall(run)
+        if run.request.command == "doctor":
+            return _fix(run)
         with _with_bundle(run) as run:
             return install(run)
 
@@ -186,9 +188,19 @@ def _announced_removal(run: RunContext) -> Removal:
 
 
 def _doctor(run: RunContext) -> Finished:
+    if run.request.fix:
+        from gpuprov.agent.fix import check as check_fix
+
+        return check_fix(run)
     from gpuprov.doctor import examine
 
     return examine(run.system, run.spec, run.sink)
+
+
+def _fix(run: RunContext) -> Finished:
+    from gpuprov.agent.fix import fix
+
+    return fix(run)
 
 
 def _verify(run: RunContext) -> Finished:

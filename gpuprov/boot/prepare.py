@@ -65,7 +65,11 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the installation of what is missing, and the removal of what is no longer wanted, or nothing."""
     wanted = _wanted(facts, spec)
-    wrong = tuple((path, content) for path, content in wanted.items() if not _is_there(facts, path, content))
+    wrong = tuple(
+        (path, content)
+        for path, content in wanted.items()
+        if (found := facts.files.get(path)) is None or not found.is_roots(content)
+    )
     units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
@@ -135,11 +139,6 @@ def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
     if facts.boot.persistence_packaged or not brings_modules(facts, spec):
         return False
     return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
-
-
-def _is_there(facts: HostFacts, path: str, content: bytes) -> bool:
-    found = facts.files.get(path)
-    return found is not None and (found.content, found.mode, found.uid) == (content, 0o644, 0)
 
 
 @dataclass(frozen=True)

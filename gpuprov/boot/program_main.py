@@ -1,7 +1,7 @@
 """The program that a host runs itself, without a controller: at each boot, and when its driver or its GPUs change.
 
 `nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
-anew if they no longer say what is there. It asks no network, and travels as one file (program.py).
+again if they are out of date. It needs no network, and travels as one file (program.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _make_missing(system: System, driver: DriverFacts) -> int:
 
 
 def refresh(system: System) -> str:
-    """Write the CDI specifications anew if they no longer say what is there; return what was done."""
+    """Rewrite the CDI specifications that are out of date; return what was done."""
     # Here, because making nodes, which docker waits for at boot, needs none of it.
     from gpuprov.cdi import other_devices
     from gpuprov.cdi.generate import PATH, difference, specification

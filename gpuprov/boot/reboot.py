@@ -73,7 +73,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class Reboot(Change):
-    """The host shall have booted anew. `allowed`: by us; else the run ends here and says so."""
+    """Require a reboot of the host. `allowed`: gpuprov reboots it; else the run ends here and says so."""
 
     reasons: tuple[str, ...]
     boot_id: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gpuprov.bundling.rpm_sources import RpmSource, as_source, rpm_sources
-from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, default_sources
+from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, default_sources
 from gpuprov.core.changes import Tell
 from gpuprov.core.download import masked
 from gpuprov.core.system import System
@@ -48,6 +48,7 @@ class Wanted:
     images: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     fabric_manager: bool = False
+    mirror: Mirror = NO_MIRROR
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[Ho
     architecture = wanted.architecture
     if row.package_manager == "apt":
         found = [one for spec in specs for one in _repositories(row, wanted, spec)]
-        sources = wanted.sources or default_sources(row.id, row.version, architecture)
+        sources = wanted.sources or default_sources(row.id, row.version, architecture, wanted.mirror)
         return {"sources": sources, "repositories": _distinct(found)}
     hosts = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
     own = rpm_sources(row.id, version, architecture, wanted.sources)
@@ -153,7 +154,11 @@ def _distribution(distro: str) -> Distribution:
         (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
     )
     if row is None:
-        raise _usage(f"--distro {distro} is none that bundles are made for", "", f"supported are: {supported_names()}")
+        raise _usage(
+            f"--distro {distro} is not a distribution that bundles are made for",
+            "",
+            f"supported are: {supported_names()}",
+        )
     return row
 
 

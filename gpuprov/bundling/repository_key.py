@@ -1,6 +1,6 @@
 """The key of a bundle's own repository: made for one bundle, used while that is made, and then forgotten.
 
-Its public half lies in the bundle and its fingerprint stands in the manifest, so it is trusted as far as the manifest
+Its public half lies in the bundle and its fingerprint stands in the manifest, so it is trusted if the manifest
 is. Nobody has the secret half any more when the bundle is there: nothing else will ever be signed by it.
 """
 

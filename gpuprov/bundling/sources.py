@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpuprov.core.system import System
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -25,6 +28,8 @@ _UBUNTU = (
     "/usr/share/keyrings/ubuntu-archive-keyring.gpg",
     "make the bundle on an Ubuntu machine, or copy that file from one that you trust",
 )
+_UBUNTU_AMD64 = "http://archive.ubuntu.com/ubuntu"
+_UBUNTU_PORTS = "http://ports.ubuntu.com/ubuntu-ports"
 # wiki.debian.org/DebianReleases; wiki.ubuntu.com/Releases.
 ARCHIVES = {
     ("debian", "11"): Archive("bullseye", *_DEBIAN),
@@ -37,19 +42,55 @@ ARCHIVES = {
 }
 
 
-def default_sources(distribution: str, version: str, architecture: str) -> tuple[str, ...]:
-    """Return apt's one-line sources of a release: the release, its updates, its security updates."""
-    archive = ARCHIVES[distribution, version]
-    name = archive.codename
-    if distribution == "debian":
-        places: tuple[tuple[str, str], ...] = (
-            ("http://deb.debian.org/debian", name),
-            ("http://deb.debian.org/debian", f"{name}-updates"),
-            ("http://deb.debian.org/debian-security", f"{name}-security"),
-        )
-    else:
+@dataclass(frozen=True)
+class Mirror:
+    """URLs of a distribution's archive and of its security updates; empty: not known."""
+
+    archive: str = ""
+    security: str = ""
+
+
+NO_MIRROR = Mirror()
+
+
+def mirror_at(url: str) -> Mirror:
+    """Return the mirror at `url`. Debian's security updates are beside it, Ubuntu's in it."""
+    archive = url.rstrip("/")
+    return Mirror(archive, f"{archive}-security" if archive.endswith("/debian") else archive)
+
+
+def machine_mirror(system: System, distribution: str) -> Mirror:
+    """Return the mirror of `distribution` that this machine's apt uses; an empty one if it uses none."""
+    fields = "$(REPO_URI)\t$(ORIGIN)\t$(CODENAME)"
+    listing = system.run(("apt-get", "indextargets", "--format", fields, "Created-By: Packages"))
+    found: dict[str, str] = {}
+    for line in listing.stdout.splitlines() if listing.ok else ():
+        url, origin, codename = line.split("\t")
+        if origin.lower() == distribution:
+            found.setdefault("security" if codename.endswith("-security") else "archive", url.rstrip("/"))
+    return Mirror(found.get("archive", ""), found.get("security", ""))
+
+
+def default_sources(distribution: str, version: str, architecture: str, mirror: Mirror) -> tuple[str, ...]:
+    """Return apt's one-line sources of a release: the release, its updates, its security updates.
+
+    Raises GpuprovError for Debian without a mirror. Ubuntu has servers of its own for all.
+    """
+    release = ARCHIVES[distribution, version]
+    if distribution == "ubuntu" and not mirror.archive:
         # Ubuntu keeps all but amd64 on a server of its own.
-        amd64 = architecture == "x86_64"
-        base = "http://archive.ubuntu.com/ubuntu" if amd64 else "http://ports.ubuntu.com/ubuntu-ports"
-        places = tuple((base, f"{name}{pocket}") for pocket in ("", "-updates", "-security"))
-    return tuple(f"deb [signed-by={archive.keyring}] {uri} {suite} {archive.components}" for uri, suite in places)
+        mirror = mirror_at(_UBUNTU_AMD64 if architecture == "x86_64" else _UBUNTU_PORTS)
+    if not mirror.archive:
+        raise GpuprovError(
+            f"no mirror of {distribution} is known on this machine",
+            "apt-get indextargets lists none",
+            "name it with --mirror URL",
+            exit_code=ExitCode.USAGE,
+        )
+    name = release.codename
+    places = (
+        (mirror.archive, name),
+        (mirror.archive, f"{name}-updates"),
+        (mirror.security or mirror_at(mirror.archive).security, f"{name}-security"),
+    )
+    return tuple(f"deb [signed-by={release.keyring}] {uri} {suite} {release.components}" for uri, suite in places)

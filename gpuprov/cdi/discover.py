@@ -1,7 +1,7 @@
 """The driver on a host as it is found there: version, files, GPUs, device nodes. Reads only.
 
 It does not ask NVML, which is not innocent: as root it makes device nodes and loads modules, and takes seconds for each
-GPU that nobody keeps initialised. What only NVML knows, ask_nvml() adds.
+GPU that no process keeps initialised. What only NVML knows, ask_nvml() adds.
 """
 
 from __future__ import annotations

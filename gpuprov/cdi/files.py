@@ -28,7 +28,7 @@ _BACK_ENDS = (("", _LIBRARY), ("/vdpau", _LIBRARY), ("/gbm", re.compile(r"nvidia
 _OWN_VERSION = re.compile(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so")
 _PROGRAMS = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server",
-    "nvidia-imex", "nvidia-imex-ctl",
+    "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
 )  # fmt: skip
 _PROGRAM_DIRECTORIES = ("/usr/bin", "/usr/sbin")
 # What OpenCL, Vulkan, EGL and OptiX find the driver by: a .run's places, then those of packages.

@@ -90,6 +90,8 @@ def bundle() -> None:
     help="A line for apt's sources.list, or 'URL KEY-URL FINGERPRINT' for dnf and zypper, instead of the "
     "distribution's own servers. Once for each.",
 )
+@text_option("--mirror", metavar="URL", help="The mirror of Debian or Ubuntu that packages come from. Default: the one "
+             "that this machine's apt uses.")  # fmt: skip
 @text_option("--sign", "sign_key", metavar="KEYID", help="Sign the manifest with this key of your gpg.")
 @options_of_inventories(help_of_hosts="Take along what these hosts ask for: driver, toolkit, repositories, packages.")
 @click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
@@ -105,13 +107,17 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
     from gpuprov.bundling.recipe import Wanted, make_recipe
+    from gpuprov.bundling.sources import machine_mirror, mirror_at
     from gpuprov.core.system import System
     from gpuprov.driver.mirror import resolved
 
     inventory = {name: options.pop(name) for name in INVENTORY_FIELDS}
     changed = _changed(options.pop("driver"), options.pop("driver_file"), options.pop("cuda_file"))
-    wanted = Wanted(**options)
-    specs = tuple(resolved(System(), spec, wanted.architecture) for spec in _specs(inventory, changed))
+    mirror = options.pop("mirror")
+    system = System()
+    chosen = mirror_at(mirror) if mirror else machine_mirror(system, options["distro"].partition("-")[0])
+    wanted = Wanted(**options, mirror=chosen)
+    specs = tuple(resolved(system, spec, wanted.architecture) for spec in _specs(inventory, changed))
     recipe = make_recipe(wanted, specs)
     contents = _create(recipe, sign_key, Path(output))
     size = Path(output).stat().st_size

@@ -123,7 +123,7 @@ def generate(
         raise _not_served(f"--mode {mode}", mode)
     for note in _without_effect(ldconfig_path, feature_flags, options["disabled"]):
         click.echo(f"note: {note}", err=True)
-    found = _generated(mode, driver_root, library_folders, configuration_folders)
+    found = generated(mode, driver_root, library_folders, configuration_folders)
     if dev_root:
         found = with_device_root(found, dev_root)
     write_specification(_chosen(found, **options), output, form or _form_of(output))
@@ -140,7 +140,7 @@ def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled
             yield f"--disable-hook {hook} changes nothing: gpuprov has one hook, and `all` leaves it out"
 
 
-def _generated(
+def generated(
     mode: str, driver_root: str, library_folders: tuple[str, ...], configuration_folders: tuple[str, ...]
 ) -> Specification:
     """Return what the driver below that root, or what goes with it, calls for."""

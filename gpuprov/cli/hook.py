@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
+from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.display_text import plain
+from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
@@ -33,12 +35,10 @@ def hook() -> None:
 @click.option("--bundle", metavar="DIR", type=click.Path(exists=True, file_okay=False),
               help="An OCI bundle. Default: a config.json on standard input.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--hosts", metavar="INVENTORY", multiple=True, help="An Ansible inventory: where the container runs.")
-@click.option("--limit", "-l", metavar="PATTERN", default="", help="Only hosts that match, as Ansible's --limit.")
+@options_of_hosts()
+@password_options
 @click.argument("container", metavar="[CONTAINER]", default="")
-def explain(
-    settings_file: str | None, bundle: str | None, as_json: bool, hosts: tuple[str, ...], limit: str, container: str
-) -> None:
+def explain(settings_file: str | None, bundle: str | None, as_json: bool, container: str, **options: Any) -> None:
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
     CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
@@ -55,8 +55,8 @@ def explain(
     from gpuprov.runtime_hook.explain import explain as explained
     from gpuprov.runtime_hook.settings import read_settings
 
-    if hosts or limit:
-        _explain_on_hosts(hosts, limit, container, as_json=as_json)
+    if options["hosts"] or options["limit"]:
+        _explain_on_hosts(options, container, as_json=as_json)
         return
     kept = _kept(container, bundle)
     if kept is not None:
@@ -101,22 +101,22 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
     sys.exit(_STATES[state])
 
 
-def _explain_on_hosts(hosts: tuple[str, ...], limit: str, container: str, *, as_json: bool) -> None:
+def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
     """Say what was decided for the container on each host; with one host that has it, that is enough."""
     from gpuprov.engines.containers import decision_of
-    from gpuprov.fleet.inventory import read_inventory
-    from gpuprov.fleet.options import SshSettings
+    from gpuprov.fleet.command import inventory_of
     from gpuprov.fleet.remote_system import RemoteSystem
     from gpuprov.fleet.ssh import connected
 
-    if not hosts or not container:
+    if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
         raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
+    settings = Options("hook explain", **take_passwords(options), **options)
     found: dict[str, dict[str, Any]] = {}
     problem: GpuprovError | None = None
-    for target in read_inventory(hosts, limit=limit).hosts:
+    for target in inventory_of(settings).hosts:
         try:
-            with connected(target, SshSettings()) as connection:
+            with connected(target, settings) as connection:
                 found[target.name] = decision_of(RemoteSystem(connection, target), container)
         except GpuprovError as error:
             click.echo(f"{target.name}: {error}", err=True)

@@ -19,7 +19,10 @@ from gpuprov.cli.advisories import advisories
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
+from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
+from gpuprov.cli.passwords import password_options, take_passwords
+from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import runtime
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -32,9 +35,7 @@ def _run_options(command: str) -> Callable[[_Command], _Command]:
     """Return what gives a command its options for a run over hosts, and those that ask for passwords."""
 
     def give(function: _Command) -> _Command:
-        function = click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password.")(function)
-        function = click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password.")(function)
-        return options_of(command)(function)
+        return options_of(command)(password_options(function))
 
     return give
 
@@ -56,6 +57,7 @@ def cli() -> None:
     Exit codes, the worst first:
       2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
       3  a host needs a reboot                 0  done
+      5  something would change (install --check --detailed-exitcode)
     """
 
 
@@ -94,16 +96,18 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
     _run("verify", options, verify_image=image, torch_image=torch_image)
 
 
-@cli.command(short_help="Diagnose why containers do not see the GPUs, and suggest commands.")
+@cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")
 @_run_options("doctor")
 def doctor(**options: Any) -> None:
     """Diagnose why containers do not see the GPUs: causes, evidence and commands, the one to fix first at the top.
 
-    Only looks, and changes nothing; the table of causes is in docs/doctor.md. Ends with 0 where nothing is wrong.
+    Without --fix it changes nothing; the table of causes is in docs/doctor.md. Ends with 0 if nothing is wrong (any
+    more), with 1 if a cause is left.
 
     \b
     Examples:
       sudo gpuprov doctor
+      sudo gpuprov doctor --fix --check --diff
       gpuprov doctor --hosts inventory.ini --limit gpu07
       gpuprov doctor --hosts inventory.ini --json
     """
@@ -118,8 +122,8 @@ def facts(**options: Any) -> None:
     \b
     Examples:
       gpuprov facts
-      gpuprov facts --hosts inventory.ini --limit lab-a
-      gpuprov facts --hosts inventory.ini --json
+      gpuprov facts --hosts inventory.ini --limit lab-a -v   every fact
+      gpuprov facts --hosts inventory.ini --json             for programs
     """
     _run("facts", options)
 
@@ -254,7 +258,9 @@ cli.add_command(advisories)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
+cli.add_command(docker_args)
 cli.add_command(hook)
+cli.add_command(playbooks)
 cli.add_command(runtime)
 
 
@@ -263,39 +269,10 @@ def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None
     from gpuprov.fleet.command import run_command
     from gpuprov.fleet.options import Options
 
-    password = _asked("SSH password", wanted=options.pop("ask_pass"))
-    become_password = _asked("sudo password", wanted=options.pop("ask_become_pass"))
+    passwords = take_passwords(options)
     wanted = tuple((name, value) for name, value in overrides.items() if value)
-    made = Options(command, password=password, become_password=become_password, overrides=wanted, **options)
+    made = Options(command, overrides=wanted, **passwords, **options)
     raise SystemExit(int(run_command(made)))
-
-
-def _asked(what: str, *, wanted: bool) -> str:
-    """Return what is typed at the terminal or, where there is none, the next line of standard input.
-
-    Raises GpuprovError (exit code 2) if there is neither.
-    """
-    if not wanted:
-        return ""
-    if _has_terminal():
-        return str(click.prompt(what, hide_input=True, err=True))
-    line = sys.stdin.readline() if sys.stdin else ""
-    if not line:
-        raise GpuprovError(
-            f"there is nobody to ask for the {what}",
-            "no terminal, and nothing more on standard input",
-            "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault",
-            exit_code=ExitCode.USAGE,
-        )
-    return line.rstrip("\n")
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def _leave_removed_folder() -> None:

@@ -179,34 +179,6 @@ class MakeNode(Change):
         restore_path(system, before)
 
 
-@dataclass(frozen=True)
-class SetMode(Change):
-    """What lies at a path shall have this mode; all else of it stays."""
-
-    path: str
-    mode: int
-
-    def summary(self) -> str:
-        return f"set mode {self.mode:04o} of {self.path}"
-
-    def diff(self, system: System) -> str:
-        status = system.status(self.path)
-        return "\n".join(_heads(self.path, status.mode, self.mode)) if status is not None else ""
-
-    def capture(self, system: System) -> Json:
-        status = system.status(self.path)
-        return {"path": self.path, "mode": status.mode if status is not None else None}
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        system.change_mode(self.path, self.mode)
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if before["mode"] is not None and system.status(before["path"]) is not None:
-            system.change_mode(before["path"], before["mode"])
-
-
 def parent_of(path: str) -> str:
     """Return the directory of an absolute path."""
     return path.rpartition("/")[0] or "/"
@@ -237,10 +209,11 @@ def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
     if before is None or status is None or status.kind != "file" or status.mode == mode:
         return diff
     body = [] if diff.startswith("binary") else diff.splitlines()[2:]
-    return "\n".join((*_heads(path, status.mode, mode), *body))
+    return "\n".join((*mode_heads(path, status.mode, mode), *body))
 
 
-def _heads(path: str, before: int, after: int) -> tuple[str, str]:
+def mode_heads(path: str, before: int, after: int) -> tuple[str, str]:
+    """Return the first two lines of a diff in which a mode changes."""
     return f"--- {path} (mode {before:04o})", f"+++ {path} (mode {after:04o})"
 
 
@@ -331,6 +304,10 @@ class FileFact:
     mode: int
     uid: int
     gid: int
+
+    def is_roots(self, content: bytes, mode: int = 0o644) -> bool:
+        """Say whether this is a file of root's with this content and mode."""
+        return (self.content, self.mode, self.uid) == (content, mode, 0)
 
 
 def capture_path_itself(system: System, path: str) -> Json:

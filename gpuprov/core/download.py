@@ -35,7 +35,7 @@ _CA_BUNDLES = (
 def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell) -> None:
     """Fetch `url` (http, https, file) to `destination`, whose SHA-256 shall be `sha256`.
 
-    What a broken download left in `destination`.part is gone on with. Nothing lies at `destination` unless its digest
+    What a broken download left in `destination`.part is resumed. Nothing lies at `destination` unless its digest
     is right. Raises GpuprovError saying why it can't be had.
     """
     if system.sha256(destination) == sha256:
@@ -209,7 +209,7 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
     have = found.size if found else 0
     with _get(system, url, have) as response:
         if response.status_code == 416:
-            # The part is as long as the file, or longer: begin anew, the digest would not tell which.
+            # The part is as long as the file, or longer: start again, the digest would not tell which.
             system.remove(part)
             _transfer_once(system, url, part, tell)
             return

@@ -10,5 +10,5 @@ CACHE_DIRECTORY = "/var/cache/gpuprov"
 FOLDER = "/var/cache/gpuprov/bundle"
 # apt's only source while a bundle is unpacked; the last file to come.
 SOURCES_LIST = f"{FOLDER}/sources.list"
-# What is stopped now and shall run again; it outlives a run that is killed.
+# What is stopped now and must run again; it outlives a run that is killed.
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"

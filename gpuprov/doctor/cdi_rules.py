@@ -12,11 +12,13 @@ from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
+from gpuprov.doctor.remedy import remove, steps
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.versions import version_numbers
 
 # NVIDIA's toolkit has it from 1.18 on.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
+_OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
@@ -48,6 +50,7 @@ def _missing(x: Examined) -> Finding | None:
         "there is no CDI specification, so no container can be given a GPU",
         "\n".join(f"{folder}: nothing of NVIDIA's" for folder in SPECIFICATION_FOLDERS),
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -58,10 +61,11 @@ def _broken(x: Examined) -> Finding | None:
                 json.loads(text)
         except json.JSONDecodeError as error:
             return Finding(
-                f"the CDI specification {path} is no JSON",
+                f"the CDI specification {path} is invalid JSON",
                 f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
                 _anew(x, path),
                 CERTAIN if path == PATH else LIKELY,
+                _OURS if path == PATH else (),
             )
     return None
 
@@ -73,6 +77,7 @@ def _stale(x: Examined) -> Finding | None:
         f"the CDI specification is out of date: {x.specification_fault}",
         f"{PATH}:1: {x.specification_fault}",
         words.refresh_specification(x),
+        remedies=_OURS,
     )
 
 
@@ -80,10 +85,13 @@ def _names_absent(x: Examined) -> Finding | None:
     for path, text in specifications(x).items():
         absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
         if absent:
+            step = _anew(x, path)
+            ours = (remove(path),) if step == f"rm {path}" else ()
             return Finding(
                 f"the CDI specification {path} names {len(absent)} files that are not there",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
-                _anew(x, path),
+                step,
+                remedies=_OURS if path == PATH else ours,
             )
     return None
 
@@ -111,6 +119,7 @@ def _conflict(x: Examined) -> Finding | None:
                 f"{other}: {kind}={both[0]}\n{path}: {kind}={both[0]}",
                 f"rm {mine}",
                 LIKELY,
+                (remove(mine),),
             )
         seen.setdefault((folder, kind), (path, names))
     return None
@@ -124,6 +133,7 @@ def _covered(x: Examined) -> Finding | None:
         return None  # a trouble of its own
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+        (remove(later[0]),),
     )  # fmt: skip
 
 
@@ -136,7 +146,7 @@ def _closed(x: Examined) -> Finding | None:
     return Finding(
         f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
         "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),
-        "; ".join(filter(None, steps)), LIKELY, part_of_install={*x.closed} <= {"/etc/cdi", PATH},
+        "; ".join(filter(None, steps)), LIKELY, remedies=_OURS if {*x.closed} <= {"/etc/cdi", PATH} else (),
     )  # fmt: skip
 
 
@@ -159,7 +169,7 @@ def _docker_without(x: Examined) -> Finding | None:
 RULES = (
     Rule("cdi-missing", CDI, "gpuprov's runtime (or podman alone), and no specification in /etc/cdi or /var/run/cdi",
          _missing, ROOTS),
-    Rule("cdi-broken", CDI, "a specification is no JSON", _broken),
+    Rule("cdi-broken", CDI, "a specification is invalid JSON", _broken),
     Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
     Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),

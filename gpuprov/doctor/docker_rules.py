@@ -8,6 +8,7 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DOCKER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
+from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.wire.errors import Problem
@@ -21,6 +22,7 @@ _OTHER_ENGINES = {
     "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/kubelet", "/usr/local/bin/k3s", "/usr/bin/nerdctl",
     "/usr/local/bin/nerdctl",
 }  # fmt: skip
+_STEP, _RESTART = (steps("docker"),), (restart(_UNIT),)
 _NO_DRIVER = r"could not select device driver"
 
 
@@ -144,8 +146,9 @@ def _disabled(x: Examined) -> Finding | None:
     evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
     if docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
-        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE)
-    return Finding("docker is disabled, so nothing started it", evidence, f"systemctl enable --now {_UNIT}")
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
+    what = "docker is disabled, so nothing started it"
+    return Finding(what, evidence, f"systemctl enable --now {_UNIT}", remedies=_STEP)
 
 
 def _unreachable(x: Examined) -> Finding | None:
@@ -173,6 +176,7 @@ def _down(x: Examined) -> Finding | None:
         f"{_start(x)}; journalctl -u docker -n 30 --no-pager",
         # Without systemd nobody says whether it runs.
         CERTAIN if unit else LIKELY,
+        _STEP,
     )
 
 
@@ -184,6 +188,7 @@ def _unit_changed(x: Examined) -> Finding | None:
         "docker has not been restarted since its unit changed: it reads another configuration file",
         f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
         words.restart_docker(x),
+        remedies=_RESTART,
     )
 
 
@@ -201,6 +206,7 @@ def _not_restarted(x: Examined) -> Finding | None:
         "docker has not been restarted since its configuration changed",
         f"{_line_of(x, wanted)}: runtime nvidia is {wanted}\ndocker info: the running docker {known}",
         words.restart_docker(x),
+        remedies=_STEP,
     )
 
 
@@ -217,6 +223,7 @@ def _unregistered(x: Examined) -> Finding | None:
         step,
         # `--device nvidia.com/gpu=all` does without.
         ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
+        _STEP,
     )
 
 
@@ -230,6 +237,7 @@ def _unsaved(x: Examined) -> Finding | None:
         f"docker info: runtime nvidia is {in_daemon(x)}\n{x.host.docker.config_path}: no runtimes.nvidia",
         words.gpuprov_install(x),
         LIKELY,
+        _STEP,
     )
 
 
@@ -256,6 +264,7 @@ def _hook_missing(x: Examined) -> Finding | None:
         "`docker run --gpus` has no hook to give containers GPUs by",
         f"ls {NVIDIA_HOOK_PATH}: No such file or directory",
         f"{again}; {words.restart_docker(x)}",
+        remedies=() if packaged else (steps("toolkit"), *_RESTART),
     )
 
 
@@ -269,6 +278,7 @@ def _hook_unseen(x: Examined) -> Finding | None:
             "`docker run --gpus` finds no hook: docker looks for it when it starts, and it was not there then",
             f"journalctl -u docker: {found[1][0]}\nls {NVIDIA_HOOK_PATH}: it is there now",
             words.restart_docker(x),
+            remedies=_RESTART,
         )
     if not begun or hook <= begun:
         return None

@@ -7,6 +7,7 @@ from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.doctor.remedy import INSTALL, LOADER_CACHE, Remedy
 from gpuprov.driver import generations
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.wire import advisories
@@ -25,6 +26,11 @@ def _versions(x: Examined) -> tuple[str, ...]:
     return tuple(dict.fromkeys(x.library_files.values()))
 
 
+def _again(x: Examined) -> tuple[Remedy, ...]:
+    """Return what words.driver_again types: a package's files are its manager's to bring back."""
+    return () if x.host.driver_packaged else (INSTALL,)
+
+
 def _mismatch(x: Examined) -> Finding | None:
     module, libraries = x.driver.kernel_version, x.driver.library_version
     if not module or not libraries or module == libraries:
@@ -37,6 +43,8 @@ def _mismatch(x: Examined) -> Finding | None:
         + (f": {changed}" if changed else ""),
         "\n".join([*seen, *x.package_change]),
         words.same_versions(x),
+        # The module of a system container is its host's: the libraries follow.
+        remedies=(INSTALL,) if x.host.kernel.container else (),
     )
 
 
@@ -45,7 +53,7 @@ def _missing(x: Examined) -> Finding | None:
         return None
     return Finding(
         "no NVIDIA driver is installed", f"{_NVML} and {_CUDA} are in none of the loader's folders",
-        words.driver_again(x),
+        words.driver_again(x), remedies=_again(x),
     )  # fmt: skip
 
 
@@ -58,6 +66,7 @@ def _nvml_missing(x: Examined) -> Finding | None:
         f"{_NVML}, which nvidia-smi and every container runtime need, is missing",
         f"ls -L {folder}/{_NVML}: No such file or directory\n{path} is there",
         words.driver_again(x),
+        remedies=_again(x),
     )
 
 
@@ -67,7 +76,7 @@ def _not_in_cache(x: Examined) -> Finding | None:
     seen = f"{CACHE}: no {_NVML}" if CACHE in x.there else f"ls {CACHE}: No such file or directory"
     return Finding(
         "the loader's cache does not have the driver's libraries; NVIDIA's toolkit and many programs look there alone",
-        seen, "ldconfig", CERTAIN if CACHE not in x.there else LIKELY,
+        seen, "ldconfig", CERTAIN if CACHE not in x.there else LIKELY, (LOADER_CACHE,),
     )  # fmt: skip
 
 
@@ -127,7 +136,8 @@ def _several(x: Examined) -> Finding | None:
 def _half_installed(x: Examined) -> Finding | None:
     if INCOMPLETE_MARK not in x.there:
         return None
-    return Finding("the driver's installation was cut off", f"{INCOMPLETE_MARK} is there", words.gpuprov_install(x))
+    return Finding("the driver's installation was cut off", f"{INCOMPLETE_MARK} is there", words.gpuprov_install(x),
+                   remedies=(INSTALL,))  # fmt: skip
 
 
 def _no_smi(x: Examined) -> Finding | None:
@@ -138,6 +148,7 @@ def _no_smi(x: Examined) -> Finding | None:
     return Finding(
         "nvidia-smi is missing, though the driver's libraries are there", "command -v nvidia-smi: nothing",
         words.reinstall_packages(x, package) if package else words.driver_again(x),
+        remedies=() if package else _again(x),
     )  # fmt: skip
 
 

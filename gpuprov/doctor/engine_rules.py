@@ -8,6 +8,7 @@ from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
+from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.other_engines import ENGINES as KNOWN
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
@@ -39,7 +40,7 @@ def _unconfigured(x: Examined) -> Finding | None:
         return None
     path = found[name].edits[0].path
     return Finding(f"{name} does not know the runtime nvidia", f"{path}: not as `gpuprov runtime configure` writes it",
-                   words.gpuprov_install(x))  # fmt: skip
+                   words.gpuprov_install(x), remedies=(steps("engines"),))  # fmt: skip
 
 
 def _down(x: Examined) -> Finding | None:
@@ -49,6 +50,7 @@ def _down(x: Examined) -> Finding | None:
             return Finding(
                 f"{name} does not run", f"systemctl show {KNOWN[name].unit}: {unit.active}, {unit.result}",
                 f"systemctl restart {name}; journalctl -u {name} -n 30 --no-pager",
+                remedies=(restart(KNOWN[name].unit),),
             )  # fmt: skip
     return None
 
@@ -69,7 +71,7 @@ def _refresh_failed(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the CDI specification is not kept up to date", f"systemctl show {REFRESH}: {unit.active}, {unit.result}",
-        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE,
+        f"systemctl start {REFRESH}; journalctl -b -u {REFRESH} -n 20", ASIDE, (restart(REFRESH),),
     )  # fmt: skip
 
 
@@ -82,6 +84,7 @@ def _persistence_failed(x: Examined) -> Finding | None:
         f"systemctl show {PERSISTENCE}: {unit.active}, {unit.result}",
         f"systemctl restart {PERSISTENCE}; journalctl -b -u {PERSISTENCE} -n 20",
         ASIDE,
+        (restart(PERSISTENCE),),
     )
 
 

@@ -18,7 +18,11 @@ from gpuprov.wire.spec import HostSpec
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     """Look at the host, tell what was looked at and what was found, and return how it ends."""
     x = gather(system, spec)
-    causes = diagnose(x)
+    return tell(x, diagnose(x), sink)
+
+
+def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
+    """Tell an examination whole, and return how it ends."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
     for area in AREAS:
         ill = any(cause.rule.area == area for cause in troubles)
@@ -34,11 +38,17 @@ def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     return Finished(int(ExitCode.DONE), summary="nothing found wrong")
 
 
+def tell_causes(causes: Sequence[Cause], sink: Sink) -> None:
+    """Tell the causes alone, before something is done about them."""
+    for rank, cause in enumerate(causes, 1):
+        sink(_event(rank, cause))
+
+
 def _event(rank: int, cause: Cause) -> CauseFound:
     finding = cause.finding
     return CauseFound(
         rank, cause.rule.name, cause.rule.area, finding.what, finding.evidence, finding.next_step, finding.confidence,
-        cause.follows,
+        cause.follows, "; ".join(map(str, finding.remedies)),
     )  # fmt: skip
 
 

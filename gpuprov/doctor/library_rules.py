@@ -7,6 +7,7 @@ import re
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule
+from gpuprov.doctor.remedy import INSTALL, LOADER_CACHE, Remedy, remove
 from gpuprov.facts.hiding import PRELOAD
 
 _NO_SMI = "/nvidia-smi:"
@@ -21,8 +22,19 @@ def _hidden(x: Examined) -> Finding | None:
     sure = LIKELY if one.is_by_environment or not (one.version or one.fault) else CERTAIN
     steps = dict.fromkeys(other.way_out(commands) for other in x.host.hiding)
     return Finding(
-        f"programs load another library than the driver's: {one.what}", "\n".join(seen), _together(list(steps)), sure
+        f"programs load another library than the driver's: {one.what}",
+        "\n".join(seen),
+        _together(list(steps)),
+        sure,
+        _removal(x),
     )
+
+
+def _removal(x: Examined) -> tuple[Remedy, ...]:
+    """Return the removal of the files, if that is all that there is to do."""
+    files = [other.paths for other in x.host.hiding if not (other.package or other.is_configured)]
+    whole = len(files) == len(x.host.hiding)
+    return (remove(*(path for paths in files for path in paths)), LOADER_CACHE) if whole else ()
 
 
 def _together(steps: list[str]) -> str:
@@ -53,7 +65,8 @@ def _damaged(x: Examined) -> Finding | None:
     version = x.driver.library_version
     packages = [name for name, one in x.host.packages.installed.items() if version in one and "dkms" not in name]
     again = words.reinstall_packages(x, *sorted(packages)) if packages else words.driver_again(x)
-    return Finding("a file of the driver is missing or broken", damage, again)
+    ours = not (packages or x.host.driver_packaged)
+    return Finding("a file of the driver is missing or broken", damage, again, remedies=(INSTALL,) if ours else ())
 
 
 def _other_smi(x: Examined) -> Finding | None:

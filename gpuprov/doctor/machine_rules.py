@@ -9,6 +9,7 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, Finding, Rule
 from gpuprov.doctor.log_rules import FOR_GUESTS, own_gpus, serves_all
 from gpuprov.doctor.parse import find_in_log, lines_that_match
+from gpuprov.doctor.remedy import steps
 from gpuprov.driver import generations, nouveau
 
 _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
@@ -52,6 +53,7 @@ def _nouveau(x: Examined) -> Finding | None:
         f"{bound[0].rpartition(' ')[2]} has the GPUs, which NVIDIA's driver needs",
         "\n".join(f"/sys/bus/pci/devices/{one.split()[1]}/driver: {one.rpartition(' ')[2]}" for one in bound),
         words.keep_nouveau_out(x),
+        remedies=(steps("nouveau"),),
     )
 
 

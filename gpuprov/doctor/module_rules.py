@@ -9,6 +9,7 @@ from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.log_rules import enrol
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.doctor.remedy import LOAD_MODULES
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.kernels import fault, newest
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
@@ -145,6 +146,7 @@ def _module_idle(x: Examined) -> Finding | None:
         "the driver's module is there and not loaded",
         "/proc/driver/nvidia/version is not there\n" + _module_seen(x),
         "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
+        remedies=(LOAD_MODULES,),
     )
 
 
@@ -160,7 +162,7 @@ def _no_uvm(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the module nvidia-uvm is not loaded: CUDA ends with error 999 or 3", "/proc/devices: no nvidia-uvm",
-        "modprobe nvidia-uvm",
+        "modprobe nvidia-uvm", remedies=(LOAD_MODULES,),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from gpuprov.cdi.discover import missing_nodes
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Finding, Rule
+from gpuprov.doctor.remedy import open_nodes, restart, steps
 from gpuprov.facts.boot_files import NODES as NODES_UNIT
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
@@ -35,6 +36,7 @@ def _missing(x: Examined) -> Finding | None:
         f"{_listed(paths)} {'is' if len(paths) == 1 else 'are'} missing",
         "\n".join(f"ls {path}: No such file or directory" for path in paths[:4]),
         words.make_nodes(x),
+        remedies=(steps("device nodes"),),
     )
 
 
@@ -51,6 +53,8 @@ def _wrong(x: Examined) -> Finding | None:
         f"{paths} is not the device that it should be",
         "\n".join(f"ls -ld {node.path}: {there}; it should be char {node.major}:{node.minor}" for node, there in wrong),
         f"rm -rf {paths}; {words.make_nodes(x)}",
+        # A folder may hold something.
+        remedies=() if "directory" in dict(wrong).values() else (steps("device nodes"),),
     )
 
 
@@ -66,7 +70,7 @@ def _closed(x: Examined) -> Finding | None:
         "\n".join(f"stat -c %a {path}: {x.node_modes[path]:o}" for path in closed[:4]),
         "; ".join(f"chmod {mode:04o} {' '.join(paths)}" for mode, paths in by_mode.items()),
         LIKELY,
-        part_of_install=True,
+        (open_nodes(*closed),),
     )
 
 
@@ -108,6 +112,7 @@ def _unit_failed(x: Examined) -> Finding | None:
         "the device nodes could not be made at boot", f"systemctl show {NODES_UNIT}: {unit.active}, {unit.result}",
         f"systemctl restart {NODES_UNIT}; journalctl -b -u {NODES_UNIT} -n 20",
         CERTAIN if missing_nodes(x.driver) or not x.driver.nodes else ASIDE,
+        (restart(NODES_UNIT),),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ _MOST_LINES = 4000
 _MOST_EVIDENCE = 6
 # Time, host and program as dmesg and journalctl -k put them; the driver's own mark.
 _PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
-# What dockerd logs when it begins; what stands before it is an earlier daemon's.
+# What dockerd logs when it begins; what precedes it is an earlier daemon's.
 _DOCKER_BEGINS = "Starting up"
 
 

@@ -21,6 +21,7 @@ from gpuprov.doctor import (
 )
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, GPUS, MODULE, Finding, Rule
+from gpuprov.doctor.remedy import STEPS, WHOLE
 from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 
 RULES: tuple[Rule, ...] = (
@@ -42,7 +43,7 @@ class Cause:
 def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
     found = [(rule, _in_its_place(x, rule, finding)) for rule in rules if (finding := rule.look(x)) is not None]
-    if all(finding.remedy is None for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
+    if not any(_installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
         # Who needs no installation may have a full disk, or a read-only one.
         found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
@@ -50,10 +51,14 @@ def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     return tuple(sorted(causes, key=_rank))
 
 
+def _installs(finding: Finding) -> bool:
+    return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
+
+
 def _obstacle(finding: Finding, roots: Sequence[Rule]) -> str:
     """Return the rule that keeps an installation from repairing this, nothing if none does."""
     obstructed = any(rule.name == INSTALL_OBSTRUCTED for rule in roots)
-    return INSTALL_OBSTRUCTED if obstructed and finding.remedy is not None else ""
+    return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
 
 
 def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:

@@ -10,6 +10,7 @@ from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
+from gpuprov.doctor.remedy import INSTALL, Remedy, steps
 from gpuprov.facts.interpreter import MISSING, packages_of_pythons
 from gpuprov.plan import preflight
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
@@ -19,6 +20,7 @@ from gpuprov.wire.spec import HostSpec
 
 INSTALL_OBSTRUCTED = "install-obstructed"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
+_OURS = (steps("toolkit"),)
 _PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
@@ -44,9 +46,11 @@ def _runtime_missing(x: Examined) -> Finding | None:
     effect = ": no container starts, for it is docker's default runtime" if is_default else ""
     looked = f"ls {path}: No such file or directory" if path.startswith("/") else f"command -v {path}: nothing"
     return Finding(
-        f"the container runtime {path} is missing{effect}", f"{source}: runtime nvidia is {path}\n{looked}",
+        f"the container runtime {path} is missing{effect}",
+        f"{source}: runtime nvidia is {path}\n{looked}",
         _again(x, path),
-    )  # fmt: skip
+        remedies=_OURS if path == LAUNCHER_PATH else (),
+    )
 
 
 def _not_executable(x: Examined) -> Finding | None:
@@ -55,7 +59,7 @@ def _not_executable(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the container runtime {path} may not be executed", f"stat -c %a {path}: {x.not_executable[path]:o}",
-        f"chmod 0755 {path}",
+        f"chmod 0755 {path}", remedies=_OURS if path == LAUNCHER_PATH else (),
     )  # fmt: skip
 
 
@@ -80,11 +84,11 @@ def _files_missing(x: Examined) -> Finding | None:
     if missing:
         return Finding(
             f"{len(missing)} files of gpuprov's container runtime are missing", f"ls {missing[0]}: No such file",
-            words.gpuprov_install(x),
+            words.gpuprov_install(x), remedies=_OURS,
         )  # fmt: skip
     return Finding(
         "gpuprov's container runtime on this host is of another version than this gpuprov", LIBRARY_PATH,
-        words.gpuprov_install(x), ASIDE,
+        words.gpuprov_install(x), ASIDE, _OURS,
     )  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def _python_missing(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the Python that gpuprov's container runtime and boot units run on is missing: {python.deployed}",
-        f"ls {python.deployed}: No such file or directory", _another_python(x),
+        f"ls {python.deployed}: No such file or directory", _another_python(x), remedies=_with_python(x),
     )  # fmt: skip
 
 
@@ -104,7 +108,7 @@ def _python_unfit(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"gpuprov's container runtime and boot units must not or can't run on their Python, {python.deployed}",
-        f"{python.deployed}: {python.fault}", _another_python(x),
+        f"{python.deployed}: {python.fault}", _another_python(x), remedies=_with_python(x),
     )  # fmt: skip
 
 
@@ -116,6 +120,10 @@ def _another_python(x: Examined) -> str:
     names = packages_of_pythons(x.host.packages.installed)
     again = words.reinstall_packages(x, *names) if names else ""
     return f"{again or words.install_packages(x, row.pythons[0] if row else 'python3')}; {words.gpuprov_install(x)}"
+
+
+def _with_python(x: Examined) -> tuple[Remedy, ...]:
+    return (steps("toolkit", "boot"),) if x.host.interpreter.path else ()
 
 
 def _no_low_level(x: Examined) -> Finding | None:
@@ -264,8 +272,9 @@ def _cut_off(x: Examined) -> Finding | None:
     if not x.open_run or x.runs_now:
         return None
     return Finding(
-        f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", words.gpuprov_install(x), LIKELY
-    )
+        f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", words.gpuprov_install(x), LIKELY,
+        (INSTALL,),
+    )  # fmt: skip
 
 
 def _reboot_asked(x: Examined) -> Finding | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import MAKE_NODES, REFRESH_SPECIFICATION, RESTART_DOCKER
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+
+RESTART_DOCKER = "systemctl restart docker"
 
 
 def install_packages(x: Examined, *names: str) -> str:
@@ -58,9 +59,9 @@ def has_unit(x: Examined, name: str) -> bool:
 
 
 def refresh_specification(x: Examined) -> str:
-    """Return the command that writes the CDI specification anew."""
+    """Return the command that rewrites the CDI specification."""
     if has_unit(x, REFRESH):
-        return REFRESH_SPECIFICATION
+        return f"systemctl start {REFRESH}"
     if is_gpuprovs(x):
         return gpuprov_install(x)
     return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
@@ -77,7 +78,7 @@ def restart_docker(x: Examined) -> str:
 def make_nodes(x: Examined) -> str:
     """Return the command that makes missing device nodes, and their links in /dev/char."""
     if has_unit(x, NODES):
-        return MAKE_NODES
+        return f"systemctl restart {NODES}"
     if "/usr/bin/nvidia-modprobe" in x.there:
         numbers = " ".join(f"-c {gpu.minor}" for gpu in x.driver.gpus)
         return f"nvidia-modprobe {numbers} -u -m"

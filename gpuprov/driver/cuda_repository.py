@@ -54,13 +54,16 @@ def _needs_repository(spec: HostSpec) -> bool:
 def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
     """Return the spec with the last branch that serves this host's GPUs, where its packages would be of a later one.
 
-    A driver that is installed as packages of an earlier branch stays with its branch.
+    A driver that is installed as packages of an earlier branch stays with its branch. Where the repository lacks the
+    branch, or can't hold a host to it, the spec stays as it is: `problems` names that.
     """
-    last = generations.last_branch(facts.gpu_device_ids)
-    if spec.driver != "packages" or spec.driver_version or not last:
+    row, last = facts.distribution, generations.last_branch(facts.gpu_device_ids)
+    if spec.driver != "packages" or spec.driver_version or not last or row is None or not _can_pin(row):
         return spec
     installed = facts.driver_installed_version.partition(".")[0] if facts.driver_packaged else ""
-    return replace(spec, driver_version=min(filter(None, (installed, last)), key=int))
+    branch = min(filter(None, (installed, last)), key=int)
+    is_there = branch == installed or int(branch) >= int(LONG_TERM_BRANCH)
+    return replace(spec, driver_version=branch) if is_there else spec
 
 
 def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
@@ -147,10 +150,10 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "or set gpuprov_driver: runfile",
             ),
         )
-    served = with_branch(facts, spec)
-    if served != spec and not (_can_pin(row) and int(served.driver_version) >= int(LONG_TERM_BRANCH)):
-        return (_no_branch(facts, row, served.driver_version),)
-    version = generations.newest_of(served.driver_version)
+    last = generations.last_branch(facts.gpu_device_ids)
+    if last and not spec.driver_version:
+        return (_no_branch(facts, row, last),)
+    version = generations.newest_of(spec.driver_version)
     return generations.problems(facts.gpu_device_ids, version, spec.kernel_module_type)
 
 

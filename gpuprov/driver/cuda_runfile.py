@@ -131,7 +131,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def require_run_file(system: System, path: str, name: str) -> None:
-    """Raise GpuprovError if a file is none that a shell runs, calling it `name`."""
+    """Raise GpuprovError if a file is not a shell script, calling it `name`."""
     start = system.read_start(path, 512)
     if start is None:
         raise GpuprovError(f"there is no file {path} on this host", "", "check gpuprov_cuda_url")

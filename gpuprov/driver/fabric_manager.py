@@ -46,7 +46,7 @@ def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, 
 
 @dataclass(frozen=True)
 class RunFabricManager(Change):
-    """The fabric manager of this version shall run, now and after each boot."""
+    """Require that the fabric manager of this version runs, now and after each boot."""
 
     version: str
 

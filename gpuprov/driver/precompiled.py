@@ -66,8 +66,8 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
         return False
     if spec.kernel_modules != "auto":
         return spec.kernel_modules == "precompiled"
-    unasked = facts.os.id in _MADE_FOR and not spec.module_signing_key
-    return not facts.kernel.container and (unasked or bool(_in_use(facts)))
+    by_default = facts.os.id in _MADE_FOR and not spec.module_signing_key
+    return not facts.kernel.container and (by_default or bool(_in_use(facts)))
 
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
@@ -114,7 +114,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _switch_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Problem, ...]:
-    """The two ways have packages that exclude each other, and dnf takes none away unasked."""
+    """The two ways have packages that exclude each other, and dnf removes none by itself."""
     built = _is_built(facts)
     if not (built and spec.kernel_modules == "precompiled") and not (in_use and spec.kernel_modules == "build"):
         return ()

@@ -75,7 +75,7 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
 
 @dataclass(frozen=True)
 class ReloadDriver(Change):
-    """The kernel shall run the driver that is installed, not the one that was before it. If it can't be had without,
+    """Require that the kernel runs the driver that is installed, not the earlier one. If it can't be had without,
     a reboot is planned next.
     """
 
@@ -213,7 +213,7 @@ def _start_containers(system: System, names: tuple[str, ...], tell: Tell) -> Non
 
 @dataclass(frozen=True)
 class StartContainers(Change):
-    """The containers that were stopped for another driver shall run again."""
+    """Require that the containers that were stopped for another driver run again."""
 
     names: tuple[str, ...]
 

@@ -22,7 +22,7 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
         raise GpuprovError(
             f"the container {container} does not run, and a decision is kept only while one does",
             f"{engine} inspect {container}: State.Running is false",
-            f"{engine} start {container}, then ask again",
+            f"{engine} start {container}, then run this command again",
         )
     found = _read(system, identifier) if identifier in known else None
     if found is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.engines.docker_unit import DAEMON_JSON, UNIT, gather_unit, last_words, refusal
+from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
+from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
 from gpuprov.wire.errors import GpuprovError, from_os_error
 
+_BUILT_IN = "runc"
 _COMES_UP_SECONDS = 60
 _RELOAD_SECONDS = 15
 _RESTART_SECONDS = 180
@@ -174,7 +177,8 @@ class ReconfigureDocker(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Bring the old file back, and docker to what it was: running with it, or not running.
 
-        An unchanged file disturbs nobody. Raises GpuprovError if docker ran and does not come up.
+        A docker that runs with that file already is not disturbed. Raises GpuprovError if docker ran and does not come
+        up.
         """
         image = before["file"]
         is_same = capture_path(system, image["path"]) == image
@@ -187,7 +191,7 @@ class ReconfigureDocker(Change):
             _systemctl(system, "disable")
         if not before["was_active"]:
             _stop(system)
-        elif not (is_same and _is_active(system)):
+        elif not (is_same and _is_active(system) and _runs_with_its_file(system)):
             trouble = _run_again(system, image["path"])
             # What a change that failed has told is not told again.
             if trouble and not (is_same and outcome is None):
@@ -199,6 +203,35 @@ class ReconfigureDocker(Change):
 
 def _is_active(system: System) -> bool:
     return system.run(("systemctl", "is-active", "--quiet", UNIT)).ok
+
+
+def _runs_with_its_file(system: System) -> bool:
+    """Say whether the running docker has the runtimes that its file names, no others, and its default.
+
+    Somebody may have brought the file back by hand, and not restarted docker.
+    """
+    unit = gather_unit(system)
+    content = system.read_bytes(unit.config_path)
+    text = None if content is None else content.decode("utf-8", "surrogateescape")
+    done = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
+    try:
+        info: Any = json.loads(done.stdout)
+        loaded, default = set(info["Runtimes"] or ()), str(info["DefaultRuntime"])
+    except (ValueError, TypeError, KeyError):
+        return True  # it does not say
+    config, wrong = parse_config(text, unit.config_path, dockerd_version(system) if text else "")
+    if wrong:
+        return True
+    by_flag = (*flag_values(unit.arguments, "--default-runtime"), "")
+    named = str(config.get("default-runtime") or by_flag[0] or _BUILT_IN)
+    wanted = {*(config.get("runtimes") or {}), *unit.flag_runtimes}
+    return {name for name in loaded if not _is_built_in(name)} == {
+        name for name in wanted if not _is_built_in(name)
+    } and default == named
+
+
+def _is_built_in(name: str) -> bool:
+    return name == _BUILT_IN or name.startswith("io.containerd.")
 
 
 def _stop(system: System) -> None:

@@ -24,7 +24,7 @@ def parse_config(
     """Return the configuration that daemon.json's text holds; a missing or empty file is an empty one.
 
     `text` has bytes that are no UTF-8 as lone surrogates (surrogateescape); docker takes such bytes. Of a name that
-    stands twice in an object the last counts, as for docker. What gpuprov can't read or edit, or what has no place for
+    is duplicated in an object the last counts, as for docker. What gpuprov can't read or edit, or what has no place for
     a runtime, is returned as problems. `version` is docker's, which decides on a byte order mark; nothing: unknown.
     """
     if text is None or not text.strip():
@@ -60,7 +60,7 @@ def _printable(text: str) -> str:
 
 
 def has_member_twice(text: str) -> bool:
-    """Say whether a name stands twice in an object of valid JSON: rendering it again would drop one of the two."""
+    """Say whether an object of valid JSON has a duplicate name: rendering it again would drop one of the two."""
     found = False
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def edited(text: str | None, name: str, path: str, *, set_default: bool) -> str 
     """Return the text of valid daemon.json with a runtime of that name and path; None if nothing is to be changed.
 
     What docker reads and JSON's own writer would lose stays, by an edit in place: a byte order mark, a name that
-    stands twice, bytes that are no UTF-8. Line ends stay as they are.
+    is duplicated, bytes that are no UTF-8. Line ends stay as they are.
     """
     plain = (text or "").lstrip(BOM)
     config = json.loads(plain) if plain.strip() else {}

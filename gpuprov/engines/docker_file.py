@@ -6,12 +6,11 @@ JSON has no comments, so nothing marks what is ours: a runtime of our name and p
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
-from gpuprov.engines.docker_unit import dockerd_version, gather_unit
+from gpuprov.engines.docker_unit import UNIT, DockerUnit, dockerd_version, flag_values, gather_unit
 from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -25,7 +24,8 @@ def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
     """Return what brings the runtime into daemon.json, or takes it out."""
     if request.drop_in:
         raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
-    usual = gather_unit(system).config_path
+    unit = gather_unit(system)
+    usual = unit.config_path
     path = request.config or usual
     content = system.read_bytes(path)
     text = None if content is None else content.decode("utf-8", "surrogateescape")
@@ -35,7 +35,7 @@ def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
         after, notes = _without(text, found, request.runtime)
     else:
         if path == usual:
-            _require_no_flags(system, request.runtime, path)
+            _require_no_flags(unit, request.runtime, path)
         after, notes = configured(text, request.runtime), ()
     reload_command = _RESTART if request.runtime.cdi else _RELOAD
     edit = FileEdit(path, content, None if after is None else after.encode("utf-8", "surrogateescape"))
@@ -89,15 +89,13 @@ def _parsed(text: str | None, path: str, version: str = "") -> Mapping[str, Any]
     raise GpuprovError.several(wrong)
 
 
-def _require_no_flags(system: Reader, entry: RuntimeEntry, path: str) -> None:
+def _require_no_flags(unit: DockerUnit, entry: RuntimeEntry, path: str) -> None:
     """dockerd does not start with the same directive as a flag and in its file."""
-    unit = system.run(("systemctl", "cat", "docker.service"), timeout=20)
-    words = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
-    started = [line for line in unit.stdout.splitlines() if re.match(r"\s*(ExecStart\s*=|[^#\s].*\\$|--)", line)]
-    clash = next((line.strip() for line in started for word in words if word in line), "") if unit.ok else ""
-    if clash:
+    names = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
+    words = [f"{name}={value}" for name in names for value in flag_values(unit.arguments, name)]
+    if words:
         raise GpuprovError(
             f"docker's unit sets runtimes by a flag; with runtimes in {path} too it would not start",
-            f"systemctl cat docker: {clash}",
+            f"systemctl show {UNIT}: {' '.join(words)}",
             "move what the flag says into the file: systemctl edit --full docker",
         )

@@ -48,7 +48,7 @@ _CHANGED_LINE = re.compile(
 )
 _HEADER = re.compile(r"^[ \t]*(\[[^\[\n][^\n]*?\])[ \t]*(?:#[^\n]*)?(?P<end>\r?\n|\r?\Z)", re.MULTILINE)
 _VERSION = re.compile(r"^[ \t]*[\"']?version[\"']?[ \t]*=[^\n]*(?P<end>\n|\Z)", re.MULTILINE)
-# What a Go template (k3s, RKE2) has that is no TOML: whole lines, and values. They are read as comments and strings.
+# What a Go template (k3s, RKE2) has that is invalid TOML: whole lines, and values. Read as comments and strings.
 _TEMPLATE_LINE = re.compile(r"^([ \t]*\{\{[^\n]*)$", re.MULTILINE)
 _TEMPLATE_VALUE = re.compile(r"(=[ \t]*)(\{\{[^'\n]*\}\})(?=[ \t\r]*$)", re.MULTILINE)
 _MASK = "#template#"

@@ -45,7 +45,7 @@ WantedBy=multi-user.target
 """
 # After the daemons whose sockets stand in the specification, and not before engines, which need not wait for those.
 _REFRESH_TEXT = f"""\
-{_MARK}: writes /etc/cdi/nvidia.json anew if it no longer says what is there; looks, and writes nothing, if it does.
+{_MARK}: rewrites /etc/cdi/nvidia.json if it is out of date; looks, and writes nothing, if it is up to date.
 [Unit]
 Description=CDI specification of the NVIDIA driver and its devices (gpuprov)
 After={NODES} {PERSISTENCE} nvidia-fabricmanager.service

@@ -41,6 +41,11 @@ class HidingLibrary:
         return self.reason.startswith(ENVIRONMENT)
 
     @property
+    def is_configured(self) -> bool:
+        """Whether a line of a file names the very library, or a variable does: not the file is to go, but the line."""
+        return self.is_by_environment or self.reason.startswith(PRELOAD)
+
+    @property
     def what(self) -> str:
         """The library in a sentence."""
         kind = self.fault or (f"of driver {self.version}" if self.version else "of an unknown driver")

@@ -1,4 +1,4 @@
-"""Who has a GPU open: processes, by what the kernel shows of them in /proc; reads only, and ends nobody.
+"""Who has a GPU open: processes, by what the kernel shows of them in /proc; reads only, and kills no process.
 
 /proc/PID/fd shows what is open, /proc/PID/maps what is mapped after it was closed again (proc(5)): either keeps the
 driver's modules loaded.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.agent.probe import PROBE, PYTHONS, Probe, bootstrap_script, parse_probe, probe_problem, python_problem
-from gpuprov.agent.push import STORE, agent_command, said, unfinished_problem
+from gpuprov.agent.push import STORE, agent_command, no_probe_problem, said, unfinished_problem
+from gpuprov.agent.refusals import sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
@@ -45,16 +46,19 @@ def run_agent(
     *,
     bootstrap_python: bool = False,
     host_timeout: float | None = None,
+    claim: Callable[[str], None] = lambda _: None,
 ) -> Finished:
     """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one.
 
-    `host_timeout`: how many seconds the agent may say nothing.
+    `host_timeout`: how many seconds the agent may say nothing. `claim` gets the machine's identity before anything is
+    done to it, and raises GpuprovError to leave it alone.
     """
-    probe = _probe(connection, target, agent)
+    probe = probe_host(connection, target, agent.digest)
+    claim(probe.machine)
     if probe.python is None and bootstrap_python:
         sink(Note("installing Python with the host's package manager"))
         _bootstrap(connection, target, probe)
-        probe = _probe(connection, target, agent)
+        probe = probe_host(connection, target, agent.digest)
     problem = python_problem(probe, target.python)
     if problem is not None:
         raise _error(problem)
@@ -85,25 +89,25 @@ def run_agent(
     return finished[-1]
 
 
-def _probe(connection: Connection, target: HostTarget, agent: Agent) -> Probe:
+def probe_host(connection: Connection, target: HostTarget, digest: str = "none") -> Probe:
+    """Return what the host is. Raises GpuprovError where nothing can run there as root. `digest`: of the agent."""
     pythons = (target.python,) if target.python else PYTHONS
     done = remote.run(
-        connection, f"sh -s {agent.digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
+        connection, f"sh -s {digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
     )  # fmt: skip
     probe = parse_probe(done.stdout)
     if probe is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
         raise GpuprovError(
-            "the host lets us in and does not answer then", _said(done), "look what hangs there: on its console, "
+            "the host accepts the login, then stops responding", _said(done), "look what hangs there: on its console, "
             "dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
     if probe is None:
-        raise _error(
-            Problem("the host's shell does not answer as a shell should", _said(done, done.stdout.splitlines()),
-                    "is this a machine with a POSIX shell, and may this user run commands?")
-        )  # fmt: skip
-    problem = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
-    if problem is not None:
-        raise _error(problem)
+        problem, no_login = no_probe_problem(done, ended=_ENDS.get(done.returncode, ""))
+        code = ExitCode.UNREACHABLE if no_login else ExitCode.FAILED
+        raise GpuprovError.several((problem,), exit_code=code)
+    refused = probe_problem(probe, become=target.become, has_password=bool(target.become_password))
+    if refused is not None:
+        raise _error(refused)
     return probe
 
 
@@ -161,10 +165,18 @@ def as_root(
         stdin=_line(target.become_password), answer=answer, timeout=timeout,
     )  # fmt: skip
     if not answer.went_through:
-        said = "\n".join(text for text in done.stderr.splitlines() if text.startswith(("sudo:", "Sorry")))
-        what = "sudo on the host refuses the password" if answer.wrong_password else "sudo on the host refuses us"
-        raise _error(Problem(what, said or done.evidence(), "run again with -K, or correct ansible_become_password"))
+        raise _error(_sudo_refusal(target, done, wrong_password=answer.wrong_password))
     return done
+
+
+def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
+    """Return why sudo refused, though it was given a password."""
+    told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _said(done)
+    if wrong_password:
+        step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
+        return Problem("sudo on the host refuses the password", told, step)
+    step = f"try on the host, as {target.user or 'this user'}: sudo -v"
+    return sudo_problem(done.stderr) or Problem("sudo on the host refuses us", told, step)
 
 
 class _SudoAnswer:

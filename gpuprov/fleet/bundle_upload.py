@@ -1,4 +1,4 @@
-"""A bundle onto a host: once for each digest, gone on with where an earlier connection broke off.
+"""A bundle onto a host: once for each digest, resumed where an earlier connection broke off.
 
 What arrived is not looked at here: the agent compares every digest before it uses anything.
 """

@@ -22,7 +22,7 @@ from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import parse_spec, spec_to_json
 
@@ -40,14 +40,21 @@ _PIPE_WIDTH = 160
 
 def run_command(options: Options) -> ExitCode:
     """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    if options.command == "doctor" and (options.check or options.diff) and not options.fix:
+        raise GpuprovError(
+            "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
-    if options.report:
-        require_writable(options.report)
+    if options.detailed_exitcode and not options.check:
+        raise GpuprovError("--detailed-exitcode needs --check", "", "add --check", exit_code=ExitCode.USAGE)
+    for file in filter(None, (options.report, options.metrics)):
+        require_writable(file)
     bundle, digest = _checked_bundle(options)
-    inventory = _inventory(options)
-    for warning in inventory.warnings:
-        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
-    request = Request(options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest)
+    inventory = inventory_of(options)
+    request = Request(
+        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix
+    )
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     if options.command == "doctor":
@@ -58,16 +65,22 @@ def run_command(options: Options) -> ExitCode:
     )  # fmt: skip
     _keep(run, options, inventory.hosts)
     _report(options, run)
-    return run.exit_code
+    _write_metrics(options, run)
+    drifted = options.detailed_exitcode and run.exit_code == ExitCode.DONE and any(one.changed for one in results)
+    return ExitCode.WOULD_CHANGE if drifted else run.exit_code
 
 
 def require_writable(path: str) -> None:
-    """Raise GpuprovError (exit code 2) if no report can be written there: better before the run than after it."""
+    """Raise GpuprovError (exit code 2) if a file cannot be written there: better before the run than after it."""
+    place = Path(path).expanduser()
+    existed = place.exists()
     try:
-        Path(path).expanduser().open("ab").close()
+        place.open("ab").close()
+        if not existed:
+            place.unlink()
     except OSError as error:
         raise GpuprovError(
-            f"the report {path} cannot be written", str(error), "name another file", exit_code=ExitCode.USAGE
+            f"{path} cannot be written", str(error), "name another file", exit_code=ExitCode.USAGE
         ) from None
 
 
@@ -98,7 +111,8 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
     return path, checked(path, options.bundle_key, percentage("checking every digest of the bundle:")).digest
 
 
-def _inventory(options: Options) -> Inventory:
+def inventory_of(options: Options) -> Inventory:
+    """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -109,6 +123,8 @@ def _inventory(options: Options) -> Inventory:
     else:
         _require_local_call_to_make_sense(options)
         inventory = Inventory((read_extra_vars(options.extra_vars),))
+    for warning in inventory.warnings:
+        print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
 
 
@@ -158,7 +174,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
 
 
 def make_console() -> Console:
-    """Return where people read."""
+    """Return the console on which people read."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -195,6 +211,16 @@ def _report(options: Options, run: Run) -> None:
         )  # fmt: skip
     if options.report:
         write_page(run, options.report)
+
+
+def _write_metrics(options: Options, run: Run) -> None:
+    if options.metrics:
+        from gpuprov.fleet.metrics import write_metrics
+
+        try:
+            write_metrics(run, options.metrics, time.time())
+        except OSError as error:
+            raise from_os_error(f"the metrics {options.metrics} were not written", error) from None
 
 
 def _next_command(options: Options) -> str:

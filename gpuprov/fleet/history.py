@@ -14,7 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,9 @@ def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:
     }  # fmt: skip
     checks = [{renamed.get(name, name): value for name, value in check.items()} for check in data["checks"]]
     built = {key: tuple(cls(**one) for one in {**data, "checks": checks}[key]) for key, cls in parts.items()}
-    return HostResult(**{**data, **built, "exit_code": ExitCode(data["exit_code"])})
+    # What a newer version kept besides is left out.
+    known = {name: data[name] for name in (field.name for field in fields(HostResult)) if name in data}
+    return HostResult(**{**known, **built, "exit_code": ExitCode(data["exit_code"])})
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
 _COMMANDS = "commands"
-# The fields that choose hosts, which `gpuprov bundle create` takes as well.
+# The fields that choose hosts.
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
 
 if TYPE_CHECKING:
@@ -96,12 +96,21 @@ class Options(SshSettings):
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
     check: bool = _option(
-        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall"),
+        "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
         help="Say what would change; change nothing.",
     )  # fmt: skip
     diff: bool = _option(
-        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall"), help="Show the changes to files."
-    )
+        "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
+        help="Show the changes to files.",
+    )  # fmt: skip
+    fix: bool = _option(
+        "--fix", is_flag=True, commands=("doctor",),
+        help="Do about the causes what gpuprov can do, then look again. `gpuprov rollback` undoes it.",
+    )  # fmt: skip
+    detailed_exitcode: bool = _option(
+        "--detailed-exitcode", is_flag=True, commands=("install",),
+        help="With --check: exit code 5 if something would change.",
+    )  # fmt: skip
     bundle: str = _option(
         "--bundle", type=FILE, commands=("install",),
         help="Install from this file alone, without a network (`gpuprov bundle create` makes it).",
@@ -132,6 +141,9 @@ class Options(SshSettings):
     report: str = _option(
         "--report", type=FILE, metavar="FILE.html", help="Also write what came of the run as one HTML page."
     )
+    metrics: str = _option(
+        "--metrics", type=FILE, metavar="FILE.prom", help="Also write the run for node_exporter's textfile collector."
+    )
     json: bool = _option("--json", is_flag=True, help="Print events as JSON lines, a summary last.")
     verbose: bool = _option("--verbose", "-v", is_flag=True, help="Tell more.")
     password: str = field(default="", repr=False)
@@ -145,6 +157,12 @@ def options_of(command: str) -> Callable[[_Command], _Command]:
     ordered = sorted(fields(Options), key=lambda one: one.name in SshSettings.__annotations__)
     ours = [one for one in ordered if _OPTION in one.metadata]
     return _giving([one for one in ours if command in (one.metadata[_COMMANDS] or (command,))])
+
+
+def options_of_hosts() -> Callable[[_Command], _Command]:
+    """Return what gives a click command the options that choose hosts, and those of the connections to them."""
+    known = {one.name: one for one in fields(Options)}
+    return _giving([known[name] for name in (*INVENTORY_FIELDS, *SshSettings.__annotations__)])
 
 
 def options_of_inventories(help_of_hosts: str) -> Callable[[_Command], _Command]:

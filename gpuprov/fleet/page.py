@@ -19,7 +19,7 @@ from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, plain, shortened
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
-from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.result import HostResult, MadeChange, machines
 from gpuprov.fleet.versions import MIG, mig_instances
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
@@ -113,7 +113,7 @@ class Bar:
 
 def _versions(results: Sequence[HostResult]) -> tuple[tuple[str, tuple[Bar, ...], int], ...]:
     """Return (name, bars, how many versions have no bar) of all that differs, or could."""
-    told = [result for result in results if result.versions]
+    told = [result for result in machines(results) if result.versions]
     names = [name for name in _VERSION_NAMES if any(result.versions.get(name) for result in told)]
     found = []
     for name in names:
@@ -151,7 +151,7 @@ _SLICES = 7  # of a GPU, as MIG divides it: 1g is one of them
 
 def _gpus(results: Sequence[HostResult]) -> tuple[GpuLayout, ...]:
     hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for result in results:
+    for result in machines(results):
         if result.versions.get("gpus"):
             hosts[result.versions["gpus"], result.versions.get(MIG, "")].append(result.host)
     found = []

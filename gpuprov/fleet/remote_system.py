@@ -5,36 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Callable
 
-from gpuprov.agent.probe import Probe
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.fleet import remote
-from gpuprov.fleet.agent_run import as_root
+from gpuprov.fleet.agent_run import as_root, probe_host
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError
 
 if TYPE_CHECKING:
     from fabric import Connection
 
-_WHO = "id -u; sudo -n true 2>/dev/null; echo $?"
 _SECONDS = 30
 
 
 class RemoteSystem(System):
-    """The machine behind a connection. Raises GpuprovError where sudo refuses."""
+    """The machine behind a connection. Raises GpuprovError where its account or its sudo refuses."""
 
     def __init__(self, connection: Connection, target: HostTarget) -> None:
         super().__init__("/")
         self._connection = connection
         self._target = target
-        done = remote.run(connection, _WHO, timeout=_SECONDS)
-        words = done.stdout.split()
-        if len(words) != 2 or not all(word.isdigit() for word in words):
-            raise GpuprovError(
-                f"{target.name} does not answer as a host does", done.evidence(), f"ssh {target.name} 'id -u'",
-                exit_code=ExitCode.UNREACHABLE,
-            )  # fmt: skip
-        self._probe = Probe("Linux", int(words[0]), "", sudo_code=int(words[1]))
+        self._probe = probe_host(connection, target)
 
     def run(
         self,

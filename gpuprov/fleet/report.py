@@ -16,7 +16,7 @@ from rich.text import Text
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import counted, listed, one_line, plain, shortened
-from gpuprov.fleet.result import HostResult, overall_exit_code
+from gpuprov.fleet.result import HostResult, machines, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
@@ -67,6 +67,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
             "summary": result.summary,
             "problems": [asdict(problem) for problem in result.problems],
             "versions": dict(result.versions),
+            "same_as": result.same_as,
         }
         for result in results
     ]
@@ -209,7 +210,7 @@ def _indented(label: str, body: str) -> Text:
 
 
 def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[RenderableType]:
-    """Yield a table of what matters; all facts of one host, or with -v of all."""
+    """Yield a table of what matters; with -v also all facts of each host."""
     gathered = [(result.host, result.facts) for result in results if result.facts is not None]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("host", *_FACTS):
@@ -218,10 +219,9 @@ def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[Renderab
         table.add_row(Text(plain(host)), *(Text(one_line(fact(facts, path)) or "–") for path in _FACTS.values()))
     if gathered:
         yield table
-    if verbose or len(gathered) == 1:
-        for host, facts in gathered:
-            whole = plain(json.dumps(facts, indent=2, ensure_ascii=False))
-            yield Text.assemble((plain(host), "bold"), "\n", whole)
+    for host, facts in gathered if verbose else ():
+        whole = plain(json.dumps(facts, indent=2, ensure_ascii=False))
+        yield Text.assemble((plain(host), "bold"), "\n", whole)
 
 
 _FACTS = {
@@ -243,24 +243,26 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         by_word: dict[str, list[str]] = {}
         for result in failed:
             by_word.setdefault(result.word, []).append(plain(result.host))
-        reasons = "; ".join(f"{word}: {listed(hosts)}" for word, hosts in by_word.items())
+        words = {"failed": "causes found on"} if command == "doctor" else {}
+        reasons = "; ".join(f"{words.get(word, word)}: {listed(hosts)}" for word, hosts in by_word.items())
         done = len(results) - len(failed)
         ill = command == "verify" and any(result.exit_code == ExitCode.FAILED for result in failed)
         follow_up = f"; next: {next_command}" if next_command and ill else ""
         return f"{done} of {counted(len(results), 'host')} {_PARTICIPLES.get(command, 'done')}; {reasons}{follow_up}"
     hosts = counted(len(results), "host")
-    changes = _summed([result.changed for result in results])
-    noun = "change" if changes == "1" else "changes"
+    results = machines(results)
+    changes = counted(sum(result.changed for result in results), "change")
     if command == "verify":
         return f"{hosts} ready: {_seen_by_containers(results)}"
     if command == "facts":
         return f"facts of {hosts}"
     if command == "doctor":
-        return f"{hosts}: nothing found wrong in all that was looked at"
+        made = "" if not any(result.changed for result in results) else f"{changes} {_CHANGED[check]}; "
+        return f"{hosts}: {made}nothing found wrong in all that was looked at"
     if check:
-        return f"{hosts}: {changes} {noun} would be made, nothing was touched"
+        return f"{hosts}: {changes} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""
-    return f"{hosts} {_PARTICIPLES[command]}: {changes} {noun}{follow_up}"
+    return f"{hosts} {_PARTICIPLES[command]}: {changes}{follow_up}"
 
 
 def _summed(numbers: Sequence[int]) -> str:
@@ -268,9 +270,10 @@ def _summed(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
 
 
+_CHANGED = {False: "made", True: "would be made"}
 _ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
 _PARTICIPLES = {
-    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "found healthy",
+    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy",
     "rollback": "rolled back",
     "uninstall": "uninstalled",
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ class MadeChange:
 class HostResult:
     """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time.
 
-    `begun` is False where the run was stopped before this host's turn.
+    `begun` is False where the run was stopped before this host's turn. `same_as`: another name of the same machine, of
+    which the run has a result too: what belongs to machines is counted once.
     """
 
     host: str
@@ -39,6 +40,7 @@ class HostResult:
     made: tuple[MadeChange, ...] = ()
     facts: Mapping[str, Any] | None = None
     begun: bool = True
+    same_as: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -66,6 +68,11 @@ _WORDS = {
 }
 # The worst that happened decides, and something to fix on a host weighs more than a host that is away.
 _PRECEDENCE = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNREACHABLE, ExitCode.REBOOT_NEEDED)
+
+
+def machines(results: Sequence[HostResult]) -> tuple[HostResult, ...]:
+    """Return the results without those of machines that are there under another name."""
+    return tuple(result for result in results if not result.same_as)
 
 
 def told(check: CheckDone) -> str:

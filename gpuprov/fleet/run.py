@@ -11,7 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpuprov.agent import same_machine
+from gpuprov.agent.same_machine import local_machine
 from gpuprov.core.site_tables import for_request
+from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.display_text import counted
@@ -68,6 +71,9 @@ class Fleet:
         self._lock = threading.Lock()
         self._alone = True
         self._here = False
+        # Machine → the name under which it was met first; name → the other name of its machine.
+        self._machines: dict[str, str] = {}
+        self._same_as: dict[str, str] = {}
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
@@ -87,6 +93,7 @@ class Fleet:
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
+                self._claim(target.name, local_machine(System()), wanted, sink)
                 run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
             made = 0
@@ -109,7 +116,21 @@ class Fleet:
             return run_agent(
                 connection, target, request, agent, sink, bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
+                claim=lambda machine: self._claim(target.name, machine, request, sink),
             )  # fmt: skip
+
+    def _claim(self, name: str, machine: str, request: Request, sink: Sink) -> None:
+        """Note that this host is this machine. Raises GpuprovError if another one is too, and it would be changed."""
+        with self._lock:
+            other = self._machines.setdefault(machine, name) if machine else name
+        if other == name:
+            return
+        self._same_as[name] = other
+        if same_machine.changes_the_host(request):
+            raise GpuprovError.several(
+                (same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE
+            )  # fmt: skip
+        sink(Note(same_machine.sentence(name, other), "warning"))
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[Any], None]]:
@@ -175,7 +196,7 @@ class Fleet:
             from gpuprov.fleet.crash import write_log
 
             recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
-        return recorder.result(time.monotonic() - begun)
+        return replace(recorder.result(time.monotonic() - begun), same_as=self._same_as.get(target.name, ""))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from gpuprov.fleet import remote
 from gpuprov.fleet.host_keys import (
     SYSTEM_FILES,
     USER_FILES,
-    HostKeyRefusedError,
     KeyCheck,
     KnownHosts,
     known_hosts_name,
@@ -21,8 +20,8 @@ from gpuprov.fleet.host_keys import (
 )
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.ssh_config import config_for
+from gpuprov.fleet.ssh_problems import explained, key_fault
 from gpuprov.fleet.target import HostTarget
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 if TYPE_CHECKING:
     from fabric import Config, Connection
@@ -31,7 +30,6 @@ _KEEPALIVE_SECONDS = 15
 _SILENCE_MILLISECONDS = 60_000
 # Once a server has spoken: a thousand handshakes at a time keep this machine busy for longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
-_DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
 
 
 @contextlib.contextmanager
@@ -45,7 +43,7 @@ def connected(
     connection = make_connection(target, settings)
     made(connection)
     try:
-        with _explained(target, connection, settings):
+        with explained(target, connection, settings):
             connection.open()
             _notice_silence(connection)
         yield connection
@@ -128,7 +126,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
         return made
 
-    keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if Path(path).expanduser().is_file()]
+    # As ssh(1) does: what can't be read is passed over. If nothing else opens the door, it is named.
+    keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if not key_fault(path)]
     connection.connect_kwargs = {
         **connection.connect_kwargs,
         "key_filename": [str(Path(path).expanduser()) for path in keys],
@@ -154,91 +153,3 @@ def close(connection: Connection) -> None:
         connection.client.close()
     if gateway and not isinstance(gateway, str):
         close(gateway)
-
-
-@contextlib.contextmanager
-def _explained(target: HostTarget, connection: Connection, settings: SshSettings) -> Iterator[None]:
-    from paramiko.ssh_exception import AuthenticationException, ProxyCommandFailure, SSHException
-
-    place = f"{connection.host} port {connection.port}"
-    try:
-        yield
-    except HostKeyRefusedError as error:
-        problem = error.problem
-    except AuthenticationException as error:
-        problem = _authentication_problem(target, connection, error)
-    except SSHException as error:
-        if "No authentication methods" in str(error) or "private key" in str(error).lower():
-            problem = _authentication_problem(target, connection, error)
-        else:
-            problem = _handshake_problem(place, connection, settings, error)
-    except (socket.gaierror, UnicodeError) as error:  # the latter: no name of DNS, such as a..b
-        seen = error.strerror if isinstance(error, socket.gaierror) else str(error)
-        problem = Problem(
-            f"the name {connection.host} is not known", f"{seen}", "set ansible_host to the host's address"
-        )
-    except TimeoutError:
-        problem = _silence(place, "no answer", settings)
-    except (OSError, EOFError, ProxyCommandFailure) as error:
-        problem = Problem(f"{place} cannot be reached", _reasons(error), f"try: ssh -v {_ssh_words(connection)}")
-    else:
-        return
-    raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None
-
-
-def _handshake_problem(place: str, connection: Connection, settings: SshSettings, error: Exception) -> Problem:
-    """Tell a server that says nothing from one that hangs up and from one that is no SSH server.
-
-    paramiko has one sentence for all three; why it gave up stands in the exception's context.
-    """
-    if isinstance(error.__context__, TimeoutError):
-        return _silence(place, "the port is open, but nothing there says a word", settings)
-    spoke = connection.transport is not None and connection.transport.remote_version
-    if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
-        return Problem(
-            f"{place} hangs up before it says that it is an SSH server", str(error),
-            "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
-            f"try: ssh -v {_ssh_words(connection)}",
-        )  # fmt: skip
-    return Problem(f"{place} speaks no SSH that we understand", str(error), f"try: ssh -v {_ssh_words(connection)}")
-
-
-def _silence(place: str, what: str, settings: SshSettings) -> Problem:
-    return Problem(
-        f"{place} does not answer", f"{what} within {settings.connect_timeout:g} s",
-        "is the host up, and does a firewall let port 22 through? --connect-timeout waits longer",
-    )  # fmt: skip
-
-
-def _reasons(error: Exception) -> str:
-    """Return why a connection failed: paramiko's own sentence names none of the reasons that it holds."""
-    errors = getattr(error, "errors", None)
-    if not isinstance(errors, dict):
-        return str(error)
-    return "\n".join(dict.fromkeys(getattr(one, "strerror", None) or str(one) for one in errors.values()))
-
-
-def _authentication_problem(target: HostTarget, connection: Connection, error: Exception) -> Problem:
-    refusing = connection
-    while refusing.gateway and not isinstance(refusing.gateway, str) and not refusing.gateway.is_connected:
-        refusing = refusing.gateway
-    tried = list(refusing.connect_kwargs.get("key_filename", ()))
-    evidence = [str(error)]
-    if target.identity_file and not Path(target.identity_file).expanduser().is_file():
-        evidence.append(f"the key {target.identity_file} that the inventory names does not exist")
-    if refusing.connect_kwargs.get("look_for_keys", True):
-        tried += ["the SSH agent's keys", *(path for path in _DEFAULT_KEYS if Path(path).expanduser().is_file())]
-    if "password" in refusing.connect_kwargs:
-        tried.append("the password")
-    evidence.append(f"tried {', '.join(tried)}")
-    return Problem(
-        f"{refusing.host} port {refusing.port} refuses to log in {refusing.user}",
-        "\n".join(evidence),
-        "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k; "
-        f"try: ssh -v {_ssh_words(refusing)}",
-    )
-
-
-def _ssh_words(connection: Connection) -> str:
-    port = "" if connection.port == 22 else f"-p {connection.port} "
-    return f"{port}{connection.user}@{connection.host}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.facts.mig import mig_layout
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.result import HostResult, machines
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, Holes, holes
 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
@@ -30,7 +30,7 @@ class Spread:
 
 def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
     """Return how versions spread over the hosts that told theirs; empty if fewer than two did."""
-    told = [result for result in results if result.versions]
+    told = [result for result in machines(results) if result.versions]
     if len(told) < 2:
         return ()
     names = dict.fromkeys((*_ORDER, *(name for result in told for name in result.versions)))
@@ -42,7 +42,7 @@ def hosts_by_hole(
 ) -> tuple[tuple[Holes, tuple[str, ...]], ...]:
     """Return the known security holes of the hosts' drivers and toolkits, with the hosts, the worst first."""
     hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for result in results:
+    for result in machines(results):
         for product, name in ((DRIVER, "driver"), (TOOLKIT, "toolkit")):
             hosts[product, str(result.versions.get(name, ""))].append(result.host)
     found = ((holes(product, version, known), tuple(names)) for (product, version), names in hosts.items())

@@ -10,9 +10,10 @@ from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_runfile, mirror, running_driver
+from gpuprov.driver import cuda_repository, cuda_runfile, generations, mirror, running_driver
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
+from gpuprov.machine.machine import gather_gpus
 from gpuprov.packaging import apt_pins
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
@@ -22,17 +23,19 @@ from gpuprov.wire.spec import HostSpec
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
-    """Return the spec with version, place and digest of each .run file that a bundle or a mirror decides.
+    """Return the spec with all that it leaves to others: .run files of a bundle or a mirror, the branch of packages.
 
-    Done once per run, before the plan.
+    Done once per run, before the plan; the spec never changes afterwards.
 
     A bundle replaces the network, so a mirror is asked only without one. What the user pinned stays, and is checked
     against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
     """
     if manifest is None:
-        return mirror.resolved(system, spec, system.architecture())
-    spec = mirror.of_bundle(spec, manifest.driver_version)
-    return _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+        spec = mirror.resolved(system, spec, system.architecture())
+    else:
+        spec = mirror.of_bundle(spec, manifest.driver_version)
+        spec = _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
+    return _with_branch(system, spec)
 
 
 def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
@@ -44,6 +47,13 @@ def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
         driver_url=f"{FOLDER}/{manifest.driver_file}",
         driver_sha256=spec.driver_sha256 or manifest.file(manifest.driver_file).sha256,
     )
+
+
+def _with_branch(system: System, spec: HostSpec) -> HostSpec:
+    """Return the spec with the branch of NVIDIA's packages that this host's GPUs need; most GPUs need none."""
+    if spec.driver != "packages" or not generations.last_branch([gpu.device_id for gpu in gather_gpus(system)]):
+        return spec
+    return cuda_repository.with_branch(gather(system), spec)
 
 
 def gather_for(
@@ -80,7 +90,6 @@ def _with_obstacles(system: System, facts: HostFacts, spec: HostSpec, steps: Seq
 
 
 def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str], sink: Sink) -> HostFacts:
-    spec = cuda_repository.with_branch(facts, spec)
     names = questions(facts, spec) if "packages" in steps else ()
     if not names:
         return facts

@@ -42,7 +42,6 @@ _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return everything that stands in the way, before anything is changed."""
-    asked, spec = spec, cuda_repository.with_branch(facts, spec)
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
@@ -58,7 +57,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *reboot.problems(facts, spec),
             *driver_problems.problems(facts, spec),
             *_security_problems(facts, spec),
-            *cuda_repository.problems(facts, asked),
+            *cuda_repository.problems(facts, spec),
             *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
             *mig.problems(facts, spec),

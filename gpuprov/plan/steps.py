@@ -8,7 +8,8 @@ from typing import Callable
 
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import prepare, reboot
-from gpuprov.core.changes import Change, MakeNode, RemoveFile, SetMode, WriteFile
+from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
+from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
@@ -135,13 +136,13 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit,
+        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
     )
 }  # fmt: skip
 
 
 def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
-    """Return what brings the host from `facts` to `spec`; all problems at once if it can't be done.
+    """Return what brings the host from `facts` to `spec`, which is resolved; all problems at once if it can't be done.
 
     `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
     that is no step's.
@@ -150,7 +151,6 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = preflight(facts, spec)
     if problems:
         return Plan((), problems)
-    spec = cuda_repository.with_branch(facts, spec)
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
     problems = read_only_problems(facts, (one.change for one in changes))
     if problems:

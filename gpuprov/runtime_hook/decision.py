@@ -7,7 +7,7 @@ import posix
 from . import config_keys, jsonio, log
 from .equipment import Equipment, choose
 from .errors import Refused
-from .request import Request, parse_request
+from .request import DeviceRequest, parse_request
 from .rootfs import Root
 from .settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, Settings, read_settings
 from .specification import Specifications
@@ -24,7 +24,7 @@ class Decision:
     __slots__ = ("config", "equipment", "request", "root", "root_path", "settings", "volumes")
 
     def __init__(
-        self, config: dict[str, Any], request: Request, equipment: Equipment, root: Root, path: str,
+        self, config: dict[str, Any], request: DeviceRequest, equipment: Equipment, root: Root, path: str,
         volumes: list[Volume], settings: Settings,
     ) -> None:  # fmt: skip
         self.config = config
@@ -61,7 +61,7 @@ def decide(bundle: str, settings_paths: tuple[str, str] = SETTINGS) -> Decision 
         raise
 
 
-def _decided(config: dict[str, Any], request: Request, settings: Settings, bundle: str) -> Decision:
+def _decided(config: dict[str, Any], request: DeviceRequest, settings: Settings, bundle: str) -> Decision:
     specifications = Specifications(settings)
     if request.requirements:
         from .requirements import require  # images without CUDA have none

@@ -1,7 +1,7 @@
 """Links /dev/char/MAJOR:MINOR on the host for the nodes that a container gets.
 
 runc tells systemd of devices by these paths, and systemd forgets those that are not there as soon as it reads its units
-anew (`systemctl daemon-reload`): running containers then lose their GPUs. udev makes no such links for NVIDIA's nodes,
+again (`systemctl daemon-reload`): running containers then lose their GPUs. udev makes no such links for NVIDIA's nodes,
 which sysfs does not know. Source: nvidia-container-toolkit, "system create-dev-char-symlinks"; runc issue 3708.
 """
 

@@ -2,7 +2,7 @@
 
 Version 1: a line for each node into devices.allow. Version 2: each eBPF program on the container's cgroup is replaced
 by one that first allows our nodes and then does what the old one did. Both are lost when systemd writes a unit's device
-rules anew (`systemctl daemon-reload`): the runtime, whose rules are in config.json, does not have that weakness.
+rules again (`systemctl daemon-reload`): the runtime, whose rules are in config.json, does not have that weakness.
 Source: Linux, Documentation/admin-guide/cgroup-v1/devices.rst and cgroup-v2.rst, include/uapi/linux/bpf.h.
 """
 

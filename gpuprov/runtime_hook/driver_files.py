@@ -41,7 +41,7 @@ _FILES = {
     "10_nvidia.json": _GRAPHICS, "10_nvidia_wayland.json": _GRAPHICS, "15_nvidia_gbm.json": _GRAPHICS,
     "20_nvidia_xcb.json": _GRAPHICS, "20_nvidia_xlib.json": _GRAPHICS, "nvoptix.bin": _GRAPHICS,
     "nvidia-drm_gbm": _GRAPHICS, "nvidia_drv": _GRAPHICS, "libglxserver_nvidia": _GRAPHICS, "nvidia.icd": _COMPUTE,
-    "nvidia-imex": _COMPUTE, "nvidia-imex-ctl": _COMPUTE,
+    "nvidia-imex": _COMPUTE, "nvidia-imex-ctl": _COMPUTE, "nvidia-xconfig": _GRAPHICS,
     "libnvidia-ngx": ("ngx",), "nvidia-ngx-updater": ("ngx",), "_nvngx.dll": ("ngx",), "nvngx.dll": ("ngx",),
 }  # fmt: skip
 _UNKNOWN = ("compute", "display", "graphics", "ngx", "video")

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Protocol
 
-    from .request import Request
+    from .request import DeviceRequest
     from .settings import Settings
     from .specification import Specifications
 
@@ -54,7 +54,9 @@ class Equipment:
         self.decisions: list[str] = []
 
 
-def choose(specifications: Specifications, request: Request, settings: Settings, root: HasFolders | None) -> Equipment:
+def choose(
+    specifications: Specifications, request: DeviceRequest, settings: Settings, root: HasFolders | None
+) -> Equipment:
     """Return what a GPU container's request gets; without a root to look into, all stays where the host has it.
 
     Raises Refused if something that was asked for is not there, or if a specification is not one.
@@ -73,8 +75,9 @@ def choose(specifications: Specifications, request: Request, settings: Settings,
 
 
 def _chosen(
-    parts: list[dict[str, Any]], request: Request, settings: Settings, folders: _Folders, specifications: Specifications
-) -> Equipment:
+    parts: list[dict[str, Any]], request: DeviceRequest, settings: Settings, folders: _Folders,
+    specifications: Specifications,
+) -> Equipment:  # fmt: skip
     capabilities = request.capabilities
     edits = merge_edits([_wanted(part, capabilities, folders) for part in parts])
     if not settings.additional_gids:
@@ -121,7 +124,7 @@ def _wanted(edits: dict[str, Any], capabilities: frozenset[str], folders: _Folde
         found["mounts"] = [
             {**mount, "containerPath": folders.in_container(mount["containerPath"])}
             for mount in edits["mounts"]
-            if _is_wanted(mount["containerPath"], capabilities) and _is_there(mount)
+            if _is_wanted(mount["containerPath"], capabilities) and _source_is_there(mount)
         ]
     return found
 
@@ -130,7 +133,7 @@ def _is_wanted(path: str, capabilities: frozenset[str]) -> bool:
     return bool(capabilities.intersection(driver_files.capabilities_of(path)))
 
 
-def _is_there(mount: dict[str, Any]) -> bool:
+def _source_is_there(mount: dict[str, Any]) -> bool:
     """Sockets come and go with their services (persistenced, fabric manager): one that is gone must not stop us."""
     return "noexec" not in (mount.get("options") or ()) or is_trusted(mount["hostPath"])
 
@@ -146,7 +149,7 @@ class _Folders:
     """Where a library that lies in one of the host's library folders goes in the container.
 
     The folder is one that the image's loader searches by itself: /usr/lib/MULTIARCH on Debian and Ubuntu, /usr/lib64 on
-    RHEL, Fedora and SUSE. So libraries are found also after the image's own ldconfig has written the cache anew.
+    RHEL, Fedora and SUSE. So libraries are found also after the image's own ldconfig has rewritten the cache.
     """
 
     __slots__ = ("_found", "_root", "decisions")

@@ -8,7 +8,7 @@ from .edits import merge_edits
 from .equipment import Equipment, choose
 from .errors import Refused
 from .links import CACHE, statement_on_loader
-from .request import Request, parse_request
+from .request import DeviceRequest, parse_request
 from .requirements import require
 from .rootfs import Root
 from .specification import Specifications
@@ -27,7 +27,7 @@ def explain(config: dict[str, Any], settings: Settings, trouble: str, bundle: st
     `devices` is None for a container that asks for no GPU, `error` None or why it is refused; without a bundle nobody
     looks into the container's root.
     """
-    request = Request(legacy=False, privileged=False)
+    request = DeviceRequest(legacy=False, privileged=False)
     edits: dict[str, Any] = {}
     error = ""
     try:
@@ -38,7 +38,7 @@ def explain(config: dict[str, Any], settings: Settings, trouble: str, bundle: st
             edits = _edits(config, request, settings, bundle)
     except Refused as refused:
         error = str(refused)
-        request = refused.request if isinstance(refused.request, Request) else request
+        request = refused.request if isinstance(refused.request, DeviceRequest) else request
     return {
         "legacy": request.legacy, "privileged": request.privileged, "gpu_container": request.devices is not None,
         # `none` is an empty name in NVIDIA's own list: files without a device.
@@ -49,7 +49,7 @@ def explain(config: dict[str, Any], settings: Settings, trouble: str, bundle: st
     }  # fmt: skip
 
 
-def _edits(config: dict[str, Any], request: Request, settings: Settings, bundle: str) -> dict[str, Any]:
+def _edits(config: dict[str, Any], request: DeviceRequest, settings: Settings, bundle: str) -> dict[str, Any]:
     specifications = Specifications(settings)
     if request.requirements:
         require(request.requirements, specifications.own.host)

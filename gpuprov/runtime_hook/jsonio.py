@@ -90,4 +90,4 @@ def _dumps(value: Any) -> str:
 
 
 def _no_default(value: object) -> object:
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _BUNDLE_FLAGS = ("-b", "-bundle", "--bundle")
-# What stands before the command in a call of runc or crun, and has a value; and the commands that name a container.
+# What precedes the command in a call of runc or crun, and has a value; and the commands that name a container.
 _VALUE_FLAGS = ("--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager")
 _OTHER_COMMANDS = (
     "checkpoint", "delete", "events", "exec", "kill", "pause", "ps", "restore", "resume", "run", "start", "state",

@@ -27,7 +27,7 @@ _TRUE = ("1", "t", "T", "true", "TRUE", "True")
 _FLAT_CAPABILITIES = ("1.0.0-rc1", "1.0.0-rc2", "1.0.0-rc3", "1.0.0-rc4")
 
 
-class Request:
+class DeviceRequest:
     """A container's request. `devices` is None for a container that asks for no GPU, empty for `none` (files alone)."""
 
     __slots__ = (
@@ -49,13 +49,13 @@ class Request:
         self.decisions: list[str] = []
 
 
-def parse_request(config: dict[str, Any], settings: Settings) -> Request:
+def parse_request(config: dict[str, Any], settings: Settings) -> DeviceRequest:
     """Return what the container asks for.
 
     Raises Refused where it asks for GPUs in a way that can't be: such a container must not start.
     """
     environment, malformed = _environment(config)
-    request = Request(legacy=_is_legacy(environment), privileged=_is_privileged(config))
+    request = DeviceRequest(legacy=_is_legacy(environment), privileged=_is_privileged(config))
     request.devices = _devices(config, environment, settings, request)
     if request.devices is None:
         return request
@@ -68,7 +68,7 @@ def parse_request(config: dict[str, Any], settings: Settings) -> Request:
 
 
 def _fill(
-    request: Request, config: dict[str, Any], environment: dict[str, str], malformed: str, settings: Settings
+    request: DeviceRequest, config: dict[str, Any], environment: dict[str, str], malformed: str, settings: Settings
 ) -> None:
     if malformed:
         raise Refused(
@@ -113,7 +113,7 @@ def _is_privileged(config: dict[str, Any]) -> bool:
 
 
 def _devices(
-    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: Request
+    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: DeviceRequest
 ) -> list[str] | None:
     annotated = _annotated_devices(config, settings)
     if annotated:
@@ -149,7 +149,7 @@ def _devices(
     return asked
 
 
-def _environment_counts(settings: Settings, request: Request) -> bool:
+def _environment_counts(settings: Settings, request: DeviceRequest) -> bool:
     return request.privileged or settings.accept_envvar_when_unprivileged
 
 
@@ -175,7 +175,7 @@ def _mounts_below_root(config: dict[str, Any]) -> list[str]:
     return list(found)
 
 
-def _mounted_devices(names: list[str], request: Request) -> list[str]:
+def _mounted_devices(names: list[str], request: DeviceRequest) -> list[str]:
     dropped = [name for name in names if not _qualified(name)]
     if dropped:
         request.decisions.append(f"volume mounts that name no CDI device don't count: {', '.join(dropped)}")
@@ -208,7 +208,7 @@ def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
     return ["all"] if decisive == "all" else []
 
 
-def _refuse_other_kinds(request: Request, settings: Settings) -> None:
+def _refuse_other_kinds(request: DeviceRequest, settings: Settings) -> None:
     """An image, or the user who starts it, may name NVIDIA's devices only, not those of other vendors.
 
     Annotations come from the engine, so they may name any kind.
@@ -228,7 +228,7 @@ def _configured_kinds(settings: Settings) -> tuple[str, ...]:
     return (settings.default_kind, *settings.requestable_kinds)
 
 
-def _add_mig(environment: dict[str, str], request: Request) -> None:
+def _add_mig(environment: dict[str, str], request: DeviceRequest) -> None:
     request.mig_config = environment.get("NVIDIA_MIG_CONFIG_DEVICES", "")
     request.mig_monitor = environment.get("NVIDIA_MIG_MONITOR_DEVICES", "")
     for name, value in (("CONFIG", request.mig_config), ("MONITOR", request.mig_monitor)):
@@ -239,7 +239,7 @@ def _add_mig(environment: dict[str, str], request: Request) -> None:
 
 
 def _imex_channels(
-    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: Request
+    config: dict[str, Any], environment: dict[str, str], settings: Settings, request: DeviceRequest
 ) -> list[str]:
     if settings.ignore_imex:
         request.decisions.append("IMEX channels don't count: ignore-imex-channel-requests is true")
@@ -258,7 +258,7 @@ def _imex_channels(
     return []
 
 
-def _capabilities(environment: dict[str, str], settings: Settings, request: Request) -> frozenset[str]:
+def _capabilities(environment: dict[str, str], settings: Settings, request: DeviceRequest) -> frozenset[str]:
     supported = frozenset(settings.supported_capabilities)
     default = supported & frozenset(driver_files.DEFAULT)
     value = environment.get("NVIDIA_DRIVER_CAPABILITIES")
@@ -279,7 +279,7 @@ def _capabilities(environment: dict[str, str], settings: Settings, request: Requ
     return asked
 
 
-def _requirements(environment: dict[str, str], settings: Settings, request: Request) -> list[str]:
+def _requirements(environment: dict[str, str], settings: Settings, request: DeviceRequest) -> list[str]:
     if settings.disable_require or environment.get("NVIDIA_DISABLE_REQUIRE") in _TRUE:
         by = "disable-require" if settings.disable_require else "NVIDIA_DISABLE_REQUIRE"
         request.decisions.append(f"requirements are not checked: {by}")

@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .request import Request
+    from .request import DeviceRequest
     from .specification import Specifications
 
 _IMEX = "/dev/nvidia-caps-imex-channels"
@@ -23,7 +23,7 @@ _MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
 _CAPABILITIES = "/dev/nvidia-caps"
 
 
-def special_edits(specifications: Specifications, request: Request) -> list[dict[str, Any]]:
+def special_edits(specifications: Specifications, request: DeviceRequest) -> list[dict[str, Any]]:
     """Return CDI edits, one for each such request. Raises Refused for what is not on this host."""
     found = [_channel(name) for name in request.imex_channels]
     for value, name in ((request.mig_config, "config"), (request.mig_monitor, "monitor")):

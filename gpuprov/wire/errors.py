@@ -15,6 +15,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     REBOOT_NEEDED = 3
     UNREACHABLE = 4
+    WOULD_CHANGE = 5
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class CauseFound:
     """One cause of the doctor's: `rank` 1 is the first to fix; `rule` is its name in docs/doctor.md.
 
     `confidence`: certain, likely, possible, or aside for a warning that prevents no container from
-    using its GPUs. `follows`: the rule that explains this one, if it is a consequence.
+    using its GPUs. `follows`: the rule that explains this one, if it is a consequence. `remedy`: what `doctor --fix`
+    does about it, nothing where a person must do the next step.
     """
 
     rank: int
@@ -118,6 +119,7 @@ class CauseFound:
     next_step: str
     confidence: str
     follows: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True)

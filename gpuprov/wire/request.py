@@ -18,6 +18,7 @@ class Request:
     """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
+    `fix`: the doctor does about the causes what gpuprov can do.
     `caller_returns`: the caller repeats the request after a reboot; otherwise the host resumes by itself.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
@@ -37,6 +38,7 @@ class Request:
     bundle: str = ""
     bundle_digest: str = ""
     tables: Mapping[str, Any] = field(default_factory=dict)
+    fix: bool = False
 
 
 def request_to_line(request: Request) -> str:

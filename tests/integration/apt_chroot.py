@@ -78,7 +78,7 @@ class SiteServer:
         return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
 
     def add(self, name: str, version: str = "1.0", files: Mapping[str, str] | None = None, **fields: str) -> None:
-        """Build a package and sign the index anew. Fields of its control file have `_` for `-`."""
+        """Build a package and sign the index again. Fields of its control file have `_` for `-`."""
         given = {"Package": name, "Version": version, "Architecture": "all", "Maintainer": "The lab <lab@example.org>"}
         more = {key.replace("_", "-"): value for key, value in fields.items()}
         control = "".join(f"{key}: {value}\n" for key, value in {**given, **more}.items())

@@ -49,6 +49,9 @@ def low_level_runtime(name: str, folder: Path) -> str:
 class Bench:
     """A deployed runtime over a low-level one, a driver of four files, and a bundle with busybox in it."""
 
+    # Seconds for a container's program to end.
+    patience = 60.0
+
     def __init__(self, folder: Path, low_level: str, python: str = PYTHON) -> None:
         self.folder = folder
         self.deployed = deploy_below(folder / "deployed", low_level, python)
@@ -133,9 +136,8 @@ class Bench:
         """Start the container that was created, and return its lines once it has ended."""
         started = self.call("start", NAME)
         assert started.returncode == 0, started.stderr
-        for _ in range(200):
-            if json.loads(self.call("state", NAME).stdout)["status"] == "stopped":
-                break
+        deadline = time.monotonic() + self.patience
+        while json.loads(self.call("state", NAME).stdout)["status"] != "stopped" and time.monotonic() < deadline:
             time.sleep(0.01)
         self.delete()
         return (self.folder / "output").read_text().splitlines()

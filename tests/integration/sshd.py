@@ -18,6 +18,31 @@ _BOUND = ("etc/passwd", "etc/shadow", "etc/sudoers", "var/cache")
 
 
 @dataclass(frozen=True)
+class User:
+    """An account: `sudo` is its line in sudoers, `changed` the day on which its password was changed, 0 for expired."""
+
+    uid: int
+    sudo: str = ""
+    shell: str = "/bin/sh"
+    changed: int = 20000
+
+
+_FREE = "{0} ALL=(ALL) NOPASSWD: ALL"
+USERS = {
+    # bash gives way to the one command that it is called with, dash stays: a signal is seen in two ways.
+    "root": User(0, "", "/bin/bash"),
+    "plain": User(4242, "{0} ALL=(ALL) ALL"),
+    "open": User(4243, _FREE),
+    "seated": User(4244, "Defaults:{0} requiretty\n{0} ALL=(ALL) ALL"),
+    "stranger": User(4245),
+    "limited": User(4246, "{0} ALL=(ALL) /bin/ls"),
+    "lapsed": User(4247, _FREE, changed=0),
+    "barred": User(4248, _FREE, "/usr/sbin/nologin"),
+    "silent": User(4249, _FREE, "/bin/false"),
+}
+
+
+@dataclass(frozen=True)
 class Server:
     """A running server. `folder` holds its keys, users and their homes (`folder/home/NAME`)."""
 
@@ -74,25 +99,24 @@ def _serving(folder: Path, path: str) -> Iterator[Server]:
 
 def _prepare(server: Server, path: str) -> None:
     folder = server.folder
-    for name in ("etc", "var/cache", "home/root", "home/plain", "home/open"):
+    for name in ("etc", "var/cache", *(f"home/{user}" for user in USERS)):
         (folder / name).mkdir(parents=True)
     for name, kind in (("host_key", "ed25519"), ("other_host_key", "ecdsa"), ("identity", "ed25519")):
         subprocess.run(("ssh-keygen", "-q", "-t", kind, "-N", "", "-f", folder / name), check=True)
     hashed = subprocess.run(
         ("openssl", "passwd", "-6", PASSWORD), check=True, capture_output=True, text=True
     ).stdout.strip()  # fmt: skip
-    ids = {"root": 0, "plain": 4242, "open": 4243}
-    # bash gives way to the one command that it is called with, dash stays: a signal is seen in two ways.
-    shells = {"root": "/bin/bash"}
     users = "".join(
-        f"{name}:x:{uid}:{uid}::{folder}/home/{name}:{shells.get(name, '/bin/sh')}\n" for name, uid in ids.items()
+        f"{name}:x:{user.uid}:{user.uid}::{folder}/home/{name}:{user.shell}\n" for name, user in USERS.items()
     )
     (folder / "etc/passwd").write_text(users + "sshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n")
-    (folder / "etc/shadow").write_text("".join(f"{name}:{hashed}:20000::::::\n" for name in ids))
-    (folder / "etc/sudoers").write_text("plain ALL=(ALL) ALL\nopen ALL=(ALL) NOPASSWD: ALL\n")
+    (folder / "etc/shadow").write_text(
+        "".join(f"{name}:{hashed}:{user.changed}::::::\n" for name, user in USERS.items())
+    )
+    (folder / "etc/sudoers").write_text("".join(f"{user.sudo.format(name)}\n" for name, user in USERS.items()))
     (folder / "etc/sudoers").chmod(0o440)
-    for name, uid in ids.items():
-        shutil.chown(folder / "home" / name, uid, uid)
+    for name, user in USERS.items():
+        shutil.chown(folder / "home" / name, user.uid, user.uid)
     Path("/run/sshd").mkdir(exist_ok=True)
     settings = (
         f"Port {server.port}", "ListenAddress 127.0.0.1", "PidFile none", f"HostKey {folder}/host_key",

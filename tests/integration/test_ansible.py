@@ -125,9 +125,9 @@ def test_verify_fails_with_what_is_wrong_and_site_mends_that_part_alone(site: Si
     done = play("verify", site.inventory("twin"))
     assert done.returncode != 0
     assert "does not have runtime nvidia" in done.stdout
-    mended = play("site", site.inventory("twin"))
-    assert mended.returncode == 0, mended.stdout
-    states = task_states(mended)
+    repaired = play("site", site.inventory("twin"))
+    assert repaired.returncode == 0, repaired.stdout
+    states = task_states(repaired)
     assert [role for role, state in states.items() if state == "changed"] == ["engine"]
     assert states["verify"] == "ok"
 
@@ -243,7 +243,7 @@ def test_rollback_undoes_the_whole_play_back_to_the_byte(site: Site) -> None:
     assert recap(done, "twin")["changed"] == 1
     after = (etc(host), packages(host))
     changed = {path for path in {*before[0], *after[0]} if before[0].get(path) != after[0].get(path)}
-    # The loader's cache is a binary file that ldconfig writes anew; its content is the same, not its order of bytes.
+    # The loader's cache is a binary file that ldconfig rewrites; its content is the same, not its order of bytes.
     assert changed <= {"/etc/ld.so.cache"}
     assert after[1] == before[1]
 

@@ -25,7 +25,7 @@ class Case:
     says: tuple[str, ...]
     host: str = "ops"
     break_: str = ""
-    mend: str = ""
+    fix: str = ""
     variables: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,13 +34,13 @@ CASES = {
         1,
         ("there is no NVIDIA GPU in this machine", "lspci -d 10de:"),
         break_="umount /sys/bus/pci/devices",
-        mend="mount --bind /usr/lib/simgpu/sys/bus/pci/devices /sys/bus/pci/devices",
+        fix="mount --bind /usr/lib/simgpu/sys/bus/pci/devices /sys/bus/pci/devices",
     ),
     "driver not loaded outside": Case(
         1,
         ("the NVIDIA driver is not loaded on the container host",),
         break_="umount /proc/driver",
-        mend="mount --bind /usr/lib/simgpu/proc/driver /proc/driver",
+        fix="mount --bind /usr/lib/simgpu/proc/driver /proc/driver",
     ),
     "another version loaded outside": Case(
         1,
@@ -68,7 +68,7 @@ CASES = {
         "printf 'ID=arch\\nPRETTY_NAME=\"Arch Linux\"\\n' > /usr/lib/os-release.arch; "
         "ln -sf /usr/lib/os-release.arch /etc/os-release; mv /usr/lib/os-release /usr/lib/os-release.real; "
         "cp /usr/lib/os-release.arch /usr/lib/os-release",
-        mend="mv /usr/lib/os-release.real /usr/lib/os-release; rm /usr/lib/os-release.arch /root/os-release; "
+        fix="mv /usr/lib/os-release.real /usr/lib/os-release; rm /usr/lib/os-release.arch /root/os-release; "
         "ln -sf ../usr/lib/os-release /etc/os-release",
     ),
     "unknown variable": Case(
@@ -89,7 +89,7 @@ CASES = {
         1,
         ("not enough room", "df -h"),
         break_="mkdir -p /var/cache/gpuprov && mount -t tmpfs -o size=300k tmpfs /var/cache/gpuprov",
-        mend="umount /var/cache/gpuprov",
+        fix="umount /var/cache/gpuprov",
     ),
     "wrong digest": Case(
         1, ("is not the file that was asked for",), variables={"gpuprov_driver_sha256": "0" * 64}
@@ -168,8 +168,8 @@ def test_bad_input(
         done = gpuprov("install", "--hosts", inventory)
         after = state(host) if case.host != "bare" else ()
     finally:
-        if case.mend:
-            host.ssh(case.mend)
+        if case.fix:
+            host.ssh(case.fix)
     for sentence in case.says:
         assert sentence.lower() in done.stdout.lower()
     assert done.returncode == case.exit_code, done.stdout

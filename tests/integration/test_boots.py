@@ -101,7 +101,14 @@ def test_roll_back_takes_units_links_and_program_away(lab_site: Site, main: Host
 
 def _as_metal(lab_site: Site) -> Host:
     """Return a host with the driver's libraries that takes itself for a bare machine, nouveau on its GPUs."""
-    host = lab_site.fresh("metal")
+    if not lab_site.hosts.is_saved("metal"):
+        _save_as_metal(lab_site, lab_site.fresh("metal"))
+    host = lab_site.hosts.fresh("metal", saved=True)
+    assert host.ssh("readlink /sys/bus/pci/devices/0000:1b:00.0/driver").stdout.strip().endswith("nouveau")
+    return host
+
+
+def _save_as_metal(lab_site: Site, host: Host) -> None:
     run_file = lab_site.variables["gpuprov_driver_url"]
     host.ssh(f'cd /root && python3 -c \'import urllib.request as u; u.urlretrieve("{run_file}", "driver.run")\'')
     host.ssh("sh /root/driver.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
@@ -110,9 +117,7 @@ def _as_metal(lab_site: Site) -> Host:
     units = host.root / "etc/systemd/system"
     (units / "unmark.service").write_text(_UNMARK)
     host.ssh("systemctl enable unmark.service")
-    host.reboot()
-    assert host.ssh("readlink /sys/bus/pci/devices/0000:1b:00.0/driver").stdout.strip().endswith("nouveau")
-    return host
+    host.save()
 
 
 def _inventory(lab_site: Site, **variables: str) -> Path:

@@ -256,7 +256,7 @@ def test_the_same_input_gives_the_same_files_but_for_the_key_and_no_key_of_the_m
         assert done.returncode == 0, done.stdout
         shown.append(json.loads(gpuprov("bundle", "show", tmp_path / name, "--json").stdout))
     one, two = ({file["path"]: file["sha256"] for file in manifest["files"]} for manifest in shown)
-    # A key made for each bundle, of which nobody keeps the secret half, and what it signed.
+    # A key made for each bundle, whose secret half is deleted, and what it signed.
     assert {path for path in {*one, *two} if one.get(path) != two.get(path)} == {
         "repository/InRelease", "repository/key.gpg",
     }  # fmt: skip

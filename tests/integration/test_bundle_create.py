@@ -125,11 +125,12 @@ def test_a_package_that_nobody_has_is_told(mirror: Path, tmp_path: Path) -> None
 def test_a_key_that_is_not_on_this_machine_is_told(
     mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuprov.bundling.sources import ARCHIVES, default_sources
+    from gpuprov.bundling.sources import ARCHIVES, default_sources, mirror_at
 
     archive = dataclasses.replace(ARCHIVES["debian", "12"], keyring="/usr/share/keyrings/no-such-key.gpg")
     monkeypatch.setitem(ARCHIVES, ("debian", "12"), archive)
-    wanted = dataclasses.replace(recipe(mirror), sources=default_sources("debian", "12", "x86_64"))
+    sources = default_sources("debian", "12", "x86_64", mirror_at("http://mirror.example/debian"))
+    wanted = dataclasses.replace(recipe(mirror), sources=sources)
     assert "apt-get install debian-archive-keyring" in refusal(wanted, tmp_path)
 
 

@@ -25,7 +25,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 
 
 def spoil(bench: Bench, key: str, *environment: str) -> bytes:
-    """Write a configuration whose last key overrides what stands before it; return the file's bytes."""
+    """Write a configuration whose last key overrides the keys before it; return the file's bytes."""
     bench.configure(*environment, arguments=["grep", "^Uid:", "/proc/self/status"])
     text = bench.config.read_text()
     assert json.loads(text)["process"]["user"]["uid"] == 0

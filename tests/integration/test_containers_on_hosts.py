@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pynvml
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
+from tests.lab.fixtures import GPUPROV, Site, gpuprov
 from tests.lab.shell import LabError
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -24,6 +28,10 @@ _FINDS = """python3 -c 'import ctypes, ctypes.util
 library, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 assert library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0
 print(count.value)'"""
+_NVML = """python3 -c 'import pynvml as nvml
+nvml.nvmlInit()
+for number in range(nvml.nvmlDeviceGetCount()):
+    print(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(number)))'"""
 _RESTART = "systemctl reset-failed docker; systemctl restart docker"
 _WAYS = ("--gpus all", "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all")
 
@@ -49,6 +57,34 @@ def test_a_program_finds_the_driver_by_the_loaders_cache(host: Host, flags: str)
     assert run(host, flags, "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
     # And still does once the image's own ldconfig has run, as `apt-get install` makes it.
     assert run(host, flags, f'sh -c "ldconfig; {_quoted(_FINDS)}"').strip() == str(gpus)
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["with the specification", "the driver alone"])
+def test_plain_flags_need_no_runtime(site: Site, host: Host, installed: bool) -> None:
+    """`docker run $(gpuprov docker-args)`, by runc and without a hook."""
+    if host.name != "main":
+        pytest.skip("the clone's own Python is Debian 12's: it runs on that host alone")
+    if not installed:
+        host.ssh("mv /etc/cdi /etc/cdi.away")
+    try:
+        flags = host.ssh(f"{GPUPROV} docker-args").stdout.strip()
+        one = host.ssh(f"{GPUPROV} docker-args --gpus 1 --capabilities utility").stdout.strip()
+    finally:
+        host.ssh("mv /etc/cdi.away /etc/cdi", check=False)
+    flags, one = f"--runtime=runc {flags}", f"--runtime=runc {one}"
+    assert run(host, flags, _FINDS).strip() == str(HOSTS[host.name])
+    assert run(host, flags, "nvidia-smi -L") == host.ssh("nvidia-smi -L").stdout
+    second = host.ssh("nvidia-smi -L").stdout.splitlines()[1]
+    assert run(host, one, "nvidia-smi -L").strip() == second.replace("GPU 1", "GPU 0")
+    assert "No such file" in run(host, one, "sh -c 'ls /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>&1 || :'")
+
+
+@pytest.mark.parametrize("flags", _WAYS)
+def test_nvidias_own_python_bindings_see_the_gpus(host: Host, flags: str) -> None:
+    """nvidia-ml-py, as PyTorch and monitors use it."""
+    host.ssh("cat > /root/pynvml.py", stdin=Path(pynvml.__file__).read_text())
+    seen = run(host, f"{flags} -v /root/pynvml.py:/own/pynvml.py:ro -e PYTHONPATH=/own", _NVML).split()
+    assert seen == re.findall(r"UUID: (GPU-[0-9a-f-]+)", host.ssh("nvidia-smi -L").stdout)
 
 
 def _quoted(text: str) -> str:

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from gpuprov.cli import passwords
+from gpuprov.cli.main import cli
 from gpuprov.engines.containers import decision_of
 from gpuprov.fleet.options import SshSettings
 from gpuprov.fleet.remote_system import RemoteSystem
@@ -20,6 +23,7 @@ from tests.integration.sshd import PASSWORD, Server, serving
 
 pytestmark = pytest.mark.root
 ID = "4f5c" * 16
+KEPT = {"way": "hook", "devices": ["0"]}
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,29 @@ def test_a_decision_is_read_as_root_or_by_sudo(server: Server, kept: Path, tmp_p
         assert decision_of(system, ID[:12])["container"] == ID
         with pytest.raises(GpuprovError, match="there is no container nobody; id with GPUs on this host"):
             decision_of(system, "nobody; id")
+
+
+def explained(monkeypatch: pytest.MonkeyPatch, inventory: Path, *words: str, typed: str = "") -> Result:
+    """Call the command line in this process, which keeps its decisions elsewhere; nobody sits at a terminal."""
+    monkeypatch.setattr(passwords, "_has_terminal", lambda: False)
+    return CliRunner().invoke(cli, ["hook", "explain", ID, "--hosts", str(inventory), *words], input=typed)
+
+
+def test_the_command_takes_what_every_command_takes_that_goes_to_hosts(
+    server: Server, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept / ID).write_text(json.dumps({**KEPT, "format": record.FORMAT, "container": ID}))
+    inventory = tmp_path / "hosts"
+    inventory.write_text(
+        f"lab-a ansible_host=127.0.0.1 ansible_port={server.port} ansible_ssh_private_key_file={server.identity} "
+        f"ansible_ssh_common_args='-F /dev/null -o UserKnownHostsFile={tmp_path}/known'\n"
+    )
+    words = ("--accept-new-host-keys", "--connect-timeout", "20", "-e", "ansible_user=plain")
+    asked = explained(monkeypatch, inventory, *words)
+    assert (asked.exit_code, "run again with -K" in asked.output) == (1, True), asked.output
+    refused = explained(monkeypatch, inventory, *words, "-K", typed="wrong pony\n")
+    assert (refused.exit_code, "sudo on the host refuses the password" in refused.output) == (1, True), refused.output
+    assert "run again with -K" not in refused.output
+    told = explained(monkeypatch, inventory, *words, "-K", "--json", typed=f"{PASSWORD}\n")
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.stdout)["lab-a"]["container"] == ID

@@ -27,7 +27,7 @@ from tests.lab.lab import REPOSITORY
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _NAME = "main"
 _DISK_BYTES = 2 << 30
-# ldconfig writes its cache anew; the entries are the same.
+# ldconfig rewrites its cache; the entries are the same.
 _SAME_MEANING = {"/etc/ld.so.cache"}
 Stop = dict[str, Any]
 
@@ -146,7 +146,7 @@ def mend_network(host: Host) -> None:
 
 
 NETWORK = (cut_network, mend_network)
-# In which change, what happens and how it is mended, and what the error says.
+# In which change, what happens and how it is fixed, and what the error says.
 FAULTS = (
     ("FetchRunfile", NETWORK, "can't be reached"),
     ("InstallKey", NETWORK, "can't be reached"),
@@ -164,16 +164,16 @@ FAULTS = (
 
 
 def test_a_fault_in_any_change_is_told_and_the_next_run_goes_on_from_there(site: Site, disk: Disk) -> None:
-    """One fault after the other, on the way to one installation, each mended before the next run."""
+    """One fault after the other, on the way to one installation, each fixed before the next run."""
     host = site.hosts[_NAME]
-    for kind, (hurt, mend), told in FAULTS:
+    for kind, (hurt, fix), told in FAULTS:
         hurt_in = ""
         for stop in Steps(site):
             if not hurt_in and stop.get("kind") == kind and "begin" in stop:
                 hurt_in = kind
                 hurt(host)
         assert hurt_in == kind, f"{kind}: {stop}"
-        mend(host)
+        fix(host)
         said = json.dumps(stop["problems"])
         assert stop["exit_code"] == 1 and told in said, f"{kind}, {hurt.__name__}: {said}"
         assert host.ssh("docker info --format '{{.ServerVersion}}'").stdout.strip(), kind

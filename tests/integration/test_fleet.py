@@ -17,6 +17,7 @@ import pytest
 from gpuprov.fleet.agent_build import build_agent, pack
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.options import Options, SshSettings
+from gpuprov.fleet.result import machines
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.ssh import connected
 from gpuprov.fleet.target import HostTarget
@@ -181,7 +182,7 @@ def test_wrong_key_names_user_and_keys_tried(target: HostTarget, tmp_path: Path)
 def test_key_that_does_not_exist_is_said_so(target: HostTarget) -> None:
     error = failure(dataclasses.replace(target, identity_file="/nowhere/id", ssh_options=(
         *target.ssh_options, ("IdentitiesOnly", "yes"))))  # fmt: skip
-    assert "the key /nowhere/id that the inventory names does not exist" in str(error)
+    assert "the key /nowhere/id can't be read: No such file or directory" in str(error)
 
 
 def test_password_opens_the_door_too(target: HostTarget) -> None:
@@ -360,7 +361,9 @@ def test_sudo_without_the_right_password_says_what_to_do(target: HostTarget, pas
     error = failure(dataclasses.replace(target, user="plain", become_password=password))
     assert error.exit_code == ExitCode.FAILED
     assert what in str(error)
-    assert "-K" in str(error)
+    # Who has given a password is not asked to give one.
+    assert ("run again with -K" in str(error)) is (not password)
+    assert "ansible_become_password" in str(error)
     assert "wrong pony" not in str(error)
 
 
@@ -371,6 +374,36 @@ def test_become_false_is_not_overruled(target: HostTarget) -> None:
 # -- many hosts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("command", "codes"), [("install", [0, 2]), ("facts", [0, 0])])
+def test_a_machine_under_two_names_is_changed_under_one_and_counted_once(
+    target: HostTarget, command: str, codes: list[int]
+) -> None:
+    targets = [target, dataclasses.replace(target, name="lab-b", user="open")]
+    body = "tell(event='Finished', exit_code=0, changed=1, versions={'gpus': '8'})"
+    notes: list[Event] = []
+    fleet = Fleet(RunSettings(lambda: fake_agent(body), dataclasses.replace(PATIENT, command=command)))
+    results = fleet.run(targets, Request(command), lambda host, event: notes.append(event))
+    second = next(result for result in results if result.same_as)
+    first = next(result for result in results if result is not second)
+    assert sorted(int(result.exit_code) for result in results) == codes
+    assert (second.same_as, first.same_as) == (first.host, "")
+    assert machines(results) == (first,)
+    said = f"{second.host} is the same machine as {first.host}"
+    if command == "install":
+        assert said in second.problems[0].what
+        assert Path("/etc/machine-id").read_text().strip() in second.problems[0].evidence
+        assert f"--limit 'all:!{second.host}'" in second.problems[0].next_step
+    else:
+        assert any(isinstance(note, Note) and note.level == "warning" and said in note.message for note in notes)
+
+
+def test_this_machine_and_itself_over_ssh_are_one(target: HostTarget) -> None:
+    local = dataclasses.replace(target, name="here", connection="local")
+    fleet = Fleet(RunSettings(lambda: fake_agent(DONE), dataclasses.replace(PATIENT, command="facts", forks=1)))
+    results = fleet.run([target, local], Request("facts"), lambda host, event: None)
+    assert [result.same_as for result in results] == ["", "lab-a"]
+
+
 def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> None:
     hosts = [
         target,
@@ -379,7 +412,8 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
     ]
     seen: list[tuple[str, Event]] = []
     fleet = Fleet(RunSettings(lambda: fake_agent(DONE), PATIENT))
-    results = fleet.run(hosts, Request("install"), lambda host, event: seen.append((host, event)))
+    # Both names are the same machine's: for what changes nothing, that is a warning.
+    results = fleet.run(hosts, Request("facts"), lambda host, event: seen.append((host, event)))
     assert [(result.host, result.exit_code, result.changed) for result in results] == [
         ("lab-a", ExitCode.DONE, 3), ("gone", ExitCode.UNREACHABLE, 0), ("lab-c", ExitCode.DONE, 3),
     ]  # fmt: skip

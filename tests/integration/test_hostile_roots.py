@@ -65,7 +65,7 @@ def state(folder: Path) -> list[tuple[str, int, int, int, int]]:
 
 
 def lay(root: Path, outside: Path, tree: dict[str, str]) -> None:
-    """Make the tree, as far as it can be made: what lies below a link that leads out is left out."""
+    """Make the tree where it can be made: what lies below a link that leads out is left out."""
     for place in sorted(tree):
         path = root / place
         if any(

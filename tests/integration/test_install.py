@@ -1,4 +1,4 @@
-"""The main job on real hosts: install, again, verify, break, mend, roll back; over SSH and on the machine itself."""
+"""The main job on real hosts: install, again, verify, break, fix, roll back; over SSH and on the machine itself."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_verify_fails_plainly_and_install_mends(site: Site, installed: Host, nam
     assert done.returncode == 1, done.stdout
     assert reason in done.stdout
     assert "Traceback" not in done.stdout
-    mended = gpuprov("install", "--hosts", site.inventory("main"))
-    assert mended.returncode == 0, mended.stdout
+    repaired = gpuprov("install", "--hosts", site.inventory("main"))
+    assert repaired.returncode == 0, repaired.stdout
     again = gpuprov("verify", "--hosts", site.inventory("main"))
     assert again.returncode == 0, again.stdout
 
@@ -209,7 +209,7 @@ def test_on_the_machine_itself_the_result_is_the_same(site: Site, installed: Hos
 
 
 def changed_in_etc(before: Snapshot, after: Snapshot) -> set[str]:
-    """Return what differs, but for the loader's cache: ldconfig writes it anew, the same entries in other order."""
+    """Return what differs, but for the loader's cache: ldconfig rewrites it, the same entries in other order."""
     return {path for path in {*before, *after} if before.get(path) != after.get(path)} - {"/etc/ld.so.cache"}
 
 

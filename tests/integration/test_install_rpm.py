@@ -66,7 +66,7 @@ def test_the_whole_way(rpm_site: Site) -> None:
     for host, (tree_before, packages_before, _) in zip(hosts, before, strict=True):
         after = tree(host)
         changed = {path for path in {*tree_before, *after} if tree_before.get(path) != after.get(path)}
-        # The loader's cache is a binary file that ldconfig writes anew.
+        # The loader's cache is a binary file that ldconfig rewrites.
         assert changed <= {"/etc/ld.so.cache"}, host.name
         assert packages(host) == packages_before, host.name
 

@@ -65,10 +65,10 @@ OUTCOMES = [
     ("full-home", ExitCode.FAILED, "the agent cannot be stored on the host", "No space left on device"),
     ("login", ExitCode.UNREACHABLE, "refuses to log in root", "Authentication failed"),
     ("other-key", ExitCode.UNREACHABLE, "host key changed", "ssh-ed25519"),
-    ("frozen", ExitCode.UNREACHABLE, "the host lets us in and does not answer then", "the connection broke"),
+    ("frozen", ExitCode.UNREACHABLE, "the host accepts the login, then stops responding", "the connection broke"),
     ("refused", ExitCode.UNREACHABLE, "cannot be reached", "Connection refused"),
     ("silent", ExitCode.UNREACHABLE, "does not answer", "nothing there says a word within 3 s"),
-    ("web", ExitCode.UNREACHABLE, "hangs up before it says that it is an SSH server", "banner"),
+    ("web", ExitCode.UNREACHABLE, "closes the connection before the SSH banner", "banner"),
 ]
 
 

@@ -112,7 +112,7 @@ def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository,
 def test_a_repository_that_moves_is_asked_at_its_new_place_alone_with_the_key_that_is_there(
     host: RpmHost, repository: Repository
 ) -> None:
-    """As after a run with a wrong address in the inventory: what is to be mended must not stand in the way."""
+    """As after a run with a wrong address in the inventory: what has to be fixed must not stand in the way."""
     configure(host, repository.spec)
     shutil.move(repository.folder / "repodata", repository.folder / "moved/repodata")
     for package in repository.folder.glob("*.rpm"):

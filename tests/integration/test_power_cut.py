@@ -67,7 +67,7 @@ class PoweredHost(FakeHost):
         System.sync(self)
 
     def after_a_cut(self) -> Callable[[Path], FakeHost]:
-        """Return what makes this host, as it is now, anew over a file system that a cut has left."""
+        """Return what makes this host, as it is now, again over a file system that a cut has left."""
         programs = copy.deepcopy({**vars(self), "at": None})
 
         def made(root: Path) -> FakeHost:
@@ -89,7 +89,7 @@ class Cut:
 
     @contextlib.contextmanager
     def booted(self, *, whole: bool = False) -> Iterator[FakeHost]:
-        """Give the host as it boots from that disk: /run and /dev are anew, docker reads its file.
+        """Give the host as it boots from that disk: /run and /dev are new, docker reads its file.
 
         `whole`: the disk has all that was in memory.
         """

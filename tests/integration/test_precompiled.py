@@ -38,7 +38,7 @@ _KMP = "nvidia-open-driver-G06-signed-cuda-kmp-default"
 
 
 def driver(version: str) -> tuple[RpmPackage, ...]:
-    """Return what a branch has besides modules: packages that want modules of their very version, whoever's."""
+    """Return what a branch has besides modules: packages that want modules of their very version, from any vendor."""
     return (
         RpmPackage("cuda-drivers", version, requires=f"nvidia-driver = {version}"),
         RpmPackage("nvidia-driver", version, requires=f"nvidia-kmod = {version}"),
@@ -106,7 +106,7 @@ def rhel(host: RpmHost, spec: HostSpec, kernel: str = _KERNEL) -> HostFacts:
 
 
 def planned(facts: HostFacts, spec: HostSpec) -> list[Change]:
-    found = make_plan(facts, spec, ("repositories", "packages"))
+    found = make_plan(facts, cuda_repository.with_branch(facts, spec), ("repositories", "packages"))
     assert found.problems == ()
     return [one.change for one in found.changes]
 

@@ -347,7 +347,7 @@ def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, r
                 time.sleep(0.05)
             host.remove(place)
             told: list[str] = []
-            # Whoever waits for an answer gets it, and ends.
+            # The client that waits for an answer gets it, and ends.
             end = threading.Timer(1.0, silent.close)
             end.start()
             RefreshRpmIndex(manager(host)).apply(host, lambda message, *_: told.append(message))

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.root]
 _ACCOUNTS = re.compile(r"^/var/(lib/(apt|dpkg|docker|containerd|systemd|private)|cache/(apt|ldconfig|debconf))\b")
 _FILES = "find /usr /var/lib /var/cache /opt /srv /root /home -xdev -printf '%p %M %U:%G %l\\n' | sort"
 _IN_MEMORY = "find /dev -name '*nvidia*' -printf '%p %l\\n'; find /dev/char -lname '*nvidia*'; find /run/gpuprov"
-# ldconfig writes its cache anew; the entries are the same.
+# ldconfig rewrites its cache; the entries are the same.
 _SAME_MEANING = {"/etc/ld.so.cache"}
 
 

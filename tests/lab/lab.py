@@ -53,7 +53,7 @@ class Lab:
         self._tell = tell
 
     def up(self, requests: Sequence[HostRequest]) -> tuple[Host, ...]:
-        """Bring up hosts; one that runs as requested is left alone, anything half-dead is cleaned up and made anew."""
+        """Bring up hosts; one that runs as requested is left alone, anything half-dead is cleaned up and made again."""
         hosts = self.prepare(requests)
         fresh = [host for host in hosts if not host.is_as_requested()]
         if fresh:

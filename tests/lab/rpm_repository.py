@@ -108,7 +108,7 @@ def index(folder: Path, gnupg: Path) -> None:
 
 
 def add_streams(folder: Path, gnupg: Path, streams: Mapping[str, Sequence[RpmPackage]]) -> None:
-    """Put packages of a repository into streams of the module nvidia-driver, and sign the metadata anew."""
+    """Put packages of a repository into streams of the module nvidia-driver, and sign the metadata again."""
     texts = [
         _STREAM.format(stream=stream, rpms=", ".join(f'"{one.name}-0:{one.version}-1.noarch"' for one in packages))
         for stream, packages in streams.items()

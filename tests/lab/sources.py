@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
 
-from tests.lab.shell import run
+from tests.lab.shell import LabError, run
 
-_DEBIAN = "http://deb.debian.org/debian"
-_SECURITY = "http://deb.debian.org/debian-security"
+MIRROR_VARIABLE = "DEBIAN_MIRROR"
 _CA_BUNDLE = "etc/ssl/certs/ca-certificates.crt"
 # Proxies and certificates of the site are what a host needs to reach the same mirror.
 _PASSED = re.compile(r'^Acquire::(http|https)::(Proxy|CaInfo|Verify-Peer)\b.*";$', re.MULTILINE)
@@ -25,11 +25,17 @@ def source_lines(release: str) -> tuple[str, ...]:
 
 
 def _mirrors() -> tuple[str, str]:
-    """Return the URIs of Debian's archive and security archive in this machine's sources (deb822 or one-line)."""
+    """Return the URIs of Debian's archive and security archive in this machine's sources (deb822 or one-line).
+
+    A machine that is not Debian names the archive in the environment variable DEBIAN_MIRROR.
+    """
     texts = [path.read_text() for path in Path("/etc/apt").rglob("*") if path.suffix in (".sources", ".list")]
     uris = re.findall(r"^(?:URIs:|deb(?:\s+\[[^]]*\])?)\s+(https?://\S+)", "\n".join(texts), re.MULTILINE)
-    archive = next((uri for uri in uris if re.search(r"/debian/?$", uri)), _DEBIAN)
-    security = next((uri for uri in uris if re.search(r"/debian-security/?$", uri)), _SECURITY)
+    archive = next((uri for uri in uris if re.search(r"/debian/?$", uri)), os.environ.get(MIRROR_VARIABLE, ""))
+    if not archive:
+        raise LabError(f"this machine's apt names no mirror of Debian; next: export {MIRROR_VARIABLE}=URL")
+    beside = archive.rstrip("/") + "-security"
+    security = next((uri for uri in uris if re.search(r"/debian-security/?$", uri)), beside)
     return archive, security
 
 

@@ -41,10 +41,11 @@ class Vm:
         self.directory.mkdir(parents=True, exist_ok=True)
         kind, blob, _ = (self.image / "host_key.pub").read_text().split()
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {kind} {blob}\n")
-        # It must not outlive whoever started it, however that ends.
+        # It must not outlive the process that started it, however that ends.
         command = (
             "setpriv", "--pdeathsig", "KILL",
-            _PROGRAM, "-accel", "tcg,thread=multi", "-m", "2048", "-smp", "2", "-display", "none",
+            # One processor: two that one thread each emulates spend a third of their time on waiting for each other.
+            _PROGRAM, "-accel", "tcg", "-m", "2048", "-smp", "1", "-display", "none",
             "-serial", f"file:{self.directory}/console.log", "-monitor", "none", "-nodefaults",
             *_disk("disk", self.image / "disk", 1), *_disk("boot", self.image / "boot", 0),
             "-netdev", f"user,id=network,restrict=on,hostfwd=tcp:127.0.0.1:{self.port}-:22",

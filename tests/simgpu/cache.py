@@ -1,4 +1,4 @@
-"""Where built things are kept: a folder per digest of the inputs, filled once, by whoever comes first.
+"""Where built things are kept: a folder per digest of the inputs, filled once, by the first process that needs it.
 
 Nothing here knows what is built. The folder can be deleted at any time.
 """

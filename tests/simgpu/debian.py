@@ -6,6 +6,7 @@ machine's sources and package lists stay as they are.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from .commands import BuildError, output_of
 
 SUITE = "trixie"
 COMPONENT = "non-free"
-FALLBACK_MIRROR = "http://deb.debian.org/debian/"
+MIRROR_VARIABLE = "DEBIAN_MIRROR"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 # nvidia-smi is the program under test's best judge; nvml.h holds the structures that it passes to the library.
 PACKAGES = ("nvidia-smi", "libnvidia-ml-dev")
@@ -25,7 +26,7 @@ _HINT = "check `apt-get update` on this machine: the Debian mirror must also off
 
 
 def mirror() -> str:
-    """The Debian archive that this machine's apt already uses, so that a local mirror is honoured."""
+    """Return the Debian archive that this machine's apt uses, or the one in DEBIAN_MIRROR on another distribution."""
     listing = output_of(
         "apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", hint=_HINT
     )
@@ -34,11 +35,24 @@ def mirror() -> str:
         suite, _, component = rest.partition(" ")
         if component == "main" and suite in _SUITES:
             return uri
-    return FALLBACK_MIRROR
+    named = os.environ.get(MIRROR_VARIABLE, "")
+    if not named:
+        raise BuildError(
+            f"this machine's apt names no mirror of Debian: `apt-get update`, or export {MIRROR_VARIABLE}=URL"
+        )
+    return named
 
 
 def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES) -> None:
     """Download packages of a Debian suite and unpack them below folder/unpacked."""
+    download(folder, suite, component, packages)
+    for package in folder.glob("*.deb"):
+        output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
+        package.unlink()
+
+
+def download(folder: Path, suite: str, component: str, packages: Sequence[str]) -> None:
+    """Download packages of a Debian suite, and only these, into a folder; `component` may hold several words."""
     state, cache = folder / "apt-state", folder / "apt-cache"
     for directory in (state / "lists" / "partial", cache / "archives" / "partial"):
         directory.mkdir(parents=True)
@@ -57,9 +71,6 @@ def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages
     apt = ("apt-get", "-qq", *(word for option in options for word in ("-o", option)))
     output_of(*apt, "update", hint=_HINT)
     output_of(*apt, "download", *packages, hint=_HINT, cwd=folder)
-    for package in folder.glob("*.deb"):
-        output_of("dpkg-deb", "-x", str(package), str(folder / "unpacked"), hint="install dpkg")
-        package.unlink()
     for scratch in (state, cache, folder / "none"):
         shutil.rmtree(scratch)
     sources.unlink()

@@ -164,7 +164,7 @@ class FakeHost(System):
 
     def _apt_cache(self, words: tuple[str, ...]) -> tuple[int, str]:
         names = [name for name in words[words.index("madison") + 1 :] if name in self.available]
-        where = "http://deb.debian.org/debian bookworm/main amd64 Packages"
+        where = "http://mirror.example/debian bookworm/main amd64 Packages"
         return 0, "".join(f"{name:>10} | {self.available[name]:>10} | {where}\n" for name in names)
 
     def _docker(self, words: tuple[str, ...]) -> tuple[int, str]:

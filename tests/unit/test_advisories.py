@@ -209,7 +209,7 @@ def test_a_document_that_is_cut_off_changes_nothing_and_is_named(tmp_path: Path,
 @pytest.mark.parametrize(
     ("old", "new"),
     [('"vulnerabilities"', '"weaknesses"'), ('"baseScore": 7.8', '"baseScore": "bad"'), ('"scores"', '"marks"'),
-     ('"fixed"', '"mended"')],
+     ('"fixed"', '"repaired"')],
 )  # fmt: skip
 def test_a_document_that_lacks_what_a_row_needs_is_named(old: str, new: str) -> None:
     text = (DOCUMENTS / "5861.json").read_text().replace(old, new).replace("all_driver_versions_prior_to_", "some_")

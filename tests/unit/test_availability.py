@@ -83,9 +83,9 @@ def test_a_repository_that_can_not_be_asked_is_a_problem_among_the_others(tmp_pa
 
 def test_an_answer_of_apts() -> None:
     text = (
-        "linux-headers-6.1.0-13-amd64 | 6.1.55-1 | http://deb.debian.org/debian bookworm/main amd64 Packages\n"
-        "linux-headers-6.1.0-13-amd64 | 6.1.52-1 | http://security.debian.org bookworm-security/main amd64 Packages\n"
-        "   linux |   6.1.55-1 | http://deb.debian.org/debian bookworm/main Sources\n"
+        "linux-headers-6.1.0-13-amd64 | 6.1.55-1 | http://mirror.example/debian bookworm/main amd64 Packages\n"
+        "linux-headers-6.1.0-13-amd64 | 6.1.52-1 | http://security.example bookworm-security/main amd64 Packages\n"
+        "   linux |   6.1.55-1 | http://mirror.example/debian bookworm/main Sources\n"
         "N: Unable to locate package nothing\n"
     )
     assert apt_offers.parse_madison(text) == {"linux-headers-6.1.0-13-amd64": ("6.1.55-1", "6.1.52-1")}

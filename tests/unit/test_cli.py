@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -148,7 +149,9 @@ USAGE = [
     ("missing variable file", ("facts", "-e", "@/nowhere.yml"), "/nowhere.yml"),
     ("bad image", ("verify", "--hosts", "a,", "--image", "x y"), "is not an image reference"),
     ("bad batch", ("install", "--serial", "half"), "--serial takes a number of hosts or a percentage"),
-    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "the report /nowhere/r.html cannot be written"),
+    ("report nowhere", ("facts", "--report", "/nowhere/r.html"), "/nowhere/r.html cannot be written"),
+    ("metrics nowhere", ("facts", "--metrics", "/nowhere/r.prom"), "/nowhere/r.prom cannot be written"),
+    ("drift without a check", ("install", "--detailed-exitcode"), "--detailed-exitcode needs --check"),
     ("unknown canary", ("install", "--hosts", "a,", "--canary", "b"), "--canary b is no host of this run"),
     ("empty inventory name", ("install", "--hosts", ""), "--hosts names no inventory"),
     ("empty limit", ("install", "--hosts", "a,", "--limit", ""), "it is empty: is a variable of the shell not set?"),
@@ -206,14 +209,15 @@ def test_this_machine_needs_root() -> None:
 
 
 def test_a_user_without_name_or_home_gets_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "pwd.py").write_text("def getpwuid(_): raise KeyError\n")  # as in a container with a user id of its own
+    # As in a container with a user id of its own.
     code = (
-        "import os, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "import os, pwd, sys; del os.environ['HOME']; sys.argv[1:] = ['report', '--list']\n"
+        "def unknown(_): raise KeyError\n"
+        "pwd.getpwuid = unknown\n"
         "from gpuprov.cli.main import main; main()"
     )
     done = subprocess.run(
-        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        (sys.executable, "-c", code), capture_output=True, text=True, timeout=60, cwd=tmp_path,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -392,7 +396,7 @@ def test_what_may_be_a_password_is_not_told_again(variable: str) -> None:
 def test_typed_passwords_yield_to_those_of_the_inventory(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("lab-a ansible_become_password=kept\nlab-b\n")
     options = Options("facts", (str(tmp_path / "hosts"),), become_password="typed", password="ssh")
-    found = command._inventory(options).hosts
+    found = command.inventory_of(options).hosts
     assert [(host.become_password, host.password) for host in found] == [("kept", "ssh"), ("typed", "ssh")]
 
 
@@ -413,3 +417,29 @@ def test_a_result_of_cuda_is_explained(words: tuple[str, ...], code: int, line: 
 def test_a_variable_of_the_call_needs_a_name_and_a_value() -> None:
     done = gpuprov("cuda", "--env", "LD_LIBRARY_PATH")
     assert (done.returncode, "give NAME=VALUE" in done.stderr) == (2, True)
+
+
+def _commands(group: click.Group, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    for word, one in group.commands.items():
+        if isinstance(one, click.Group):
+            yield from _commands(one, f"{name}{word} ")
+        else:
+            yield f"{name}{word}", one
+
+
+def test_every_command_that_goes_to_hosts_has_the_same_options_for_them() -> None:
+    wanted = {
+        "--hosts", "--limit", "-l", "--extra-vars", "-e", "--vault-password-file", "--accept-new-host-keys",
+        "--connect-timeout", "--ask-pass", "-k", "--ask-become-pass", "-K",
+    }  # fmt: skip
+    found = {name: {flag for one in command.params for flag in one.opts} for name, command in _commands(cli)}
+    # It reads the inventory, and goes to no host.
+    with_hosts = {name for name, flags in found.items() if "--hosts" in flags} - {"bundle create"}
+    assert with_hosts >= {"install", "doctor", "hook explain"}
+    assert {name: wanted - found[name] for name in with_hosts if wanted - found[name]} == {}
+
+
+@pytest.mark.parametrize("word", ["--check", "--diff"])
+def test_doctor_says_that_check_is_for_fix(word: str) -> None:
+    done = gpuprov("doctor", word)
+    assert (done.returncode, "need --fix" in done.stderr) == (2, True)

@@ -17,9 +17,10 @@ from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.machine import PciGpu, gather_gpus
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
+from gpuprov.plan.inputs import resolve
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec, parse_spec
@@ -299,7 +300,7 @@ def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: 
     found = cuda_repository.with_branch(volta, spec())
     assert found.driver_version == "580"
     assert cuda_repository.pin_packages(found) == ("nvidia-driver-pinning-580",)
-    assert cuda_repository.problems(volta, spec()) == ()
+    assert cuda_repository.problems(volta, found) == ()
     assert cuda_repository.with_branch(metal, spec()) == spec()
     assert cuda_repository.with_branch(volta, spec(driver_version="570")).driver_version == "570"
     rocky = on(volta, "rocky", "9.5", "dnf")
@@ -308,7 +309,9 @@ def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: 
     for version, branch in (("570.211.01", "570"), ("590.48.01", "580")):
         driver = DriverFacts(kernel_version=version, library_version=version)
         there = replace(volta, driver=driver, driver_packaged="cuda-drivers")
-        assert cuda_repository.with_branch(there, spec()).driver_version == branch
+        kept = cuda_repository.with_branch(there, spec())
+        assert kept.driver_version == branch
+        assert cuda_repository.problems(there, kept) == ()
 
 
 @pytest.mark.parametrize(
@@ -319,6 +322,15 @@ def test_where_no_package_serves_the_gpus_it_is_said(
     metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str
 ) -> None:
     facts = on(replace(metal, gpus=(gpu,)), *distribution)
+    assert cuda_repository.with_branch(facts, spec()) == spec()
     (problem,) = cuda_repository.problems(facts, spec())
     assert "have no driver that serves this host's GPUs" in problem.what
     assert f'gpuprov_driver: runfile and gpuprov_driver_version: "{release}"' in problem.next_step
+
+
+@pytest.mark.parametrize(("device", "branch"), [("1db4", "580"), ("2330", "")])
+def test_a_run_resolves_the_branch_once_for_the_gpus_that_it_finds(tmp_path: Path, device: str, branch: str) -> None:
+    host = FakeHost(tmp_path / "host", gpus=1)
+    (gpu,) = gather_gpus(host)
+    (tmp_path / f"host/sys/bus/pci/devices/{gpu.bus_id}/device").write_text(f"0x{device}\n")
+    assert resolve(host, spec(), None) == spec(driver_version=branch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +108,31 @@ def test_docker_ends_as_it_was_before_the_first_run(first: tuple[str | None, boo
         assert model.state()[0] == model.first[0]
         if done.exit_code == 0 and read_runs(host) == ():
             assert model.state() == model.first
+        if done.exit_code == 0 and done.changed and host.docker_active and (wanted := runtimes_in(model.first[0])):
+            assert set(host.docker_loaded) == wanted
+
+
+def runtimes_in(text: str | None) -> set[str]:
+    """Return the runtimes of a docker that runs with this file; nothing for one with which it could not start."""
+    try:
+        config = json.loads(text or "{}") if text is None or text else None
+    except ValueError:
+        config = None
+    return set() if config is None or "no-such-option" in config else {"runc", *config.get("runtimes", {})}
+
+
+def test_a_file_that_came_back_by_hand_is_what_docker_runs_with_after_an_undoing(tmp_path: Path) -> None:
+    host = healthy_tree(tmp_path / "root")
+    model = Model(host, ('{"debug": true}', True))
+    model.edit('{"debug": true}')
+    restart(host)
+    assert model.run("install").exit_code == 0
+    assert "nvidia" in host.docker_loaded
+    model.edit('{"debug": true}')
+    before = host.docker_starts
+    assert model.run("rollback").exit_code == 0
+    assert model.state() == ('{"debug": true}', True)
+    assert (set(host.docker_loaded), host.docker_starts - before) == ({"runc"}, 1)
 
 
 def test_five_runs_with_an_empty_file_between_them_are_undone_at_once(tmp_path: Path) -> None:

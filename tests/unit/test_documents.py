@@ -17,6 +17,7 @@ from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 from tests.integration.doctor_cases import GROUPS
+from tools import cli_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +37,19 @@ def test_the_page_on_distributions_is_the_tables_own() -> None:
 def test_the_page_of_the_doctor_is_the_rules_own() -> None:
     text = doctor_page.PAGE.read_text()
     assert "| `gpu-nouveau` |" in text and doctor_page.with_tables(text) == text, "next: make docs"
+
+
+def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
+    """Not its bytes: each version of click breaks lines in its own way."""
+    text = cli_page.PAGE.read_text()
+    wanted = set(re.findall(r"^## .*$|(?<![\w-])--[a-z][a-z-]+", cli_page.page(), re.MULTILINE))
+    assert len(wanted) > 100
+    assert sorted(word for word in wanted if word not in text) == [], "next: make docs"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in index] == ["README.md"]
 
 
 def test_example_inventory_is_valid() -> None:
@@ -75,8 +89,8 @@ def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() ->
     assert typed & rules <= {rule for group in GROUPS for rule in group.rules}
 
 
-def test_every_link_of_the_readme_leads_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 

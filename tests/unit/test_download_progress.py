@@ -108,9 +108,9 @@ def test_what_belongs_to_another_file_is_told_once_and_begun_anew(system: System
     site.files["/run"] = CONTENT
     system.write("/file.part", b"of another file")
     told = progress(Clocked(str(system.root)), f"{site.url}/run")
-    anew = told.index(("what an earlier download left does not belong to this file; starting again", 0, 0))
-    assert {message for message, _, _ in (*told[:anew], *told[anew + 1 :])} == {"downloading"}
-    assert told[anew + 1] == ("downloading", PIECE, len(CONTENT))
+    restarted = told.index(("what an earlier download left does not belong to this file; starting again", 0, 0))
+    assert {message for message, _, _ in (*told[:restarted], *told[restarted + 1 :])} == {"downloading"}
+    assert told[restarted + 1] == ("downloading", PIECE, len(CONTENT))
 
 
 def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) -> None:

@@ -57,7 +57,7 @@ def strictly(line: str) -> dict[str, Any]:
         return dict(pairs)
 
     def refuse(word: str) -> Any:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is invalid JSON")
 
     found = json.loads(line, object_pairs_hook=no_twins, parse_constant=refuse)
     assert isinstance(found, dict)

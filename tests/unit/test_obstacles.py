@@ -12,8 +12,9 @@ import pytest
 from gpuprov import toolkit
 from gpuprov.agent.run import run_request
 from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
-from gpuprov.core.changes import SetMode, file_diff, text_diff
+from gpuprov.core.changes import file_diff, text_diff
 from gpuprov.core.journal import new_journal
+from gpuprov.core.repairs import SetMode
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.gather import gather as examine
 from gpuprov.doctor.gather import runs_now

@@ -1,4 +1,4 @@
-"""Another branch of a driver from packages: changed, loaded in the same run, and never under whoever uses it."""
+"""Another branch of a driver from packages: changed, loaded in the same run, and never while a process uses it."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> 
     ],
 )
 def test_a_driver_over_http_needs_a_digest(metal: HostFacts, values: dict[str, str], refused: bool) -> None:
-    """Whoever can change the file on the way can change the digest beside it."""
+    """An attacker who can change the file on the way can change the digest beside it."""
     assert ("comes over http and its SHA-256 is not known" in said(metal, spec(**values))) is refused
 
 

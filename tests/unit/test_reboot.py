@@ -1,4 +1,4 @@
-"""Reboots: only where one is needed, never twice for the same, never unasked; and what goes on after them."""
+"""Reboots: only where one is needed, never twice for the same, never without permission; and what follows them."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_source_that_was_edited_is_written_again(keys: Mapping[str, bytes]) ->
         assert changes == (WriteFile(SOURCE, str(one).encode()),)
 
 
-DEBIAN = "deb http://deb.debian.org/debian bookworm main\n"
+DEBIAN = "deb http://mirror.example/debian bookworm main\n"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_second_source_for_the_same_repository_goes(path: str, content: str) -
     assert removed.summary() == f"remove {path} (a second source for {URI})"
 
 
-STANZA = "Types: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n"
+STANZA = "Types: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_second_source_among_others_is_commented_out(path: str, content: str, 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (f"Types: deb\nURIs: http://deb.debian.org/debian {URI}\nSuites: ./\n", 2),
-        (f"Types: deb\nURIs: http://deb.debian.org/debian\n  {URI}\nSuites: ./\n", 3),
+        (f"Types: deb\nURIs: http://mirror.example/debian {URI}\nSuites: ./\n", 2),
+        (f"Types: deb\nURIs: http://mirror.example/debian\n  {URI}\nSuites: ./\n", 3),
     ],
 )
 def test_a_stanza_with_other_repositories_is_its_owners(content: str, line: int) -> None:
@@ -222,7 +222,7 @@ def test_nvidias_retired_repositories_go_with_its_toolkit_alone(uri: str, retire
         (f"{OTHERS}.list", f"# deb {URI} ./\n{DEBIAN}"),
         (f"{OTHERS}.list", f"deb {URI}/other ./\n"),
         (f"{OTHERS}.list.save", f"deb {URI} ./\n"),
-        (f"{OTHERS}.sources", f"# URIs: {URI}\nTypes: deb\nURIs: http://deb.debian.org/debian\nSuites: sid\n"),
+        (f"{OTHERS}.sources", f"# URIs: {URI}\nTypes: deb\nURIs: http://mirror.example/debian\nSuites: sid\n"),
         # Another suite of the same mirror is another repository, with the distribution's key.
         ("/etc/apt/sources.list", f"deb {URI} bookworm main\n"),
         (f"{OTHERS}.sources", f"Types: deb\nURIs: {URI}\nSuites: bookworm bookworm-updates\nComponents: main\n"),

@@ -77,7 +77,7 @@ class Half(Change):
 
 @dataclass(frozen=True)
 class Kept(Half):
-    """The same, but what a kill left of it is left for the next run to go on with."""
+    """The same, but what a kill left of it is left for the next run to resume."""
 
     undo_when_interrupted: ClassVar[bool] = False
 

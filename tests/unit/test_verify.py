@@ -258,7 +258,7 @@ def test_without_the_driver_no_container_is_tried(
     assert not [argv for argv in host.asked if argv[:2] == ("docker", "run")]
 
 
-# docker 20.10 reads the first value of the file; of a name that stands twice the last counts.
+# docker 20.10 reads the first value of the file; of a duplicate name the last counts.
 @pytest.mark.parametrize(
     "text",
     [

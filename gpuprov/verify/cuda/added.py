@@ -10,7 +10,7 @@ from gpuprov.runtime_hook.compat import compatibility_libraries
 from gpuprov.runtime_hook.equipment import choose
 from gpuprov.runtime_hook.errors import Refused
 from gpuprov.runtime_hook.links import cache_entries
-from gpuprov.runtime_hook.request import Request
+from gpuprov.runtime_hook.request import DeviceRequest
 from gpuprov.runtime_hook.settings import Settings, read_settings
 from gpuprov.runtime_hook.specification import Specifications
 from gpuprov.verify.cuda.trees import ArchiveTree, Tree, read_start
@@ -41,7 +41,7 @@ def add_driver(tree: ArchiveTree, folder: Path, settings: Settings | None = None
     trouble = ""
     if settings is None:
         settings, trouble = read_settings()
-    request = Request(legacy=False, privileged=False)
+    request = DeviceRequest(legacy=False, privileged=False)
     request.devices = ["all"]
     request.capabilities = frozenset(("compute", "utility"))
     specifications = Specifications(settings)

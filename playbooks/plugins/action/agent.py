@@ -55,8 +55,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             {
                 "command": {"type": "str", "default": "install"},
                 "steps": {"type": "list", "elements": "str", "default": []},
+                "fix": {"type": "bool", "default": False},
             }
         )[1]
+        self._warnings: list[str] = []
         agent, digest = _agent()
         from gpuprov.agent import playbook_task
         from gpuprov.wire.errors import GpuprovError
@@ -74,6 +76,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 run_id=_run_id(),
                 bundle=bundle,
                 bundle_digest=bundle_digest,
+                fix=arguments["fix"],
             )
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
@@ -95,7 +98,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         except GpuprovError as error:
             return {**result, **self._told(playbook_task.failure(error), task_vars or {})}
         answer = playbook_task.task_result(command, events, _local_facts(task_vars or {}))
-        return {**result, **self._told(answer, task_vars or {})}
+        warnings = [*answer.get("warnings", ()), *self._warnings]
+        told = {**answer, "warnings": warnings} if warnings else answer
+        return {**result, **self._told(told, task_vars or {})}
 
     def _told(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         """Print the result's one line for people, and return the result; with -v Ansible shows all of it."""
@@ -155,7 +160,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         done = self._on_host(shlex.join(agent_command(probe, digest)), line, become=True)
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
-            raise GpuprovError.several((unfinished_problem(done, strays),))
+            raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
         return str(done.stdout)
 
     def _prepare(
@@ -178,6 +183,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
+        self._claim(probe.machine, request, self._task.delegate_to or task_vars.get("inventory_hostname", "host"))
         if probe.agent_digest != digest:
             stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {digest}", agent)
             next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
@@ -185,6 +191,20 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if request.bundle:
             request = replace(request, bundle=self._bring_bundle(request))
         return probe, request
+
+    def _claim(self, machine: str, request: Any, name: str) -> None:
+        """Leave a machine alone that the play reaches under another name too; only reading it is no more than odd."""
+        from gpuprov.agent import same_machine
+        from gpuprov.wire.errors import ExitCode, GpuprovError
+
+        # A name that is only read keeps no other from changing the machine.
+        changes = same_machine.changes_the_host(request)
+        folder = f"gpuprov-machines-{'changed' if changes else 'read'}"
+        other = same_machine.claim_in(Path(constants.DEFAULT_LOCAL_TMP) / folder, name, machine)
+        if other and changes:
+            raise GpuprovError.several((same_machine.problem(name, other, machine),), exit_code=ExitCode.USAGE)
+        if other:
+            self._warnings.append(same_machine.sentence(name, other))
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
@@ -232,15 +252,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _probe(self, digest: str, named_python: str) -> Any:
         from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
-        from gpuprov.agent.push import said
+        from gpuprov.agent.push import no_probe_problem
         from gpuprov.wire.errors import GpuprovError
 
         pythons = (named_python,) if named_python else PYTHONS
         done = self._on_host(shlex.join(("sh", "-s", digest, *pythons)), PROBE.encode())
         probe = parse_probe(done.stdout)
         if probe is None:
-            next_step = "is this a machine with a POSIX shell, and may this user run commands?"
-            raise GpuprovError("the host's shell does not answer as a shell should", said(done), next_step)
+            raise GpuprovError.several((no_probe_problem(done)[0],))
         if not probe.system.startswith("Linux "):
             raise GpuprovError("this host does not run Linux", f"uname says {probe.system}")
         return probe

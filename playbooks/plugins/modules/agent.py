@@ -17,7 +17,8 @@ options:
     description:
       - C(install) brings the host to what the variables say. C(plan) only tells what that would change.
       - C(verify) compares what containers see with what the host has. C(facts) sets C(ansible_local.gpuprov).
-      - C(doctor) says why containers do not see the GPUs, and fails if it finds a cause; it changes nothing.
+      - C(doctor) says why containers do not see the GPUs, and fails if it finds a cause.
+      - Without C(fix) it changes nothing.
       - C(rollback) undoes the last run. All tasks of one C(ansible-playbook) are one run.
       - C(uninstall) takes everything away that gpuprov ever put there.
     type: str
@@ -31,6 +32,11 @@ options:
     type: list
     elements: str
     default: []
+  fix:
+    description:
+      - C(doctor) does about the causes what gpuprov can do, and looks again. C(rollback) undoes it.
+    type: bool
+    default: false
 author:
   - gpuprov (@gpuprov)
 attributes:

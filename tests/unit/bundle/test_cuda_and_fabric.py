@@ -12,6 +12,7 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundlePackage, Manifest, manifest_from_bytes, manifest_to_bytes
 from gpuprov.bundling.recipe import Recipe, RunFile, Wanted, make_recipe
+from gpuprov.bundling.sources import mirror_at
 from gpuprov.core.places import FOLDER
 from gpuprov.driver import fabric_plan
 from gpuprov.facts.host import HostFacts, gather
@@ -37,7 +38,10 @@ FABRIC_MANAGER = f"nvidia-fabricmanager-550={VERSION}-*"
 
 
 def recipe(*specs: HostSpec, **options: Any) -> Recipe:
-    return make_recipe(dataclasses.replace(Wanted("debian-12", "x86_64"), **options), specs or (HostSpec(),))
+    return make_recipe(
+        dataclasses.replace(Wanted("debian-12", "x86_64", mirror=mirror_at("http://m.example/debian")), **options),
+        specs or (HostSpec(),),
+    )
 
 
 def refusal(*specs: HostSpec, **options: Any) -> str:

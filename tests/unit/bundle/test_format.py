@@ -1,4 +1,4 @@
-"""Bundles as tar files: what gpuprov writes is read again, and nothing else is, whoever made it."""
+"""Bundles as tar files: what gpuprov writes is read again, and nothing else is, no matter who made it."""
 
 from __future__ import annotations
 

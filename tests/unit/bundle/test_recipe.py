@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gpuprov.bundling.recipe import Recipe, Wanted, make_recipe
-from gpuprov.bundling.sources import ARCHIVES, default_sources
+from gpuprov.bundling.sources import ARCHIVES, NO_MIRROR, Mirror, default_sources, machine_mirror, mirror_at
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.machine.distros import find_distribution
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec, SiteRepository
 
-WANTED = Wanted("debian-12", "x86_64")
+MIRROR = mirror_at("http://mirror.example/debian/")
+WANTED = Wanted("debian-12", "x86_64", mirror=MIRROR)
 SITE = SiteRepository("site", "https://u:secret@mirror.example/apt", "https://mirror.example/key.asc", "A" * 40)
 KERNEL = "6.1.0-37-amd64"
 HEADERS = (f"linux-headers-{KERNEL}", "gcc", "make", "libc6-dev", "dkms", "kmod", "libtirpc3", "apparmor")
@@ -111,12 +115,59 @@ def test_what_can_not_be_is_a_wrong_call(options: dict[str, Any], specs: tuple[H
 def test_every_archive_is_of_a_release_that_gpuprov_supports(distribution: str, version: str) -> None:
     assert find_distribution(distribution, version) is not None
     for architecture in ("x86_64", "aarch64"):
-        lines = default_sources(distribution, version, architecture)
+        lines = default_sources(distribution, version, architecture, MIRROR)
         assert len(lines) == 3
         assert all("signed-by=/usr/share/keyrings/" in line for line in lines)
         assert sum("-security" in line for line in lines) == 1
 
 
 def test_ubuntu_for_arm_is_on_the_ports_server() -> None:
-    assert all("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "aarch64"))
-    assert not any("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "x86_64"))
+    assert all("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "aarch64", NO_MIRROR))
+    assert not any("ports.ubuntu.com" in line for line in default_sources("ubuntu", "22.04", "x86_64", NO_MIRROR))
+
+
+def test_debians_security_updates_are_beside_the_mirror_and_ubuntus_in_it() -> None:
+    assert (MIRROR.archive, MIRROR.security) == (
+        "http://mirror.example/debian",
+        "http://mirror.example/debian-security",
+    )
+    assert mirror_at("https://m.example/ubuntu").security == "https://m.example/ubuntu"
+    lines = default_sources("debian", "13", "x86_64", Mirror("https://m.example/deb", "https://s.example/deb"))
+    assert [line.split()[2:4] for line in lines] == [
+        ["https://m.example/deb", "trixie"],
+        ["https://m.example/deb", "trixie-updates"],
+        ["https://s.example/deb", "trixie-security"],
+    ]
+
+
+def test_a_debian_bundle_without_a_mirror_asks_for_one() -> None:
+    with pytest.raises(GpuprovError, match="no mirror of debian is known on this machine") as caught:
+        recipe(mirror=NO_MIRROR)
+    assert "--mirror URL" in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert recipe(mirror=NO_MIRROR, sources=("deb https://m.example bookworm main",)).sources
+
+
+INDEX_TARGETS = """\
+http://d.example/debian/\tDebian\tbookworm
+http://d.example/debian/\tDebian\tbookworm-updates
+http://d.example/debian-security/\tDebian\tbookworm-security
+https://download.example/linux/debian/\tDocker\tbookworm
+"""
+
+
+@pytest.mark.parametrize(
+    ("distribution", "code", "found"),
+    [
+        ("debian", 0, Mirror("http://d.example/debian", "http://d.example/debian-security")),
+        ("ubuntu", 0, NO_MIRROR),
+        ("debian", 100, NO_MIRROR),
+    ],
+)
+def test_the_machines_own_mirror(distribution: str, code: int, found: Mirror) -> None:
+    class Apt(System):
+        def run(self, argv: Sequence[str], **_: Any) -> Completed:
+            assert argv[:2] == ("apt-get", "indextargets")
+            return Completed(tuple(argv), code, INDEX_TARGETS, "")
+
+    assert machine_mirror(Apt(), distribution) == found

@@ -1,4 +1,4 @@
-"""Writes the golden files of these tests anew, to be read before a commit: python -m tests.unit.cdi.golden."""
+"""Rewrites the golden files of these tests, to be read before a commit: python -m tests.unit.cdi.golden."""
 
 from __future__ import annotations
 

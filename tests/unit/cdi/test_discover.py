@@ -105,7 +105,7 @@ def sonames(table: str) -> dict[str, str]:
 
 
 def test_the_specification_of_a_run_files_driver(host: Host) -> None:
-    """The golden one. Written anew by: python -m tests.unit.cdi.golden"""
+    """The golden one. Rewritten by: python -m tests.unit.cdi.golden"""
     found = render_json(specification(ask_nvml(host, discover(host))))
     assert found == (DATA / "specification-550.163.01.json").read_bytes()
     assert problems(specification(discover(host))) == ()

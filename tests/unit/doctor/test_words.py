@@ -9,7 +9,6 @@ import pytest
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import Finding
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.wire.spec import HostSpec
 from tests.unit.doctor.host import examined, healthy, with_driver, with_kernel
@@ -58,17 +57,3 @@ def test_an_installation_names_the_driver_where_the_inventory_does_not(x: Examin
     assert words.gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
     nothing = with_driver(plain, kernel_version="", library_version="")
     assert words.gpuprov_install(nothing) == "gpuprov install"
-
-
-def test_a_remedy_is_gpuprovs_own_if_all_of_the_command_is() -> None:
-    def remedy(step: str) -> object:
-        return Finding("what", "seen", step).remedy
-
-    assert remedy("gpuprov install") == remedy("systemctl restart docker") == {}
-    assert remedy("systemctl start gpuprov-refresh.service") == {}
-    assert remedy("gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01") == {
-        "gpuprov_driver": "runfile", "gpuprov_driver_version": "550.163.01"
-    }  # fmt: skip
-    for step in ("snap remove docker; gpuprov install", "gpuprov install; systemctl reboot", "rm /etc/x",
-                 "gpuprov install  # once that kernel runs", "${EDITOR:-vi} /etc/docker/daemon.json"):  # fmt: skip
-        assert remedy(step) is None, step

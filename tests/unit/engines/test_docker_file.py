@@ -64,35 +64,44 @@ def test_default_runtime_changes_only_when_asked() -> None:
 
 
 class Unit(System):
-    """A machine whose docker.service says what it is given."""
+    """A machine whose systemd shows docker.service with this command, as it is loaded with every drop-in."""
 
-    def __init__(self, root: Path, unit: str) -> None:
+    def __init__(self, root: Path, command: str, environment: str) -> None:
         super().__init__(str(root))
-        self.unit = unit
+        (root / "usr/bin").mkdir(parents=True)
+        (root / "usr/bin/systemctl").write_text("#!/bin/sh\n")
+        (root / "usr/bin/systemctl").chmod(0o755)
+        self.shown = (
+            f"Id=docker.service\nLoadState=loaded\nEnvironment={environment}\n"
+            f"ExecStart={{ path=/usr/sbin/dockerd ; argv[]={command} ; ignore_errors=no ; start_time=[n/a] }}\n"
+        )
 
     def run(self, argv: Sequence[str], **options: Any) -> Completed:
-        return Completed(tuple(argv), 0, self.unit)
+        return Completed(tuple(argv), 0, self.shown if tuple(argv[:2]) == ("systemctl", "show") else "")
 
 
 @pytest.mark.parametrize(
-    ("unit", "set_default", "refused"),
+    ("command", "environment", "set_default", "refused"),
     [
-        ("ExecStart=/usr/sbin/dockerd -H fd://", True, False),
-        ("ExecStart=/usr/sbin/dockerd -H fd:// --add-runtime nvidia=/x", False, True),
-        ("ExecStart=/usr/sbin/dockerd \\\n  --add-runtime=nvidia=/x \\\n  -H fd://", False, True),
-        ("# ExecStart=dockerd --add-runtime nvidia=/x\nExecStart=dockerd", False, False),
-        ("ExecStart=dockerd --default-runtime=crun", False, False),
-        ("ExecStart=dockerd --default-runtime=crun", True, True),
+        ("/usr/sbin/dockerd -H fd://", "", True, ""),
+        ("/usr/sbin/dockerd -H fd:// --add-runtime nvidia=/x", "", False, "--add-runtime=nvidia=/x"),
+        ("/usr/sbin/dockerd --add-runtime=kata=/k -H fd://", "", False, "--add-runtime=kata=/k"),
+        # What only the command line that systemd expands shows.
+        ("/usr/sbin/dockerd $DOCKER_OPTS", "DOCKER_OPTS=--add-runtime=a=/b", False, "--add-runtime=a=/b"),
+        ("/usr/sbin/dockerd $DOCKER_OPTS", "OTHER=--add-runtime=a=/b", False, ""),
+        ("/usr/sbin/dockerd --default-runtime=crun", "", False, ""),
+        ("/usr/sbin/dockerd --default-runtime=crun", "", True, "--default-runtime=crun"),
     ],
 )
 def test_flags_that_would_keep_docker_from_starting_are_refused(
-    tmp_path: Path, unit: str, set_default: bool, refused: bool
+    tmp_path: Path, command: str, environment: str, set_default: bool, refused: str
 ) -> None:
     request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x", set_default=set_default))
-    system = Unit(tmp_path, unit)
+    system = Unit(tmp_path, command, environment)
     if refused:
-        with pytest.raises(GpuprovError, match="by a flag"):
+        with pytest.raises(GpuprovError, match="by a flag") as caught:
             configuration(system, request)
+        assert caught.value.problems[0].evidence == f"systemctl show docker.service: {refused}"
     else:
         assert configuration(system, request).edits[0].changes
 

@@ -56,6 +56,14 @@ def test_run_that_an_earlier_version_kept_is_read(state: Path) -> None:
     assert load().results[0].checks == RESULT.checks
 
 
+def test_run_that_a_newer_version_kept_is_read(state: Path) -> None:
+    path = save(run())
+    data = json.loads(path.read_text())
+    data["results"][0]["of_a_newer_version"] = 1
+    path.write_text(json.dumps(data))
+    assert load().results[0].checks == RESULT.checks
+
+
 def test_runs_are_for_their_user_alone(state: Path) -> None:
     path = save(run())
     assert state.stat().st_mode & 0o777 == 0o700

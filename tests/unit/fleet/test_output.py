@@ -262,7 +262,7 @@ def seen(host: str, count: str, status: str = "ok") -> HostResult:
 
 
 LAST_LINES = [
-    ("install", (DONE, SAME), False, "2 hosts installed: 9 + 0 changes; next: gpuprov verify"),
+    ("install", (DONE, SAME), False, "2 hosts installed: 9 changes; next: gpuprov verify"),
     ("install", (DONE,), True, "1 host: 9 changes would be made, nothing was touched"),
     ("install", (DONE, FAILED, GONE), False, "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"),
     ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
@@ -271,7 +271,7 @@ LAST_LINES = [
      "1 of 2 hosts ready; failed: b; next: gpuprov doctor"),
     ("verify", (seen("a", "2 GPUs"), GONE), False, "1 of 2 hosts ready; unreachable: lab-d"),
     ("doctor", (DONE, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
-    ("doctor", (DONE, FAILED), False, "1 of 2 hosts found healthy; failed: lab-c"),
+    ("doctor", (DONE, FAILED), False, "1 of 2 hosts healthy; causes found on: lab-c"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
@@ -341,6 +341,14 @@ def test_facts_of_hosts_make_a_table() -> None:
     facts = FactsGathered({"os": {"name": "Debian 12"}, "kernel": {"release": "6.1"}, "gpus": [{}, {}], "docker": None})
     text = report("facts", (HostResult("lab-a", ExitCode.DONE, facts=facts.facts), HostResult("lab-b", ExitCode.DONE)))
     assert text.splitlines()[1].split() == ["lab-a", "Debian", "12", "6.1", "2", "–", "–"]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_whole_of_a_hosts_facts_is_for_those_who_ask(verbose: bool) -> None:
+    to = console(terminal=False)
+    facts = HostResult("lab-a", ExitCode.DONE, facts={"os": {"name": "Debian 12", "codename": "bookworm"}})
+    print_report(to, "facts", (facts,), check=False, next_command="", verbose=verbose)
+    assert ('"codename": "bookworm"' in output(to)) == verbose
 
 
 def test_report_trusts_no_host() -> None:

@@ -78,5 +78,5 @@ def test_numbers_keep_what_a_configuration_needs() -> None:
 
 
 def test_what_is_no_json_value_is_not_written() -> None:
-    with pytest.raises(TypeError, match="set is no JSON value"):
+    with pytest.raises(TypeError, match="set is not a JSON value"):
         jsonio.dumps({1})

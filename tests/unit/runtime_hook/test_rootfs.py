@@ -219,8 +219,9 @@ def test_a_root_reached_by_a_link_is_refused(tmp_path: Path, tree: Path, link: s
         place = place / tree.name
     before = listing(tree)
     files = listing(Path("/proc/self/fd"))
-    with pytest.raises(OSError, match="a symbolic link leads there"):
+    with pytest.raises(OSError, match="a symbolic link leads there") as caught:
         Root(str(place))
+    assert (caught.value.errno, caught.value.filename) == (errno.ELOOP, str(place))
     assert listing(tree) == before
     assert listing(Path("/proc/self/fd")) == files
 

@@ -160,6 +160,25 @@ def test_a_file_that_comes_in_pieces_is_read_whole(tree: Path, root: Root, monke
     assert root.read_file("/etc/file", 999) is None
 
 
+def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
+    tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tree / "etc/file").write_bytes(b"x")
+    reads: list[int] = []
+
+    def read_more(handle: int, size: int) -> bytes:
+        reads.append(size)
+        assert len(reads) < 20
+        return b"x" * min(size, 7)
+
+    assert root.directory("/etc", False) == "/etc" and root.mount
+    monkeypatch.setattr("posix.read", read_more)
+    # How large it is, is read before: by another name than mount_id's, whose file does not grow.
+    monkeypatch.setattr("gpuprov.runtime_hook.rootfs.mount_id", lambda handle: root.mount)
+    assert root.read_file("/etc/file", 50) is None
+    assert reads == [51, 44, 37, 30, 23, 16, 9, 2]
+
+
 @pytest.mark.parametrize(
     ("path", "target", "found"),
     [
@@ -268,7 +287,7 @@ def test_what_is_roots_already_stays_roots_where_it_only_leads_there(tree: Path)
     }
 
 
-@pytest.mark.parametrize("owner", [(0, 5), (5, 0)])
+@pytest.mark.parametrize("owner", [(0, 5), (5, 0), (1, 0), (0, 1)])
 def test_a_user_or_a_group_alone_is_an_owner_too(tree: Path, owner: tuple[int, int]) -> None:
     root = Root(str(tree), owner)
     root.make_link("/opt/link", "target")
@@ -343,6 +362,7 @@ def test_only_what_is_named_is_taken_away(tree: Path, root: Root) -> None:
     root.remove("/etc/dangling")
     root.remove("/etc/none")
     root.remove("/none/file")
+    assert not (tree / "none").exists()
     assert [path.name for path in (tree / "etc").iterdir()] == ["file"]
     with pytest.raises(OSError, match="directory"):
         root.remove("/etc")

@@ -126,17 +126,31 @@ def covered(tree: Path, host: Path) -> Iterator[Root]:
 
 def test_a_folder_of_a_volume_to_come_is_refused_though_its_mount_is_the_roots(covered: Root, host: Path) -> None:
     assert mount_id(covered.open_directory("/volume")) == covered.mount
-    with pytest.raises(OSError, match="the volume over /volume"):
+    with pytest.raises(OSError, match="the volume over /volume") as caught:
         covered.write_file("/volume/new", b"ours", 0o644)
+    assert (caught.value.errno, caught.value.filename) == (EXDEV, "/volume")
     assert contents(host) == {"file": "the host's"}
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_a_volume_to_come_that_is_no_folder_is_not_opened_as_one(
+    covered: Root, host: Path, tmp_path: Path, kind: str
+) -> None:
+    """Opening a pipe would wait for its writer."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("the host's")
+    covered.cover("/etc", str(tmp_path / kind))
+    with pytest.raises(NotADirectoryError):
+        covered.real_path("/etc")
 
 
 def test_a_name_that_a_volume_will_cover_is_refused_and_its_neighbours_are_not(tree: Path, covered: Root) -> None:
     covered.cover("/etc/file", "")
     covered.write_file("/etc/other", b"ours", 0o644)
     for what in ("a file", "a link", "a removal"):
-        with pytest.raises(OSError, match="the volume over /etc/file"):
+        with pytest.raises(OSError, match="the volume over /etc/file") as caught:
             MADE[what](covered, "/etc/file")
+        assert (caught.value.errno, caught.value.filename) == (EXDEV, "/etc")
     covered.write_file("/etc/file.d", b"ours", 0o644)
     assert contents(tree / "etc") == {"file": "the image's", "other": "ours", "file.d": "ours"}
 

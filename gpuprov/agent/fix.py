@@ -1,0 +1,173 @@
+"""`doctor --fix`: look, do about the causes what gpuprov can do, look again. The second look is the proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from gpuprov.agent.context import RunContext
+from gpuprov.core.apply import Applied, Stopped, apply_changes, take_up
+from gpuprov.core.download import unreachable
+from gpuprov.core.journal import Journal, journal_for
+from gpuprov.doctor.examine import tell, tell_causes
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.fix import Fix, needs_install, plan_fix, spec_as_found
+from gpuprov.doctor.gather import gather
+from gpuprov.doctor.rules import Cause, diagnose
+from gpuprov.plan.inputs import gather_for, resolve
+from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import ChangeDone, Event, Finished, Planned, PlannedChange
+
+# What one round brings to light, the next one sees to: nodes first, then what nvidia-smi says.
+_MOST_ROUNDS = 3
+
+
+@dataclass
+class _Look:
+    """One look at the host, and what gpuprov can do about what it shows."""
+
+    x: Examined
+    causes: tuple[Cause, ...]
+    fix: Fix
+
+    def without(self, done: Sequence[str]) -> list[StepChange]:
+        """Return the changes that were not tried yet."""
+        return [one for one in self.fix.changes if one.change.key not in done]
+
+
+@dataclass
+class _Work:
+    """What was planned, tried (by key) and made so far, and what failed."""
+
+    planned: list[PlannedChange] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
+    made: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+def check(run: RunContext) -> Finished:
+    """Tell the causes, and what would be done about them."""
+    look = _look(run)
+    finished = tell(look.x, look.causes, run.sink)
+    _announce(run, look.fix.changes, _Work())
+    _tell_left(run, look.fix)
+    count = len(look.fix.changes)
+    return replace(finished, changed=count, summary=f"{finished.summary}; {_counted(count)} would be made")
+
+
+def fix(run: RunContext) -> Finished:
+    """Make the changes, then look again and return how that ends."""
+    look, work = _look(run), _Work()
+    journal: Journal | None = None
+    if look.fix.whole:
+        journal = take_up(run.system, CHANGE_KINDS, run.sink)
+        look = _look(run) if journal is not None else look
+    if look.fix.changes:
+        tell_causes(look.causes, run.sink)
+        journal = journal or journal_for(run.system, run.request.command, run.request.run_id)
+    if journal is not None:
+        look = _rounds(run, journal, look, work)
+    return _told(run, look, work)
+
+
+@contextlib.contextmanager
+def _ended(journal: Journal, work: _Work) -> Iterator[None]:
+    """End the journal, of a run that was asked to stop as well: the next look must not find a run that is open.
+
+    A further round continues the same journal.
+    """
+    try:
+        yield
+    except Stopped:
+        journal.end("failed")
+        raise
+    journal.end("failed" if work.problems else "done")
+
+
+def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Look:
+    """Make the changes of one look after the other, until one shows nothing new to do; return the last."""
+    if not look.fix.changes:
+        # What was cut off has been undone, and nothing else is to be done.
+        journal.end("done")
+    for _ in range(_MOST_ROUNDS):
+        changes = look.without(work.tried)
+        if not changes:
+            break
+        _announce(run, changes, work)
+        with _ended(journal, work):
+            _make(run, journal, changes, work, stop=look.fix.whole)
+        look = _look(run)
+    return look
+
+
+def _told(run: RunContext, look: _Look, work: _Work) -> Finished:
+    finished = tell(look.x, look.causes, run.sink)
+    if not work.planned:
+        _announce(run, (), work)
+    _tell_left(run, look.fix)
+    summary = f"{_counted(work.made)} made; {finished.summary}"
+    if work.problems:
+        failed, problems = int(ExitCode.FAILED), (*work.problems, *finished.problems)
+        return replace(finished, exit_code=failed, changed=work.made, problems=problems, summary=summary)
+    return replace(finished, changed=work.made, summary=summary)
+
+
+def _look(run: RunContext) -> _Look:
+    x = gather(run.system, run.spec)
+    causes = diagnose(x)
+    return _Look(x, causes, plan_fix(x, causes, _installation(run, x) if needs_install(causes) else None))
+
+
+def _installation(run: RunContext, x: Examined) -> Plan:
+    """Return the plan of a whole installation; what prevents it is among its problems."""
+    try:
+        spec = resolve(run.system, spec_as_found(x), None)
+        plan = make_plan(gather_for(run.system, spec, None, (), run.sink), spec)
+        wrong = unreachable(run.system, [url for item in plan.changes for url in item.change.urls])
+    except GpuprovError as error:
+        return Plan((), error.problems)
+    return replace(plan, problems=plan.problems or wrong)
+
+
+def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> None:
+    """Tell the plan: what was announced before, and what has come to light since."""
+    for item in changes:
+        diff = item.change.diff(run.system) if run.request.diff else ""
+        work.planned.append(PlannedChange(item.change.key, item.step, item.change.summary(), diff))
+    run.sink(Planned(tuple(work.planned)))
+
+
+def _tell_left(run: RunContext, fix: Fix) -> None:
+    for sentence in fix.left:
+        run.note(f"left to you: {sentence}", "warning")
+
+
+def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _Work, *, stop: bool) -> None:
+    """Make the changes. One that fails is undone and told; with `stop` it is the last, else they are independent."""
+    rest = [item.change for item in changes]
+    while rest:
+        done: list[str] = []
+
+        def note(event: Event, done: list[str] = done) -> None:
+            if isinstance(event, ChangeDone):
+                done.append(event.key)
+            run.sink(event)
+
+        try:
+            applied = apply_changes(rest, run.system, journal, note, run.stop_requested)
+        except GpuprovError as error:
+            work.problems += error.problems
+            applied = Applied(len(done) + 1)
+            failed = 1
+        else:
+            failed = 0
+        work.made += applied.made - failed
+        work.tried += [change.key for change in rest[: applied.made]]
+        # After one that makes the rest stale, the host is looked at again.
+        rest = rest[applied.made :] if failed and not stop else []
+
+
+def _counted(number: int) -> str:
+    return f"{number} change" if number == 1 else f"{number} changes"

@@ -1,0 +1,79 @@
+"""Why a host lets a user log in and runs nothing for it: its account, its shell, its sudo. Pure.
+
+Patterns are the words of sudo 1.8 and 1.9, shadow's nologin, OpenSSH and Linux-PAM, in the C locale.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gpuprov.wire.errors import Problem
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """What a program says (a pattern), what it means, and what to do. `what` may hold the pattern's named groups."""
+
+    pattern: str
+    what: str
+    next_step: str
+
+
+_OTHER_USER = "set ansible_user to an account that may"
+_SUDOERS = f"on the host, as root: echo 'USER ALL=(ALL) ALL' > /etc/sudoers.d/gpuprov; or {_OTHER_USER}"
+_SUDO = (
+    _Sign("you must have a tty to run sudo", "sudo on the host requires a terminal (requiretty)",
+          "on the host, as root: echo 'Defaults !requiretty' > /etc/sudoers.d/gpuprov; or set ansible_user to root"),
+    _Sign(r"(?P<user>\S+) is not in the sudoers file", "{user} is not in sudoers on the host", _SUDOERS),
+    _Sign(r"[Uu]ser (?P<user>\S+) is not allowed to (?:execute|run)",
+          "{user} may run some commands with sudo on the host, and not gpuprov", _SUDOERS),
+    _Sign(r"may not run sudo", "this user may not use sudo on the host", _SUDOERS),
+    _Sign(r"(?:[Aa]ccount|password) (?:or password )?(?:is|has) expired|account validation failure",
+          "sudo on the host refuses an expired account or password",
+          "on the host, as root: chage -l USER shows what has expired; passwd USER sets a new password"),
+    _Sign(r"no new privileges", "sudo can't make this login root: the session has no_new_privs",
+          "look at NoNewPrivileges= of the host's sshd unit; or set ansible_user to root"),
+    _Sign(r"effective uid is not 0|must be owned by uid 0 and have the setuid bit",
+          "sudo on the host is not setuid root", "on the host, as root: ls -l /usr/bin/sudo; findmnt -T /usr/bin/sudo"),
+    _Sign(r"(?:syntax|parse) error|no valid sudoers sources|is world writable|should be mode 0?440",
+          "sudo on the host can't read its configuration", "on the host, as root: visudo -c"),
+)  # fmt: skip
+_SHELL = (
+    _Sign(r"[Aa]ccount is (?:currently )?not available", "the account may not log in: its shell is nologin",
+          f"on the host, as root: usermod -s /bin/sh USER; or {_OTHER_USER}"),
+    _Sign(r"password has expired|[Pp]assword change required|required to change your password",
+          "the account's password has expired",
+          f"log in by hand and change it; or on the host, as root: passwd USER; or {_OTHER_USER}"),
+    _Sign(r"[Aa]ccount has expired", "the account has expired",
+          f"on the host, as root: chage -E -1 USER; or {_OTHER_USER}"),
+    _Sign(r"not permitted to log in yet|[Ss]ystem is going down",
+          "the host lets nobody but root log in now (/etc/nologin)",
+          "wait for the end of its boot, or look at /run/nologin and /etc/nologin on the host"),
+)  # fmt: skip
+
+
+def sudo_problem(said: str) -> Problem | None:
+    """Return why sudo refuses whatever the password, None if it does not say so."""
+    return _found(_SUDO, said)
+
+
+def account_problem(said: str, returncode: int) -> Problem | None:
+    """Return why an account runs no command, by what came instead of an answer; None if that is not known."""
+    found = _found(_SHELL, said)
+    if found is None and not said.strip() and returncode == 1:
+        return Problem(
+            "the account's shell ends at once and runs nothing, as /bin/false does",
+            f"exit code {returncode}, no output",
+            f"on the host: getent passwd USER; as root: usermod -s /bin/sh USER; or {_OTHER_USER}",
+        )  # fmt: skip
+    return found
+
+
+def _found(signs: tuple[_Sign, ...], said: str) -> Problem | None:
+    for sign in signs:
+        match = re.search(sign.pattern, said)
+        if match is not None:
+            line = next((one for one in said.splitlines() if re.search(sign.pattern, one)), match[0])
+            return Problem(sign.what.format(**match.groupdict()), line.strip()[:300], sign.next_step)
+    return None

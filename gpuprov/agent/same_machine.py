@@ -1,0 +1,81 @@
+"""The same machine under two names of an inventory: how it shows, and what to say; used by both ways to a host.
+
+Boot id and machine id both match: clones share the machine id, containers their host's boot id. The namespace of
+process ids tells containers of one host apart whose images share a machine id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from gpuprov.core.system import System
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.request import Request
+
+_MACHINE_ID = "/etc/machine-id"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_NAMESPACE = "/proc/self/ns/pid"
+# One line of the probe; `local_machine` says the same of this machine.
+SCRIPT = f'echo "machine $(cat {_MACHINE_ID} 2>/dev/null) $(cat {_BOOT_ID}) $(readlink {_NAMESPACE})"'
+
+
+def machine_of(text: str) -> str:
+    """Return the identity in what SCRIPT printed after its first word; nothing where a part is missing."""
+    parts = text.split()
+    return " ".join(parts) if len(parts) == 3 else ""
+
+
+def local_machine(system: System) -> str:
+    """Return the identity of this machine."""
+    namespace = system.status(_NAMESPACE)
+    parts = (
+        system.read_text(_MACHINE_ID) or "",
+        system.read_text(_BOOT_ID) or "",
+        namespace.target if namespace else "",
+    )
+    return machine_of(" ".join(parts))
+
+
+def changes_the_host(request: Request) -> bool:
+    """Say whether two of these requests at once, or one after the other, would get in each other's way."""
+    if request.check:
+        return False
+    return request.command in ("install", "rollback", "uninstall") or (request.command == "doctor" and request.fix)
+
+
+def sentence(name: str, other: str) -> str:
+    """Return what to tell where both names may be served: nothing is changed."""
+    return f"{name} is the same machine as {other}: it is counted once"
+
+
+def problem(name: str, other: str, machine: str) -> Problem:
+    """Return why the second of two names is refused."""
+    parts = machine.split()
+    return Problem(
+        f"{name} is the same machine as {other}: two runs would get in each other's way",
+        f"machine id {parts[0]} and boot id {parts[1]} are the same on both",
+        f"take {name} or {other} out of the inventory, or leave one out: --limit 'all:!{name}'",
+    )
+
+
+def claim_in(folder: Path, name: str, machine: str) -> str:
+    """Note in a folder that this name stands for this machine; return another name that came first, or nothing.
+
+    The processes of one ansible-playbook have nothing else in common.
+    """
+    if not machine:
+        return ""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    place, own = folder / hashlib.sha256(machine.encode()).hexdigest(), folder / f".{os.getpid()}"
+    own.write_text(name, "utf-8")
+    try:
+        # A link appears with its content, and only once.
+        place.hardlink_to(own)
+    except FileExistsError:
+        first = place.read_text("utf-8")
+        return "" if first == name else first
+    finally:
+        own.unlink()
+    return ""

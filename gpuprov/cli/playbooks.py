@@ -1,0 +1,25 @@
+"""`gpuprov playbooks`: write the playbooks that came with gpuprov into a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(short_help="Write the playbooks and an example inventory into a folder.")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def playbooks(folder: Path) -> None:
+    """Write the playbooks, their roles and an example inventory into FOLDER.
+
+    Run it again after an upgrade of gpuprov: it replaces playbooks/ and keeps your inventory and ansible.cfg.
+
+    \b
+    Examples:
+      gpuprov playbooks ~/gpu-hosts
+      cd ~/gpu-hosts && ansible-playbook -i inventories/example playbooks/site.yml --check --diff
+    """
+    from gpuprov.fleet.playbook_files import write_playbooks
+
+    for path in write_playbooks(folder):
+        click.echo(f"wrote {path}")

@@ -1,0 +1,92 @@
+"""Changes that put right what is there already: a mode, a unit that does not run, the loader's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.core.changes import Change, Json, Tell, capture_path, mode_heads, restore_path
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+
+LOADER_CACHE = "/etc/ld.so.cache"
+_UNIT_SECONDS = 180
+_LDCONFIG_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class SetMode(Change):
+    """What lies at a path shall have this mode; its content and its owner stay."""
+
+    path: str
+    mode: int
+
+    def summary(self) -> str:
+        return f"chmod {self.mode:04o} {self.path}"
+
+    def diff(self, system: System) -> str:
+        found = system.status(self.path)
+        return "\n".join(mode_heads(self.path, found.mode, self.mode)) if found is not None else ""
+
+    def capture(self, system: System) -> Json:
+        found = system.status(self.path)
+        return {"path": self.path, "mode": found.mode if found is not None else None}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.change_mode(self.path, self.mode)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if before["mode"] is not None and system.status(before["path"]) is not None:
+            system.change_mode(before["path"], before["mode"])
+
+
+@dataclass(frozen=True)
+class RestartUnit(Change):
+    """Require that a unit runs; start it now."""
+
+    unit: str
+
+    def summary(self) -> str:
+        return f"restart {self.unit}"
+
+    def capture(self, system: System) -> Json:
+        return {"unit": self.unit, "was_active": system.run(("systemctl", "is-active", "--quiet", self.unit)).ok}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # A unit that was started too often is started again only after this (StartLimitBurst).
+        system.run(("systemctl", "reset-failed", self.unit), timeout=_UNIT_SECONDS)
+        done = system.run(("systemctl", "restart", self.unit), timeout=_UNIT_SECONDS)
+        if not done.ok:
+            log = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", self.unit)).stdout
+            raise GpuprovError(
+                f"{self.unit} does not start", f"{done.evidence(2)}\n{log}".strip(), f"systemctl status {self.unit}"
+            )
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Stop a unit that did not run before. One that ran goes on: nobody can take back a restart."""
+        if not before["was_active"]:
+            system.run(("systemctl", "stop", before["unit"]), timeout=_UNIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class RefreshLoaderCache(Change):
+    """The loader's cache shall say which libraries there are now."""
+
+    def summary(self) -> str:
+        return f"write {LOADER_CACHE} (ldconfig)"
+
+    def capture(self, system: System) -> Json:
+        return capture_path(system, LOADER_CACHE)
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.require(
+            ("ldconfig",), "the loader's cache can't be written", "ldconfig -v shows where", timeout=_LDCONFIG_SECONDS
+        )
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        restore_path(system, before)

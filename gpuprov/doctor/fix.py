@@ -1,0 +1,159 @@
+"""From causes to the changes that gpuprov itself can make about them, in the order of an installation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpuprov import toolkit
+from gpuprov.boot.reboot import Reboot
+from gpuprov.core.changes import Change, RemoveFile
+from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
+from gpuprov.doctor.docker_rules import in_daemon, in_file
+from gpuprov.doctor.examined import Examined
+from gpuprov.doctor.remedy import CACHE, FILES, INSTALL, MODULES, NODE_MODES, STEPS, UNITS, Remedy
+from gpuprov.doctor.rules import Cause
+from gpuprov.driver.packaged import LoadDriver
+from gpuprov.engines import docker, other_engines
+from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.docker_unit import UNIT as DOCKER_UNIT
+from gpuprov.engines.runtime_entry import NVIDIA_RUNTIME
+from gpuprov.facts.boot_files import PROGRAM
+from gpuprov.facts.host import HostFacts
+from gpuprov.plan.steps import STEPS as PLAN_STEPS
+from gpuprov.plan.steps import Plan, StepChange
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.wire.errors import Problem
+from gpuprov.wire.spec import HostSpec
+
+# What the step is called of a change that is a step of no installation.
+STEP = "fix"
+_NOT_OURS = "gpuprov has not set up this host"
+# Steps that fit a host which somebody else has set up.
+_ANY_HOSTS = frozenset(("device nodes", "nouveau"))
+
+
+@dataclass(frozen=True)
+class Fix:
+    """The changes, and `left`: a sentence for each cause with a remedy that gpuprov does not apply now.
+
+    `whole`: an installation's whole plan is among them, in which a change builds on those before it.
+    """
+
+    changes: tuple[StepChange, ...] = ()
+    left: tuple[str, ...] = ()
+    whole: bool = False
+
+
+def spec_as_found(x: Examined) -> HostSpec:
+    """Return the specification that keeps what the host has: its driver's release and its toolkit, if not said."""
+    spec, version = x.spec, x.driver.kernel_version or x.driver.library_version
+    if spec.driver == "runfile" and not spec.driver_version:
+        spec = replace(spec, driver_version=version)
+    ours = LAUNCHER_PATH in (in_file(x), in_daemon(x)) or LAUNCHER_PATH in x.there
+    return spec if ours or NVIDIA_RUNTIME not in x.there else replace(spec, toolkit="nvidia")
+
+
+def needs_install(causes: Sequence[Cause]) -> bool:
+    """Say whether a cause has the whole installation as its remedy."""
+    return any(INSTALL in cause.finding.remedies for cause in causes)
+
+
+def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) -> Fix:
+    """Return what to do. `install`: the plan of the whole installation, if a cause asks for it.
+
+    A consequence is left where the cause that explains it is left: it would come back.
+    """
+    x = replace(x, spec=spec_as_found(x))
+    refused = _install_refused(x, install) if needs_install(causes) else ""
+    if x.open_run and refused:
+        return Fix((), (f"a run of gpuprov was cut off and must be resumed first: {refused}",))
+    found: dict[str, tuple[Change, ...]] = {}
+    reasons: dict[str, str] = {}
+    whole: tuple[StepChange, ...] = ()
+    # The explained after what explains them.
+    for cause in sorted(causes, key=lambda one: one.follows != ""):
+        name, remedies = cause.rule.name, cause.finding.remedies
+        if not remedies:
+            continue
+        if INSTALL in remedies:
+            whole = install.changes if install is not None and not refused else ()
+            found[name], reasons[name] = tuple(one.change for one in whole), refused
+            continue
+        reason = next(filter(None, (_refused(x, remedy) for remedy in remedies)), "")
+        if cause.follows and not found.get(cause.follows):
+            reason = reason or f"it is a consequence of {cause.follows}"
+        made = () if reason else tuple(change for remedy in remedies for change in _changes(x, remedy))
+        found[name], reasons[name] = made, reason
+    left = tuple(f"{cause.finding.what}: {reasons[name]}" for cause in causes if reasons.get(name := cause.rule.name))
+    return Fix(_in_order(whole, [one for name in found for one in found[name]]), left, bool(whole))
+
+
+def _in_order(whole: Sequence[StepChange], changes: Sequence[Change]) -> tuple[StepChange, ...]:
+    """Return each change once: the installation's as planned, the others in the order of kinds, restarts last."""
+    found = {one.change.key: one for one in whole}
+    for change in sorted(changes, key=lambda one: isinstance(one, RestartUnit)):
+        found.setdefault(change.key, StepChange(STEP, change))
+    restarted = any(isinstance(one.change, ReconfigureDocker) and one.change.restart for one in found.values())
+    if restarted:
+        found.pop(RestartUnit(DOCKER_UNIT).key, None)
+    return tuple(found.values())
+
+
+def _install_refused(x: Examined, install: Plan | None) -> str:
+    """Return why the whole installation is left to a person, nothing if it is not."""
+    if not _is_set_up(x):
+        return _NOT_OURS
+    if install is None:
+        return "its plan can't be made now"
+    if install.problems:
+        return install.problems[0].what
+    if any(isinstance(one.change, Reboot) for one in install.changes):
+        return "it needs a reboot"
+    return ""
+
+
+def _is_set_up(x: Examined) -> bool:
+    """Say whether gpuprov has set this host up before: its runtime or its units are there."""
+    return LAUNCHER_PATH in x.there or PROGRAM in x.host.files
+
+
+def _refused(x: Examined, remedy: Remedy) -> str:
+    """Return why this remedy is not applied now, nothing if it is."""
+    facts = x.host
+    if remedy.kind == STEPS:
+        if not (_ANY_HOSTS.issuperset(remedy.names) or _is_set_up(x)):
+            return _NOT_OURS
+        problems = _step_problems(facts, x.spec, remedy.names)
+        return problems[0].what if problems else ""
+    if remedy.kind == UNITS and DOCKER_UNIT in remedy.names:
+        running = facts.docker.running_containers
+        return f"a restart of docker stops {', '.join(running)}" if running and not facts.docker.live_restore else ""
+    if remedy.kind == MODULES and facts.kernel.container:
+        return f"the kernel's modules are not those of this {facts.kernel.container} container"
+    return ""
+
+
+def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tuple[Problem, ...]:
+    """Return what an installation's preflight says of these steps alone; the host's other troubles prevent nothing."""
+    runtime = toolkit.runtime_path(spec)
+    found: tuple[Problem, ...] = ()
+    if "docker" in names:
+        found = docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    if "engines" in names:
+        found += other_engines.problems(facts.engines, runtime)
+    return found
+
+
+def _changes(x: Examined, remedy: Remedy) -> tuple[Change, ...]:
+    names = remedy.names
+    if remedy.kind == STEPS:
+        return tuple(change for step in PLAN_STEPS if step.name in names for change in step.plan(x.host, x.spec))
+    if remedy.kind == UNITS:
+        return tuple(map(RestartUnit, names))
+    if remedy.kind == FILES:
+        return tuple(RemoveFile(path, "it stands in the way of gpuprov's own") for path in names)
+    if remedy.kind == NODE_MODES:
+        modes = {node.path: node.mode for node in x.driver.nodes}
+        return tuple(SetMode(path, modes[path]) for path in names)
+    return {CACHE: (RefreshLoaderCache(),), MODULES: (LoadDriver(),)}[remedy.kind]

@@ -1,0 +1,174 @@
+"""What a container gets as plain flags of docker and podman: for hosts on which no runtime may be registered.
+
+Pure. No hook runs in such a container, so each library is mounted under every name by which programs load it, in the
+folders that the loaders of Debian's and of Red Hat's images search without a cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MULTIARCH = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+_LIB64 = "/usr/lib64"
+# `$(gpuprov docker-args)`: a shell splits at blanks and expands these. A colon or a comma divides docker's own values.
+_SHELL_SPECIAL = frozenset(" \t\n*?[]\\")
+_DOCKER_SPECIAL = frozenset(":\n")
+_DEFAULT_ACCESS = "rwm"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device node: the host's path, the container's, and what the container may do with it (r, w, m)."""
+
+    source: str
+    target: str
+    access: str = _DEFAULT_ACCESS
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file or folder of the host, read-only in the container."""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True)
+class PlainFlags:
+    """What a container gets. `left_out`: sentences on what flags can't give."""
+
+    devices: tuple[Device, ...]
+    mounts: tuple[Mount, ...]
+    environment: tuple[str, ...]
+    groups: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def plain_flags(edits: Mapping[str, Any], multiarch: str) -> PlainFlags:
+    """Return the flags for CDI's container edits and `links` (`TARGET::PATH`), as the runtime's decision has them.
+
+    `multiarch`: the folder of Debian's images for this machine. Raises ValueError for a path that docker's flags can't
+    hold.
+    """
+    devices = [_device(node) for node in edits.get("deviceNodes") or ()]
+    mounts = list(_mounts(edits, multiarch))
+    for path in (*(one for device in devices for one in (device.source, device.target)),
+                 *(one for mount in mounts for one in (mount.source, mount.target))):  # fmt: skip
+        if _DOCKER_SPECIAL.intersection(path):
+            raise ValueError(f"docker's flags can't hold the path {path!r}")
+    return PlainFlags(
+        tuple(dict.fromkeys(devices)),
+        tuple(dict.fromkeys(mounts)),
+        tuple(edits.get("env") or ()),
+        tuple(edits.get("additionalGids") or ()),
+        tuple(_left_out(edits)),
+    )
+
+
+def words(flags: PlainFlags) -> tuple[str, ...]:
+    """Return the arguments of `docker run` and `podman run`."""
+    return (
+        *(f"--device={device.source}:{device.target}:{device.access}" for device in flags.devices),
+        *(f"--volume={mount.source}:{mount.target}:ro" for mount in flags.mounts),
+        *(f"--env={entry}" for entry in flags.environment),
+        *(f"--group-add={group}" for group in flags.groups),
+    )
+
+
+def shell_words(flags: PlainFlags) -> tuple[str, ...]:
+    """Return the arguments for `$(…)`. Raises ValueError for one that a shell would split or expand."""
+    found = words(flags)
+    for word in found:
+        if _SHELL_SPECIAL.intersection(word):
+            raise ValueError(f"a shell would split or expand {word!r} in $(…)")
+    return found
+
+
+def compose(flags: PlainFlags, service: str) -> str:
+    """Return a file for `docker compose -f compose.yaml -f FILE`, which adds the GPUs to a service."""
+    lines = ["services:", f"  {_yaml(service)}:"]
+    if flags.devices:
+        devices = (f"{one.source}:{one.target}:{one.access}" for one in flags.devices)
+        lines += ["    devices:", *(f"      - {_yaml(device)}" for device in devices)]
+    if flags.mounts:
+        lines.append("    volumes:")
+        for mount in flags.mounts:
+            entry = {"type": "bind", "source": mount.source, "target": mount.target, "read_only": True}
+            lines.append(f"      - {_yaml(entry)}")
+    if flags.environment:
+        lines += ["    environment:", *(f"      - {_yaml(entry)}" for entry in flags.environment)]
+    if flags.groups:
+        lines += ["    group_add:", *(f'      - "{group}"' for group in flags.groups)]
+    return "\n".join(lines) + "\n"
+
+
+def quadlet(flags: PlainFlags) -> str:
+    """Return the lines for the section [Container] of a podman quadlet (podman-systemd.unit(5))."""
+    lines = (
+        "[Container]",
+        *(f"AddDevice={_unit(f'{one.source}:{one.target}:{one.access}')}" for one in flags.devices),
+        *(f"Volume={_unit(f'{mount.source}:{mount.target}:ro')}" for mount in flags.mounts),
+        *(f'Environment="{_unit(entry)}"' for entry in flags.environment),
+        *(f"GroupAdd={group}" for group in flags.groups),
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: object) -> str:
+    """Return a value as YAML, of which JSON is a part; compose itself expands what begins with a dollar sign."""
+    return json.dumps(value).replace("$", "$$")
+
+
+def _unit(text: str) -> str:
+    """Return a text as systemd's units have it: a percent sign begins a specifier there."""
+    return text.replace("%", "%%")
+
+
+def _device(node: Mapping[str, Any]) -> Device:
+    access = node.get("permissions") or _DEFAULT_ACCESS
+    return Device(node.get("hostPath") or node["path"], node["path"], access)
+
+
+def _mounts(edits: Mapping[str, Any], multiarch: str) -> Iterator[Mount]:
+    names = _names(edits.get("links") or ())
+    for mount in edits.get("mounts") or ():
+        path = mount["containerPath"]
+        for name in (path, *names.get(path, ())):
+            yield from (Mount(mount["hostPath"], place) for place in _places(name, multiarch))
+
+
+def _names(links: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return for each file the paths of the links that lead to it, over other links too."""
+    targets = {}
+    for link in links:
+        target, _, path = link.partition("::")
+        targets[path] = target if target.startswith("/") else f"{path.rpartition('/')[0]}/{target}"
+    found: dict[str, list[str]] = {}
+    for path in targets:
+        end, seen = path, {path}
+        while end in targets and targets[end] not in seen:
+            end = targets[end]
+            seen.add(end)
+        found.setdefault(end, []).append(path)
+    return {end: tuple(paths) for end, paths in found.items()}
+
+
+def _places(path: str, multiarch: str) -> tuple[str, ...]:
+    """Return where a file goes: a library in both folders that loaders search, anything else where the host has it."""
+    for folder in (*_MULTIARCH, _LIB64):
+        if path.startswith(f"{folder}/") and ".so" in path.rpartition("/")[2]:
+            below = path[len(folder) :]
+            return f"{multiarch}{below}", f"{_LIB64}{below}"
+    return (path,)
+
+
+def _left_out(edits: Mapping[str, Any]) -> Iterator[str]:
+    for hook in edits.get("hooks") or ():
+        yield f"the hook {hook['path']} does not run: flags can't name hooks"
+    for device in edits.get("netDevices") or ():
+        yield f"the network device {device['hostInterfaceName']} is not moved: flags can't"
+    if edits.get("intelRdt"):
+        yield "Intel RDT is not set: flags can't"

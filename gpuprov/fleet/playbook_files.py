@@ -1,0 +1,70 @@
+"""Playbooks, roles and the example inventory, for those who installed a wheel and have no clone."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+import gpuprov
+from gpuprov.fleet.agent_build import build_agent
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+_AGENT = "files/gpuprov-agent.pyz"
+_COLLECTION = "collections/ansible_collections/gpuprov/host"
+_LINKED = ("plugins", "roles")
+# Made again below, of no use without a clone, or written by Python.
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "collection.py", "collections")
+
+
+def write_playbooks(folder: Path) -> tuple[Path, ...]:
+    """Write playbooks/, inventories/example and ansible.cfg into `folder`; return what was written.
+
+    playbooks/ of an earlier version is replaced. An inventory or ansible.cfg that exists is the user's and stays.
+    Raises GpuprovError if another playbooks/ is there.
+    """
+    source = _source()
+    playbooks = folder / "playbooks"
+    if playbooks.exists() and not (playbooks / _AGENT).is_file():
+        raise GpuprovError(
+            f"{playbooks} exists and was not written by gpuprov",
+            "it lacks " + _AGENT,
+            "name another folder",
+            exit_code=ExitCode.USAGE,
+        )
+    shutil.rmtree(playbooks, ignore_errors=True)
+    shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
+    (playbooks / _AGENT).parent.mkdir()
+    (playbooks / _AGENT).write_bytes(build_agent().content)
+    (playbooks / _COLLECTION).mkdir(parents=True)
+    for name in _LINKED:
+        (playbooks / _COLLECTION / name).symlink_to(f"../../../../{name}")
+    written = [playbooks]
+    for name in ("inventories/example", "ansible.cfg"):
+        if not (folder / name).exists():
+            written.append(folder / name)
+            _copy(source / name, folder / name)
+    return tuple(written)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copyfile(source, target)
+
+
+def _source() -> Path:
+    """Return the folder that holds playbooks/: a clone, or where the wheel's data are."""
+    clone = Path(gpuprov.__file__).resolve().parents[1]
+    if (clone / "playbooks/site.yml").is_file():
+        return clone
+    for path in importlib.metadata.files("gpuprov") or ():
+        if path.parts[-2:] == ("playbooks", "site.yml"):
+            return Path(str(path.locate())).resolve().parents[1]
+    raise GpuprovError(
+        "this installation of gpuprov has no playbooks",
+        f"gpuprov is in {clone}",
+        "pip install --force-reinstall gpuprov",
+    )

@@ -1,0 +1,187 @@
+"""What keeps gpuprov from a host is named, at both doors: accounts, sudo, keys, proxies; a real sshd, ssh and sudo."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.spec import HostSpec
+from tests.integration.sshd import PASSWORD, Server, serving
+from tests.integration.test_ansible import run_ansible
+from tests.integration.test_fleet import ACCEPTING, failure
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def target(server: Server, tmp_path: Path) -> HostTarget:
+    return HostTarget(
+        name="lab-a", spec=HostSpec(), address="127.0.0.1", port=server.port, user="open",
+        identity_file=str(server.identity), ssh_options=(("UserKnownHostsFile", str(tmp_path / "known_hosts")),),
+        ssh_config_file="/dev/null",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """A user of the server, the sudo password that is given, and what is said.
+
+    `by_ansible`: what a playbook says where Ansible keeps the reason to itself.
+    """
+
+    user: str
+    password: str
+    what: str
+    code: ExitCode = ExitCode.FAILED
+    by_ansible: str = ""
+
+
+ACCOUNTS = (
+    Account("seated", "", "sudo on the host requires a terminal (requiretty)"),
+    Account("seated", PASSWORD, "sudo on the host requires a terminal (requiretty)"),
+    Account("stranger", PASSWORD, "stranger is not in sudoers on the host"),
+    Account(
+        "limited",
+        PASSWORD,
+        "limited may run some commands with sudo on the host, and not gpuprov",
+        by_ansible="sudo on the host refuses this command, or it ended without a word",
+    ),
+    Account("barred", "", "the account may not log in: its shell is nologin", ExitCode.UNREACHABLE),
+    Account("silent", "", "the account's shell ends at once and runs nothing", ExitCode.UNREACHABLE),
+)
+
+
+@pytest.mark.parametrize("account", ACCOUNTS, ids=lambda one: f"{one.user}{'-password' if one.password else ''}")
+def test_an_account_that_runs_nothing_is_named(target: HostTarget, account: Account) -> None:
+    error = failure(dataclasses.replace(target, user=account.user, become_password=account.password))
+    assert (error.exit_code, account.what in str(error)) == (account.code, True), str(error)
+    assert "run again with -K" not in str(error)
+    assert error.problems[0].evidence
+    assert error.problems[0].next_step
+
+
+def test_an_expired_password_is_named(target: HostTarget) -> None:
+    error = failure(dataclasses.replace(target, user="lapsed", password=PASSWORD, identity_file=""))
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert "the account's password has expired" in str(error)
+    assert "WARNING: Your password has expired." in error.problems[0].evidence
+
+
+_PLAYBOOK = """
+- hosts: accounts
+  gather_facts: false
+  ignore_errors: true
+  tasks:
+    - gpuprov.host.agent: {command: facts}
+      become: true
+- hosts: twins
+  gather_facts: false
+  ignore_errors: true
+  tasks:
+    - gpuprov.host.agent: {command: facts}
+    # Nothing is rolled back: an ordinary user may not.
+    - gpuprov.host.agent: {command: rollback}
+"""
+
+
+def test_playbooks_name_accounts_and_machines_with_two_names(server: Server, tmp_path: Path) -> None:
+    common = {
+        "ansible_host": "127.0.0.1", "ansible_port": server.port, "ansible_ssh_private_key_file": str(server.identity),
+        "ansible_ssh_common_args": "-F /dev/null -o StrictHostKeyChecking=no "
+        f"-o UserKnownHostsFile={tmp_path}/known_hosts -o ControlPath=none", "ansible_pipelining": True,
+    }  # fmt: skip
+    told = [one for one in ACCOUNTS if one.user != "seated" or one.password]
+    accounts = {one.user: {"ansible_user": one.user, "ansible_become_password": one.password} for one in told}
+    twins = {name: {"ansible_user": "open"} for name in ("twin-a", "twin-b")}
+    inventory, playbook = tmp_path / "inventory.yml", tmp_path / "play.yml"
+    groups = {"accounts": {"hosts": accounts}, "twins": {"hosts": twins}}
+    inventory.write_text(yaml.safe_dump({"all": {"vars": common, "children": groups}}))
+    playbook.write_text(_PLAYBOOK)
+    done = run_ansible("-i", inventory, playbook)
+    for one in told:
+        assert f"fatal: [{one.user}]: " in done.stdout
+        assert (one.by_ansible or one.what) in done.stdout, done.stdout
+    # The first name that reads, and the first that changes, keep the machine.
+    assert re.search(r"twin-[ab] is the same machine as (?!twin)\w+: it is counted once", done.stdout), done.stdout
+    two_runs = r"twin-([ab]) is the same machine as twin-(?!\1)[ab]: two runs would get in each other's way"
+    assert re.search(two_runs, done.stdout), done.stdout
+    assert "gpuprov rollback must run as root" in done.stdout
+
+
+# -- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_that_cannot_be_used_is_named_with_the_reason(target: HostTarget, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "garbage").write_text("garbage\n")
+    (tmp_path / "public").write_bytes((server.folder / "identity.pub").read_bytes())
+    make = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked")
+    subprocess.run(make, check=True, timeout=60)
+    said = {
+        "gone": "can't be read: No such file or directory", "public": "can't be read: it is a public key",
+        ".": "can't be read: Is a directory", "garbage": "holds no private key", "locked": "needs a passphrase",
+    }  # fmt: skip
+    for name, words in said.items():
+        error = failure(dataclasses.replace(target, identity_file=str(tmp_path / name)))
+        assert error.exit_code == ExitCode.UNREACHABLE
+        assert words in error.problems[0].what
+        assert str(tmp_path / name) in error.problems[0].what
+
+
+def test_a_key_of_another_users_is_named(target: HostTarget, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Below a folder that any user may enter.
+    key = server.folder / "unreadable"
+    key.write_bytes(server.identity.read_bytes())
+    key.chmod(0)
+    monkeypatch.setenv("HOME", str(server.folder / "home/open"))
+    os.seteuid(4243)
+    try:
+        error = failure(dataclasses.replace(target, identity_file=str(key), ssh_options=()), ACCEPTING)
+    finally:
+        os.seteuid(0)
+    assert f"the key {key} can't be read: Permission denied" in error.problems[0].what
+
+
+# -- proxies ---------------------------------------------------------------------------------------------------------
+
+PROXIES = (
+    ("ProxyCommand", "sh -c 'echo no route >&2; exit 7'", "its ProxyCommand ended with exit code 7", "no route"),
+    ("ProxyCommand", "/no/such/program %h", "its ProxyCommand can't be started", "No such file or directory"),
+    ("ProxyCommand", "sleep 100", "its ProxyCommand says nothing within 1 s", "sleep 100"),
+    ("ProxyJump", "127.0.0.1:9", "the jump host 127.0.0.1 port 9 cannot be reached", "Connection refused"),
+    ("ProxyJump", "no-such-host.invalid", "the name no-such-host.invalid is not known", ""),
+)
+
+
+@pytest.mark.parametrize(("option", "value", "what", "seen"), PROXIES, ids=[row[2] for row in PROXIES])
+def test_a_dead_proxy_is_named(target: HostTarget, option: str, value: str, what: str, seen: str) -> None:
+    through = dataclasses.replace(target, ssh_options=(*target.ssh_options, (option, value)))
+    patience = 1 if value.startswith("sleep") else 5
+    error = failure(through, dataclasses.replace(ACCEPTING, connect_timeout=patience))
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert what in error.problems[0].what
+    assert seen in error.problems[0].evidence
+
+
+def test_a_jump_host_that_does_not_reach_the_host_is_named(target: HostTarget, server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"Host *\n  UserKnownHostsFile {tmp_path}/known_hosts\n  IdentityFile {server.identity}\n"
+                      f"Host bastion\n  HostName 127.0.0.1\n  Port {server.port}\n  User open\n")  # fmt: skip
+    behind = dataclasses.replace(target, port=9, ssh_config_file=str(config), ssh_options=(("ProxyJump", "bastion"),))
+    error = failure(behind)
+    assert error.exit_code == ExitCode.UNREACHABLE
+    assert error.problems[0].what == f"the jump host 127.0.0.1 port {server.port} can't reach 127.0.0.1 port 9"

@@ -1,0 +1,116 @@
+"""What `make release` builds: the same bytes twice, and a wheel that brings the playbooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.agent_build import host_distributions
+from gpuprov.fleet.playbook_files import write_playbooks
+from gpuprov.wire.errors import ExitCode, GpuprovError
+
+CLONE = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not (CLONE / ".git").exists(), reason="needs a clone: a release takes the commit's time"
+)
+
+
+def build(clone: Path, folder: Path) -> dict[str, bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    subprocess.run((sys.executable, "-m", "tools.release", str(folder)), cwd=clone, env=environment, check=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def clone_and_build(folder: Path) -> dict[str, bytes]:
+    subprocess.run(("git", "clone", "-q", str(CLONE), str(folder / "clone")), check=True)
+    return build(folder / "clone", folder / "dist")
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the files of a release of the last commit."""
+    folder = tmp_path_factory.mktemp("release")
+    clone_and_build(folder)
+    return folder / "dist"
+
+
+@pytest.mark.slow
+def test_another_clone_of_the_same_commit_gives_the_same_bytes(release: Path, tmp_path: Path) -> None:
+    again = clone_and_build(tmp_path)
+    assert len(again) == 6
+    assert {path.name: path.read_bytes() for path in release.iterdir()} == again
+
+
+@pytest.mark.slow
+def test_the_sums_are_right_and_the_sbom_names_what_the_agent_holds(release: Path) -> None:
+    subprocess.run(("sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"), cwd=release, check=True)
+    (path,) = release.glob("*.cdx.json")
+    bom = json.loads(path.read_text())
+    assert bom["bomFormat"] == "CycloneDX"
+    assert tuple(sorted(one["name"] for one in bom["components"])) == host_distributions()
+    assert all(one["version"] and one["purl"].startswith("pkg:pypi/") for one in bom["components"])
+
+
+@pytest.mark.slow
+def test_playbooks_from_the_wheel_run(release: Path, tmp_path: Path) -> None:
+    (wheel,) = release.glob("*.whl")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-compile",
+        "--prefix",
+        str(tmp_path / "installed"),
+    )
+    subprocess.run(
+        (*pip, "--ignore-installed", "--disable-pip-version-check", "--root-user-action=ignore", wheel), check=True
+    )
+    (packages,) = (tmp_path / "installed").rglob("gpuprov/__init__.py")
+    environment = {**os.environ, "PYTHONPATH": str(packages.parents[1]), "HOME": str(tmp_path)}
+    gpuprov = (sys.executable, "-P", "-m", "gpuprov")
+    subprocess.run((*gpuprov, "playbooks", str(tmp_path / "hosts")), env=environment, cwd=tmp_path, check=True)
+    written = tmp_path / "hosts/playbooks"
+    expected = {path for path in (release.parent / "clone/playbooks").rglob("*.yml") if "collections" not in path.parts}
+    assert {
+        release.parent / "clone/playbooks" / path.relative_to(written) for path in written.rglob("*.yml")
+    } == expected
+    ansible = Path(sys.executable).with_name("ansible-playbook")
+    argv = (ansible, "-i", "localhost,", "-c", "local", "playbooks/facts.yml")
+    done = subprocess.run(argv, cwd=tmp_path / "hosts", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "GPU" in done.stdout
+
+
+def test_an_upgrade_replaces_playbooks_and_keeps_the_inventory(tmp_path: Path) -> None:
+    assert len(write_playbooks(tmp_path)) == 3
+    (tmp_path / "playbooks/old.yml").touch()
+    (tmp_path / "inventories/example/hosts.yml").write_text("mine: {}\n")
+    assert write_playbooks(tmp_path) == (tmp_path / "playbooks",)
+    assert not (tmp_path / "playbooks/old.yml").exists()
+    assert (tmp_path / "inventories/example/hosts.yml").read_text() == "mine: {}\n"
+
+
+def test_somebody_elses_playbooks_stay(tmp_path: Path) -> None:
+    (tmp_path / "playbooks").mkdir()
+    (tmp_path / "playbooks/site.yml").touch()
+    with pytest.raises(GpuprovError, match="was not written by gpuprov") as caught:
+        write_playbooks(tmp_path)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert (tmp_path / "playbooks/site.yml").exists()
+
+
+def test_a_folder_that_is_not_empty_gets_no_release(tmp_path: Path) -> None:
+    (tmp_path / "old.whl").touch()
+    done = subprocess.run(
+        (sys.executable, "-m", "tools.release", str(tmp_path)), cwd=CLONE, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "is not empty; next: remove it" in done.stderr

@@ -1,0 +1,325 @@
+"""`doctor --fix` on a host at the System seam: what is done, what is left, that a rollback takes it back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.agent.run import run_request
+from gpuprov.core.changes import Change
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import read_runs
+from gpuprov.doctor.fix import plan_fix, spec_as_found
+from gpuprov.doctor.rules import diagnose
+from gpuprov.plan.steps import Plan, StepChange
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import CauseFound, ChangeDone, CheckDone, Event, Finished, Note, Planned, from_line, to_line
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
+from tests.unit.doctor import ill
+from tests.unit.doctor.host import SPEC, DoctorHost, examined, healthy, healthy_tree, with_docker, with_driver
+
+pytestmark = pytest.mark.root
+LAUNCHER = "usr/bin/gpuprov-container-runtime"
+SPECIFICATION = "etc/cdi/nvidia.json"
+Break = Callable[[DoctorHost], object]
+
+
+class FixHost(DoctorHost):
+    """A host with an ldconfig of its own, for the cache below its root."""
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if tuple(argv) == ("ldconfig",):
+            subprocess.run(("/sbin/ldconfig", "-r", str(self.root)), check=True, capture_output=True, timeout=60)
+            return Completed(tuple(argv), 0, "", "")
+        return super().run(argv, **more)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> DoctorHost:
+    made = healthy(tmp_path_factory.mktemp("host"))
+    made.__class__ = FixHost
+    return made
+
+
+@pytest.fixture
+def host(pristine: DoctorHost, tmp_path: Path) -> DoctorHost:
+    """A copy of the host that nothing is wrong with: its installation takes longer than a whole test."""
+    subprocess.run(("cp", "-a", f"{pristine.root}/.", tmp_path), check=True, timeout=60)
+    made = copy.deepcopy(pristine)
+    made.root = tmp_path
+    return made
+
+
+def doctor(host: DoctorHost, command: str = "doctor", **more: Any) -> list[Event]:
+    found: list[Event] = []
+    run_request(Request(command, spec_to_json(SPEC), **{"fix": command == "doctor", **more}), found.append, host)
+    assert [from_line(to_line(event)) for event in found] == found
+    return found
+
+
+def of(kind: type[Any], events: Sequence[Event]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def planned(events: Sequence[Event]) -> list[str]:
+    return [change.key for change in of(Planned, events)[-1].changes]
+
+
+def end(events: Sequence[Event]) -> Finished:
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def stale(host: DoctorHost) -> None:
+    path = host.root / SPECIFICATION
+    path.write_text(path.read_text().replace("550.163.01", "535.261.03"))
+
+
+def forget(host: DoctorHost) -> None:
+    """Let docker run without the runtime that its file names."""
+    host.docker_loaded = {"runc": "runc"}
+
+
+def unregister(host: DoctorHost) -> None:
+    (host.root / "etc/docker/daemon.json").write_text('{"log-driver": "journald"}\n')
+    host.run(("systemctl", "reload", "docker.service"))
+
+
+def stop_docker(host: DoctorHost) -> None:
+    host.docker_active = False
+
+
+def disable_docker(host: DoctorHost) -> None:
+    host.docker_active = host.docker_enabled = False
+
+
+def cover(host: DoctorHost) -> None:
+    (host.root / "var/run/cdi").mkdir(parents=True)
+    (host.root / "var/run/cdi/nvidia.json").write_bytes((host.root / SPECIFICATION).read_bytes())
+
+
+def gone(path: str) -> Break:
+    return lambda host: (host.root / path).unlink()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What breaks the host, the rule that finds it, and the changes by which gpuprov fixes it."""
+
+    rule: str
+    breaking: Break
+    changes: tuple[str, ...]
+
+
+_RUNTIME = "install the bundled container runtime (/usr/bin/gpuprov-container-runtime, /usr/lib/gpuprov/runtime_hook)"
+_SPECIFICATION = "write /etc/cdi/nvidia.json"
+CASES = (
+    Case("runtime-missing", gone(LAUNCHER), (_RUNTIME,)),
+    Case("runtime-not-executable", lambda host: (host.root / LAUNCHER).chmod(0o644), (_RUNTIME,)),
+    Case("runtime-files-missing", gone("usr/lib/gpuprov/runtime_hook/main.py"), (_RUNTIME,)),
+    Case("hook-missing", gone("usr/bin/nvidia-container-runtime-hook"), (_RUNTIME, "restart docker.service")),
+    Case("nodes-missing", gone("dev/nvidia0"), ("make device node /dev/nvidia0 (c 195:0)",)),
+    Case("nodes-closed", lambda host: (host.root / "dev/nvidia0").chmod(0o600), ("chmod 0666 /dev/nvidia0",)),
+    Case("cdi-missing", gone(SPECIFICATION), (_SPECIFICATION,)),
+    Case("cdi-stale", stale, (_SPECIFICATION,)),
+    Case("cdi-broken", lambda host: (host.root / SPECIFICATION).write_text("{"), (_SPECIFICATION,)),
+    Case("cdi-covered", cover, ("remove /var/run/cdi/nvidia.json",)),
+    Case("library-not-in-cache", gone("etc/ld.so.cache"), ("write /etc/ld.so.cache (ldconfig)",)),
+    Case("docker-not-restarted", forget, ("configure docker",)),
+    Case("runtime-unregistered", unregister, ("configure docker",)),
+    Case("docker-down", stop_docker, ("configure docker",)),
+    Case("docker-disabled", disable_docker, ("configure docker",)),
+)
+
+
+def rules(host: DoctorHost) -> list[str]:
+    return [cause.rule for cause in of(CauseFound, doctor(host, fix=False))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+def test_it_plans_does_proves_and_a_rollback_takes_it_back(host: DoctorHost, case: Case) -> None:
+    case.breaking(host)
+    assert case.rule in rules(host)[:2]
+    broken = host.tree()
+
+    foreseen = doctor(host, check=True)
+    assert planned(foreseen) == list(case.changes)
+    assert end(foreseen).changed == len(case.changes)
+    assert host.tree() == broken
+
+    events = doctor(host)
+    assert end(events).exit_code == ExitCode.DONE, end(events)
+    assert end(events).changed == len(case.changes)
+    assert [event.key for event in of(ChangeDone, events)] == planned(events) == planned(foreseen)
+    assert rules(host) == []
+    assert read_runs(host)[-1].command == "doctor"
+
+    again = doctor(host)
+    assert (end(again).changed, planned(again)) == (0, [])
+
+    assert end(doctor(host, "rollback")).exit_code == ExitCode.DONE
+    assert host.tree() == broken
+    assert case.rule in rules(host) or case.changes == ("configure docker",)
+
+
+def test_the_causes_come_first_then_the_plan_then_the_proof(host: DoctorHost) -> None:
+    (host.root / LAUNCHER).unlink()
+    kinds = [type(event) for event in doctor(host)]
+    assert kinds.index(CauseFound) < kinds.index(Planned) < kinds.index(ChangeDone) < kinds.index(CheckDone)
+    assert kinds.count(CheckDone) == len({event.name for event in of(CheckDone, doctor(host))})
+
+
+def test_a_cause_tells_what_gpuprov_does_about_it(host: DoctorHost) -> None:
+    (host.root / "dev/nvidia0").unlink()
+    (host.root / "etc/docker/daemon.json").write_text("{")
+    found = {cause.rule: cause.remedy for cause in of(CauseFound, doctor(host, fix=False))}
+    assert found == {"nodes-missing": "steps: device nodes", "daemon-json-broken": ""}
+
+
+def test_what_a_person_must_do_is_left_with_its_command(host: DoctorHost) -> None:
+    (host.root / "dev/nvidia0").unlink()
+    (host.root / "etc/docker/daemon.json").write_text("{")
+    events = doctor(host)
+    assert (host.root / "dev/nvidia0").is_char_device()
+    assert (host.root / "etc/docker/daemon.json").read_text() == "{"
+    assert (end(events).exit_code, end(events).changed) == (ExitCode.FAILED, 1)
+    assert end(events).summary == "1 change made; causes found: 1"
+    (problem,) = end(events).problems
+    assert problem.next_step.startswith("${EDITOR:-vi}")
+
+
+def test_a_change_that_fails_is_told_and_the_others_are_made(host: DoctorHost) -> None:
+    host.failing_unit = "docker.service"
+    (host.root / "usr/bin/nvidia-container-runtime-hook").unlink()
+    (host.root / "dev/nvidia0").unlink()
+    events = doctor(host)
+    assert (end(events).exit_code, end(events).changed) == (ExitCode.FAILED, 2)
+    assert end(events).problems[0].what == "docker.service does not start"
+    assert (host.root / "dev/nvidia0").is_char_device()
+    assert read_runs(host)[-1].end == "failed"
+    assert [entry.state for entry in read_runs(host)[-1].entries] == ["done", "done", "undone"]
+
+
+def test_a_file_in_a_nodes_place_goes_and_a_folder_stays(host: DoctorHost) -> None:
+    for name in ("nvidia0", "nvidia1"):
+        (host.root / "dev" / name).unlink()
+    (host.root / "dev/nvidia0").write_text("not a node")
+    doctor(host)
+    assert (host.root / "dev/nvidia0").is_char_device()
+    (host.root / "dev/nvidia1").unlink()
+    (host.root / "dev/nvidia1").mkdir()
+    assert planned(doctor(host)) == []
+    assert (host.root / "dev/nvidia1").is_dir()
+
+
+def test_a_run_that_was_cut_off_is_resumed(host: DoctorHost) -> None:
+    before = {"path": "/etc/half", "kind": "missing", "missing_parents": []}
+    lines = ({"run": "install", "id": "", "format": 2}, {"begin": 1, "key": "x", "kind": "WriteFile", "before": before})
+    (host.root / "var/lib/gpuprov/runs/0002.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (host.root / "etc/half").write_text("half")
+    (host.root / LAUNCHER).unlink()
+    events = doctor(host)
+    assert end(events).exit_code == ExitCode.DONE, end(events)
+    assert not (host.root / "etc/half").exists()
+    assert [run.end for run in read_runs(host)] == ["done", "done"]
+
+
+def test_a_run_that_can_not_be_resumed_comes_first(host: DoctorHost) -> None:
+    line = {"begin": 1, "key": "x", "kind": "WriteFile", "before": {}}
+    (host.root / "var/lib/gpuprov/runs/0002.jsonl").write_text(f'{{"run":"install","id":""}}\n{json.dumps(line)}\n')
+    (host.root / "dev/nvidia0").unlink()
+    host.free_bytes = lambda path: 0  # type: ignore[method-assign]
+    events = doctor(host)
+    assert planned(events) == []
+    assert [note.message for note in of(Note, events) if "must be resumed first: not enough room" in note.message]
+    assert not read_runs(host)[-1].end
+
+
+def test_it_needs_the_hosts_lock_and_check_does_not(host: DoctorHost) -> None:
+    import fcntl
+
+    with host.open_private("/run/gpuprov.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert end(doctor(host, check=True)).exit_code == ExitCode.DONE
+        assert end(doctor(host, wait_seconds=0)).exit_code == ExitCode.FAILED
+
+
+def test_a_healthy_host_gets_no_run(host: DoctorHost) -> None:
+    events = doctor(host)
+    assert (end(events).exit_code, end(events).summary) == (ExitCode.DONE, "0 changes made; nothing found wrong")
+    assert len(read_runs(host)) == 1
+
+
+# -- what is decided, without a host ---------------------------------------------------------------------------------
+
+
+def test_a_host_that_gpuprov_has_not_set_up_is_not_taken_over(tmp_path: Path) -> None:
+    host = healthy_tree(tmp_path)
+    (host.root / "usr/bin/nvidia-ctk").write_text("")
+    (host.root / "usr/bin/nvidia-container-runtime").write_text("")
+    x = examined(host)
+    fix = plan_fix(x, diagnose(x))
+    assert {type(item.change).__name__ for item in fix.changes} <= {"MakeNode"}
+    assert any("gpuprov has not set up this host" in sentence for sentence in fix.left)
+
+
+def test_docker_is_not_restarted_under_running_containers(host: DoctorHost) -> None:
+    (host.root / "usr/bin/nvidia-container-runtime-hook").unlink()
+    x = examined(host)
+    busy = with_docker(x, running_containers=("web", "db"))
+    assert [item.change.key for item in plan_fix(x, diagnose(x)).changes] == [_RUNTIME, "restart docker.service"]
+    fix = plan_fix(busy, diagnose(busy))
+    assert [item.change.key for item in fix.changes] == [_RUNTIME]
+    assert fix.left[0].endswith("a restart of docker stops web, db")
+    kept = with_docker(busy, live_restore=True)
+    assert len(plan_fix(kept, diagnose(kept)).changes) == 2
+
+
+def test_a_consequence_is_left_with_its_cause(host: DoctorHost) -> None:
+    x = ill.bound_to("vfio-pci")(examined(host))
+    causes = diagnose(x)
+    assert {cause.rule.name: cause.follows for cause in causes}["module-not-loaded"] == "gpu-vfio"
+    fix = plan_fix(x, causes)
+    assert "load" not in " ".join(item.change.key for item in fix.changes)
+    assert any("it is a consequence of gpu-vfio" in sentence for sentence in fix.left)
+
+
+def test_modules_are_loaded_on_a_machine_of_its_own_only(host: DoctorHost) -> None:
+    x = ill.metal(examined(host))
+    assert "load the driver's kernel modules" in plan_fix(x, diagnose(x)).changes[0].change.summary()
+    y = with_driver(examined(host), nodes=tuple(n for n in x.driver.nodes if n.path != "/dev/nvidia-uvm"))
+    fix = plan_fix(y, diagnose(y))
+    assert "uvm-not-loaded" not in [cause.rule.name for cause in diagnose(y)] or "container" in " ".join(fix.left)
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"),
+    [
+        (Plan((), (Problem("no room"),)), "no room"),
+        (None, "its plan can't be made now"),
+        (Plan((StepChange("x", Change()),)), ""),
+    ],
+)
+def test_an_installation_is_done_whole_or_left(host: DoctorHost, plan: Plan | None, left: str) -> None:
+    next(host.root.glob("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.[0-9][0-9]*")).unlink()
+    x = examined(host)
+    fix = plan_fix(x, diagnose(x), replace(plan, changes=()) if plan and not left else plan)
+    assert [sentence.rpartition(": ")[2] for sentence in fix.left if "libnvidia-ml" in sentence] == (
+        [left] if left else []
+    )
+
+
+def test_an_installation_keeps_driver_and_toolkit_that_are_there(host: DoctorHost) -> None:
+    x = replace(examined(host), spec=HostSpec())
+    assert spec_as_found(x).driver_version == "550.163.01"
+    assert spec_as_found(x).toolkit == "bundled"
+    asked = replace(x, spec=HostSpec(driver_version="580.178.04"))
+    assert spec_as_found(asked).driver_version == "580.178.04"

@@ -1,0 +1,1 @@
+"""Programs for maintainers of gpuprov; no user and no host needs them."""
