@@ -26,9 +26,11 @@ _START = "systemctl reset-failed docker; systemctl restart docker"
 # More than any group has: a loop never ends.
 _MOST_STEPS = 12
 # What a host's own log-ins, clock and daemons change by themselves.
-# What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first.
+# What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first (on
+# an overlay the folders above it change with it).
 _VOLATILE = re.compile(
-    r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-"
+    r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-|"
+    r"/var(/cache(/gpuprov)?)?$"
 )
 
 
