@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpuprov.machine.distros import ROWS, Distribution, KernelPackages
+from gpuprov.machine.driver_rows import OwnDriver, own_driver
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/distributions.md"
 _LISTS = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- end of the table -->)", re.DOTALL)
@@ -35,7 +36,30 @@ def _lists() -> str:
     for rules, names in _grouped({row: (_rules(row.kernel_headers), _next(row), row.source) for row in ROWS}):
         running, following, source = rules
         lines += [f"- **{names}**: {running}.{following} ({source})"]
+    lines += ["", "## The distribution's own driver (`gpuprov_driver: distribution`)", "", *_own_drivers()]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _own_drivers() -> list[str]:
+    columns = ("distribution", "branches", "libraries and programs", "kernel modules", "from")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = {row: own for row in ROWS if (own := own_driver(row)) is not None}
+    for cells, names in _grouped({row: _own_cells(own) for row, own in rows.items()}):
+        lines.append(f"| {names} | {' | '.join(cells)} |")
+    return lines
+
+
+def _own_cells(own: OwnDriver) -> tuple[str, ...]:
+    if own.like_packages:
+        return ("–", "NVIDIA's, of the modules' version", "SUSE's, compiled and signed: open alone", own.source)
+    first = own.branches[0]
+    branches = ", ".join(one.branch for one in own.branches if one.branch) or "one"
+    others = " and any other that the archive has" if own.other_branch else ""
+    built = "; ".join(f"{kind}: {' '.join(names)}" for kind, names in sorted(first.built.items()))
+    compiled = "; ".join(f"compiled, {kind}: {names[0]}" for kind, names in sorted(first.compiled.items()))
+    modules = "; ".join(filter(None, (compiled, f"built by DKMS, {built}")))
+    archive = f"components {', '.join(own.components)}" if own.components else f"package {own.repository_package}"
+    return (f"{branches}{others}", " ".join(first.libraries), modules, f"{archive} ({own.source})")
 
 
 def _cells(row: Distribution) -> tuple[str, ...]:

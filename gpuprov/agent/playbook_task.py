@@ -12,18 +12,28 @@ from typing import Any
 
 from gpuprov.core.site_tables import for_request
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import ChangeDone, CheckDone, Event, FactsGathered, Finished, Note, Planned, from_line
+from gpuprov.wire.events import (
+    ChangeDone,
+    CheckDone,
+    CudaSurveyed,
+    Event,
+    FactsGathered,
+    Finished,
+    Note,
+    Planned,
+    from_line,
+)
 from gpuprov.wire.request import COMMANDS, Request
 from gpuprov.wire.spec import spec_from_variables, spec_to_json
 
-PLAN = "plan"
+PLAN, CUDA = "plan", "cuda"
 TASK_COMMANDS = (PLAN, *COMMANDS)
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 # These heed `check` or change nothing. What any other would do cannot be told without doing it.
-_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "rollback", "uninstall")
+_IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "cuda", "rollback", "uninstall")
 
 
 def task_request(
@@ -36,12 +46,13 @@ def task_request(
     run_id: str = "",
     bundle: str = "",
     bundle_digest: str = "",
+    container: str = "",
     fix: bool = False,
 ) -> Request:
     """Return the request of a task. `plan` is an installation in check mode that is never told as a change.
 
-    `bundle` is the path of a bundle here, not yet on the host; only what installs is given it.
-    `fix` is the doctor's.
+    `bundle` is the path of a bundle here, not yet on the host; only what installs is given it. `container`: a container
+    or an image, which `cuda` looks at instead of the host. `fix` is the doctor's.
     Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
     """
     if command not in TASK_COMMANDS:
@@ -62,6 +73,7 @@ def task_request(
         fix=fix and command == "doctor",
         # The plugin waits for a host that reboots, and retries.
         caller_returns=True,
+        arguments={"subject": container} if command == CUDA else {},
     )
 
 
@@ -139,6 +151,8 @@ def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str,
             done += 1
         elif isinstance(event, CheckDone):
             result["checks"].append(asdict(event))
+        elif isinstance(event, CudaSurveyed):
+            result["cuda"] = dict(event.survey)
         elif isinstance(event, FactsGathered):
             result["ansible_facts"] = {"ansible_local": {**(local_facts or {}), "gpuprov": dict(event.facts)}}
         elif isinstance(event, Note) and event.level == "warning":

@@ -60,6 +60,9 @@ def _dispatch(run: RunContext) -> Finished:
     command = run.request.command
     if command == "facts":
         return _facts(run)
+    if command == "cuda":
+        reach_local_docker(run.system)
+        return _cuda(run)
     if run.system.user_id() != 0:
         raise GpuprovError(
             f"gpuprov {command} must run as root",
@@ -197,6 +200,12 @@ def _doctor(run: RunContext) -> Finished:
     return examine(run.system, run.spec, run.sink)
 
 
+def _cuda(run: RunContext) -> Finished:
+    from gpuprov.verify.cuda.request import examine
+
+    return examine(run.system, run.request.arguments, run.sink)
+
+
 def _fix(run: RunContext) -> Finished:
     from gpuprov.agent.fix import fix
 
@@ -206,9 +215,8 @@ def _fix(run: RunContext) -> Finished:
 def _verify(run: RunContext) -> Finished:
     from gpuprov.verify import known_holes, verify
 
-    is_good = verify(run.system, run.spec, run.sink)
+    verdict = verify(run.system, run.spec, run.sink)
     for found in known_holes(run.system):
         run.note(f"{found}", "warning")
-    if is_good:
-        return Finished(int(ExitCode.DONE), summary="containers see this host's GPUs")
-    return Finished(int(ExitCode.FAILED), summary="containers do not see what the host has")
+    code = ExitCode.DONE if verdict.good else ExitCode.FAILED
+    return Finished(int(code), summary=verdict.summary())

@@ -15,7 +15,7 @@ from gpuprov.core.changes import Json, file_digest, image_content, images_in, te
 from gpuprov.core.journal import STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.verify.image import REPOSITORY
+from gpuprov.verify.engines import images_left
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.events import PlannedChange, Sink
 
@@ -30,11 +30,14 @@ _OUR_LINK = "../nvidia"
 
 @dataclass(frozen=True)
 class Removal:
-    """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each."""
+    """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each.
+
+    `images`: those that `verify` has built, with what removes each.
+    """
 
     runs: tuple[Run, ...]
     leftovers: tuple[str, ...]
-    images: tuple[str, ...]
+    images: Mapping[str, tuple[str, ...]]
     lasting: tuple[str, ...]
 
     @property
@@ -54,27 +57,26 @@ def survey(system: System, kinds: Kinds) -> Removal:
     for run in runs:
         for entry in run.undoable:
             kind_of(run, entry, kinds)
-    return Removal(runs, _leftovers(system, runs), _images(system), lasting(system, runs, kinds))
+    return Removal(runs, _leftovers(system, runs), images_left(system), lasting(system, runs, kinds))
 
 
 def last_run(system: System, kinds: Kinds) -> Removal:
     """Return what a rollback has to do: the latest run of which something stands, if there is one."""
     run = last_undoable_run(system)
     runs = (run,) if run else ()
-    return Removal(runs, (), (), lasting(system, runs, kinds))
+    return Removal(runs, (), {}, lasting(system, runs, kinds))
 
 
 def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
     """Return what prevents an uninstall: a running container needs its runtime until it stops."""
-    running = _containers_of_the_runtime(system) if removal.entries else ()
-    if not running:
-        return ()
-    return (
+    running = _containers_of_the_runtime(system) if removal.entries else {}
+    return tuple(
         Problem(
-            f"containers still run with runtime {_RUNTIME}; without it docker could not end them properly",
-            f"docker ps: {', '.join(running)}",
-            f"docker stop {' '.join(running)}, then run the same command again",
-        ),
+            f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
+            f"{engine} ps: {', '.join(names)}",
+            f"{engine} stop {' '.join(names)}, then run the same command again",
+        )
+        for engine, names in running.items()
     )
 
 
@@ -94,9 +96,9 @@ def carry_out(
     system: System, removal: Removal, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
 ) -> None:
     """Carry it out. Raises GpuprovError if a change can't be undone, or if files differ from before in the end."""
-    # First, while docker is still installed.
-    for image in removal.images:
-        system.run(("docker", "rmi", "--force", image))
+    # First, while the engines are still installed.
+    for command in removal.images.values():
+        system.run(command)
     undo_runs(system, removal.runs, kinds, sink, stop_requested)
     for path in removal.leftovers:
         remove_all(system, path)
@@ -128,24 +130,21 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     return tuple(path for path in (*ours, *_OWN, *logs) if system.status(path) is not None)
 
 
-def _images(system: System) -> tuple[str, ...]:
-    """Return the tags of the images built by `verify`."""
-    if system.which("docker") is None:
-        return ()
-    listed = system.run(("docker", "images", "--format", "{{.Repository}}:{{.Tag}}", REPOSITORY), timeout=20)
-    return tuple(sorted(listed.stdout.split())) if listed.ok else ()
-
-
-def _containers_of_the_runtime(system: System) -> tuple[str, ...]:
-    if system.which("docker") is None:
-        return ()
-    ids = system.run(("docker", "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split()
-    if not ids:
-        return ()
-    form = "{{.HostConfig.Runtime}} {{.Name}}"
-    lines = system.run(("docker", "inspect", "--format", form, *ids), timeout=20).stdout.splitlines()
-    rows = (line.split(" /", 1) for line in lines)
-    return tuple(sorted(row[1] for row in rows if len(row) == 2 and row[0] == _RUNTIME))
+def _containers_of_the_runtime(system: System) -> dict[str, tuple[str, ...]]:
+    """Return engine → the names of its running containers with the runtime."""
+    found = {}
+    for engine, runtime in (("docker", "{{.HostConfig.Runtime}}"), ("podman", "{{.OCIRuntime}}")):
+        if system.which(engine) is None:
+            continue
+        ids = system.run((engine, "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split()
+        if not ids:
+            continue
+        shown = system.run((engine, "inspect", "--format", f"{runtime} {{{{.Name}}}}", *ids), timeout=20).stdout
+        rows = (line.split(" ", 1) for line in shown.splitlines())
+        names = sorted(row[1].lstrip("/") for row in rows if len(row) == 2 and row[0] == _RUNTIME)
+        if names:
+            found[engine] = tuple(names)
+    return found
 
 
 def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:

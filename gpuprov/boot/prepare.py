@@ -187,6 +187,7 @@ class PrepareBoot(Change):
             system.make_link(f"{WANTS}/{name}", f"{UNITS}/{name}")
         _reload(system)
         self._start(system, tell)
+        _retry_persistence(system, tell)
         return {}
 
     def _start(self, system: System, tell: Tell) -> None:
@@ -212,6 +213,15 @@ class PrepareBoot(Change):
         there = [name for name in before["units"] if system.exists(f"{UNITS}/{name}")]
         if there:
             system.run(("systemctl", "restart", *there), timeout=_START_SECONDS)
+
+
+def _retry_persistence(system: System, tell: Tell) -> None:
+    """Start a package's own unit again that failed: it was started before the libraries were in place."""
+    if not system.run(("systemctl", "is-failed", "--quiet", PERSISTENCE)).ok:
+        return
+    done = system.run(("systemctl", "restart", PERSISTENCE), timeout=_START_SECONDS)
+    if not done.ok:
+        tell(f"{PERSISTENCE} did not start: {done.evidence()}", 0, 0)
 
 
 def _name_of(path: str) -> str:

@@ -11,7 +11,7 @@ from gpuprov.bundling.sources import DEBIAN_ARCHITECTURES, NO_MIRROR, Mirror, de
 from gpuprov.core.changes import Tell
 from gpuprov.core.download import masked
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, fabric_manager
+from gpuprov.driver import cuda_repository, distribution, fabric_manager
 from gpuprov.driver.installer import service_packages
 from gpuprov.driver_run import default_url
 from gpuprov.facts.fabric import FabricFacts
@@ -25,6 +25,7 @@ from gpuprov.machine.distros import (
     next_kernel_headers,
     supported_names,
 )
+from gpuprov.machine.driver_rows import DriverBranch, own_driver
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
@@ -140,7 +141,8 @@ def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[Ho
     architecture = wanted.architecture
     if row.package_manager == "apt":
         found = [one for spec in specs for one in _repositories(row, wanted, spec)]
-        sources = wanted.sources or default_sources(row.id, row.version, architecture, wanted.mirror)
+        components = sorted({one for spec in specs for one in _own_components(row, spec)})
+        sources = wanted.sources or default_sources(row.id, row.version, architecture, wanted.mirror, components)
         return {"sources": sources, "repositories": _distinct(found)}
     hosts = [as_source(one) for spec in specs for one in _rpm_repositories(row, wanted, spec)]
     own = rpm_sources(row.id, version, architecture, wanted.sources)
@@ -163,7 +165,7 @@ def _distribution(distro: str) -> Distribution:
 
 
 def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> tuple[str, ...]:
-    docker = (name for spec in specs for name in _engine(row, spec))
+    docker = (name for spec in specs for name in software.engine_packages(row, spec))
     headers = (name for kernel in wanted.kernels for name in _headers(row, kernel))
     services = (*service_packages(row.id, row.version), *manager_of(row).confinement_packages)
     build = (*row.build_packages, *services) if wanted.kernels else ()
@@ -171,6 +173,7 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
         name
         for spec in specs
         for name in (
+            *_own_driver(row, wanted, spec),
             *cuda_repository.toolkit_packages(spec),
             *software.toolkit_packages(spec),
             *spec.packages,
@@ -180,14 +183,47 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
     return tuple(sorted({*docker, *headers, *build, *others, *wanted.packages}))
 
 
+def _own_components(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
+    """Return the components of the archive that the distribution's own driver comes from, if it is asked for."""
+    own = own_driver(row)
+    return own.components if own is not None and spec.driver == "distribution" else ()
+
+
+def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str, ...]:
+    """Return the packages of the distribution's own driver, with modules for the kernels that are named."""
+    if spec.driver != "distribution":
+        return ()
+    own = own_driver(row)
+    if own is None or not own.components or wanted.architecture not in own.architectures:
+        raise _usage(
+            f"a bundle for {row.name} {row.version} can't hold the distribution's own driver",
+            "gpuprov_driver: distribution; bundles hold it for Debian and Ubuntu",
+            "set gpuprov_driver: runfile and gpuprov_driver_version; or leave those hosts out: --limit",
+        )
+    branch = distribution.asked_branch(own, spec.driver_version) if spec.driver_version else own.branches[0]
+    kind = distribution.preferred_kind(branch, (), spec.kernel_module_type) if branch else ""
+    if branch is None or kind not in branch.built:
+        raise _usage(
+            f"{row.name} {row.version} has no {kind or 'such'} driver {spec.driver_version}".rstrip(),
+            f"its branches: {', '.join(f'{one.branch} ({chr(44).join(sorted(one.built))})' for one in own.branches)}",
+            "set gpuprov_driver_version to one of these, in quotes, or leave it out",
+        )
+    return (*branch.libraries, *_own_modules(branch, kind, wanted.kernels, spec))
+
+
+def _own_modules(branch: DriverBranch, kind: str, kernels: Sequence[str], spec: HostSpec) -> tuple[str, ...]:
+    if not kernels:
+        return ()
+    compiled = branch.compiled.get(kind, ())
+    if not compiled or spec.kernel_modules == "build":
+        return branch.built[kind]
+    return tuple(name.format(kernel=kernel) for kernel in kernels for name in compiled)
+
+
 def _headers(row: Distribution, kernel: str) -> tuple[str, ...]:
     """Return a kernel's headers, and what makes kernels to come bring theirs where that is asked for by this one."""
     cores = ("kernel-core", f"kernel-{kernel.partition('+')[2]}-core")
     return (*kernel_headers(row, kernel), *next_kernel_headers(row, kernel, cores))
-
-
-def _engine(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    return () if spec.docker == "preinstalled" else software.engine_packages(row, spec)
 
 
 def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[AptRepository, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.core.system import System
@@ -71,9 +72,12 @@ def machine_mirror(system: System, distribution: str) -> Mirror:
     return Mirror(found.get("archive", ""), found.get("security", ""))
 
 
-def default_sources(distribution: str, version: str, architecture: str, mirror: Mirror) -> tuple[str, ...]:
+def default_sources(
+    distribution: str, version: str, architecture: str, mirror: Mirror, components: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return apt's one-line sources of a release: the release, its updates, its security updates.
 
+    `components` are needed besides those that every bundle gets.
     Raises GpuprovError for Debian without a mirror. Ubuntu has servers of its own for all.
     """
     release = ARCHIVES[distribution, version]
@@ -93,4 +97,5 @@ def default_sources(distribution: str, version: str, architecture: str, mirror: 
         (mirror.archive, f"{name}-updates"),
         (mirror.security or mirror_at(mirror.archive).security, f"{name}-security"),
     )
-    return tuple(f"deb [signed-by={release.keyring}] {uri} {suite} {release.components}" for uri, suite in places)
+    words = " ".join(dict.fromkeys((*release.components.split(), *components)))
+    return tuple(f"deb [signed-by={release.keyring}] {uri} {suite} {words}" for uri, suite in places)

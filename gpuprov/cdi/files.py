@@ -142,7 +142,8 @@ def _collect(
                 continue
             names = links.setdefault(real, [])
             own = f"{place}{below}/{name}"
-            if own != real:
+            # Debian has a link that bears the real file's name: it may have been added with another one.
+            if own not in (real, *names):
                 names.append(own)
             # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
             linked = f"{place}{below}/{real.rpartition('/')[2]}"

@@ -6,10 +6,13 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import click
 
+from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.fleet.display_text import plain
+from gpuprov.fleet.options import options_of
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 # Of the caller's own environment, what decides on the host; engines give containers theirs.
@@ -19,15 +22,21 @@ _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_
 @click.command(short_help="Say which libcuda programs load, and what CUDA's results mean.")
 @click.option("--env", "-e", "variables", metavar="NAME=VALUE", multiple=True,
               help="As with docker run: a variable of the call, such as LD_LIBRARY_PATH.")  # fmt: skip
-@click.option("--program", metavar="PATH", default="", help="A program there: its RUNPATH or RPATH counts too.")
+@click.option(
+    "--program",
+    metavar="PATH",
+    default="",
+    help="A program or library there: its RUNPATH or RPATH counts too, and its libraries'.",
+)
 @click.option("--explain", "result", metavar="RESULT", help="Explain a result of CUDA, by number or name, instead.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.argument("subject", metavar="[IMAGE|CONTAINER]", default="")
-def cuda(variables: tuple[str, ...], program: str, result: str | None, as_json: bool, subject: str) -> None:
+@options_of("cuda")
+@password_options
+def cuda(variables: tuple[str, ...], program: str, result: str | None, subject: str, **options: Any) -> None:
     """Say which libcuda.so.1 and libnvidia-ml.so.1 the loader takes, why, and whether they fit driver and CUDA.
 
     Without an argument: for this host. IMAGE and CONTAINER are docker's or podman's; nothing of them is run. Ends with
-    1 if something is wrong.
+    1 if something is wrong. With --hosts: on each host of an inventory, with the exit codes of `gpuprov verify`.
 
     \b
     Examples:
@@ -35,11 +44,20 @@ def cuda(variables: tuple[str, ...], program: str, result: str | None, as_json: 
       sudo gpuprov cuda my-container
       sudo gpuprov cuda nvcr.io/nvidia/pytorch:24.05-py3 -e LD_LIBRARY_PATH=/opt/own
       gpuprov cuda --program /usr/bin/python3
+      gpuprov cuda --hosts inventory.ini --json
+      gpuprov cuda my-container --hosts inventory.ini --limit gpu07
       gpuprov cuda --explain 803
     """
+    as_json = bool(options["json"])
     if result is not None:
         _explain(result, as_json=as_json)
         return
+    if options["hosts"] or options["limit"]:
+        from gpuprov.fleet.command import run_command
+        from gpuprov.fleet.options import Options
+
+        asked = {"subject": subject, "variables": _pairs(variables), "program": program}
+        sys.exit(int(run_command(Options("cuda", arguments=asked, **take_passwords(options), **options))))
     from gpuprov.core.system import System
     from gpuprov.verify.cuda import survey
     from gpuprov.verify.cuda.search import Program

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,10 @@ from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
+
+if TYPE_CHECKING:
+    from gpuprov.runtime_hook.settings import Settings
+    from gpuprov.verify.cuda.survey import Survey
 
 _STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
 
@@ -42,7 +47,8 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
     """Say what a container asks for, what it gets on this host, and which rule decided.
 
     CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
-    it, what the runtime would decide now.
+    it, what the runtime would decide now. Of a container and of a bundle, also which libcuda.so.1 and
+    libnvidia-ml.so.1 its programs load.
 
     \b
     Examples:
@@ -60,16 +66,57 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
         return
     kept = _kept(container, bundle)
     if kept is not None:
-        click.echo(json.dumps(kept, indent=2) if as_json else "\n".join(_kept_lines(kept)))
+        running = (
+            _libraries(lambda: _of_container(container)) if container else _libraries(lambda: _of_kept(bundle or ""))
+        )
+        _show(kept, _kept_lines(kept), running, as_json=as_json)
         return
     config = _config(bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
     found = explained(config, settings, trouble, bundle or "")
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-        return
-    for line in _lines(found):
-        click.echo(line)
+    libraries = _libraries(lambda: _of_bundle(config, bundle or "", settings)) if bundle else None
+    _show(found, _lines(found), libraries, as_json=as_json)
+
+
+def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
+    """Print a decision, and which libcuda wins or why that is not known; None: there are no files to look at."""
+    from gpuprov.verify.cuda import survey
+
+    if isinstance(libraries, survey.Survey):
+        found = {**found, "cuda": survey.as_json(libraries)}
+        lines = [*lines, *map(plain, survey.as_lines(libraries))]
+    elif libraries is not None:
+        lines = [*lines, f"libcuda        not looked for: {plain(libraries)}"]
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+
+
+def _libraries(look: Callable[[], Survey]) -> Survey | str:
+    """Return which libraries win, or why that can't be said."""
+    try:
+        return look()
+    except GpuprovError as error:
+        return " ".join(str(error).split())
+
+
+def _of_container(container: str) -> Survey:
+    from gpuprov.core.system import System
+    from gpuprov.verify.cuda.search import Program
+    from gpuprov.verify.cuda.survey import survey
+
+    return survey(System("/"), container, Program())
+
+
+def _of_kept(bundle: str) -> Survey:
+    from gpuprov.runtime_hook.settings import read_settings
+
+    return _of_bundle(_config(bundle), bundle, read_settings()[0])
+
+
+def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
+    from gpuprov.core.system import System
+    from gpuprov.verify.cuda.bundles import survey_bundle
+
+    return survey_bundle(System("/"), config, bundle, settings)
 
 
 @hook.command(short_help="Hold NVIDIA_REQUIRE_* expressions against a driver.")

@@ -83,8 +83,9 @@ def install(reboot: str | None, **options: Any) -> None:
 @text_option("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
               "host's own.")  # fmt: skip
 @text_option("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
+@text_option("--tensorflow-image", metavar="IMAGE", help="Also ask TensorFlow in this image for its GPUs.")
 @_run_options("verify")
-def verify(image: str, torch_image: str, **options: Any) -> None:
+def verify(image: str, torch_image: str, tensorflow_image: str, **options: Any) -> None:
     """Compare what containers see with what the host has; a table of checks.
 
     \b
@@ -93,7 +94,8 @@ def verify(image: str, torch_image: str, **options: Any) -> None:
       gpuprov verify --hosts inventory.ini
       gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
     """
-    _run("verify", options, verify_image=image, torch_image=torch_image)
+    images = {"verify_image": image, "torch_image": torch_image, "tensorflow_image": tensorflow_image}
+    _run("verify", options, **images)
 
 
 @cli.command(short_help="Diagnose why containers see no GPUs; suggest commands.")

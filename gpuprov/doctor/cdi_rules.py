@@ -7,14 +7,14 @@ import re
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import words
-from gpuprov.doctor.docker_rules import cdi_setting, in_daemon, reads_cdi
+from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.driver_rules import ROOTS
 from gpuprov.doctor.examined import SPECIFICATION_FOLDERS, Examined
 from gpuprov.doctor.finding import ASIDE, CDI, CERTAIN, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import host_paths
-from gpuprov.doctor.remedy import remove, steps
+from gpuprov.doctor.remedy import remove, restart, steps
+from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
-from gpuprov.wire.versions import version_numbers
 
 # NVIDIA's toolkit has it from 1.18 on.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
@@ -152,17 +152,20 @@ def _closed(x: Examined) -> Finding | None:
 
 def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
-    if not docker.active or not specifications(x) or version_numbers(docker.version) < (25,):
+    if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
-    # Who has the runtime needs it not, unless it was switched off by hand.
-    setting = cdi_setting(x)
-    if reads_cdi(x) or (in_daemon(x) and setting is None):
+    # Who has another's runtime needs it not, unless it was switched off by hand.
+    off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
+    if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
+    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.restart_docker(x)}  # "features": {{"cdi": true}}'
+    waits = docker_cdi.waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
-        f"{docker.config_path}: features.cdi is {json.dumps(setting)}, docker {docker.version}",
-        f'${{EDITOR:-vi}} {docker.config_path}; {words.restart_docker(x)}  # "features": {{"cdi": true}}',
-        LIKELY,
+        f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
+        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.restart_docker(x),
+        ASIDE if waits else LIKELY,
+        () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
 
 
@@ -176,6 +179,6 @@ RULES = (
     Rule("cdi-closed", CDI, "a mode of /etc/cdi, /var/run/cdi or a specification there keeps others out", _closed),
     Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
     Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
-    Rule("cdi-off-in-docker", CDI, "docker ≥ 25 without features.cdi (before 28.2), or with it false",
+    Rule("cdi-off-in-docker", CDI, "docker ≥ 25, and `docker info` has no CDISpecDirs",
          _docker_without, ("runtime-unregistered", "daemon-json-broken")),
 )  # fmt: skip

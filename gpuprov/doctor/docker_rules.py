@@ -12,7 +12,6 @@ from gpuprov.doctor.remedy import restart, steps
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.wire.errors import Problem
-from gpuprov.wire.versions import version_numbers
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -45,19 +44,6 @@ def _line_of(x: Examined, word: str) -> str:
 
 def _start(x: Examined) -> str:
     return f"systemctl reset-failed docker; {words.restart_docker(x)}"
-
-
-def cdi_setting(x: Examined) -> object:
-    """Return daemon.json's features.cdi, None where it says nothing."""
-    features = x.host.docker.config.get("features")
-    return features.get("cdi") if isinstance(features, dict) else None
-
-
-def reads_cdi(x: Examined) -> bool:
-    """Say whether the running docker takes devices by CDI: from 25 on where it is told to, from 28.2 on by itself."""
-    setting, version = cdi_setting(x), version_numbers(x.host.docker.version)
-    by_itself, as_told = setting is None and version >= (28, 2), setting is True and version >= (25,)
-    return x.host.docker.active and (by_itself or as_told)
 
 
 def _wrong(x: Examined) -> tuple[Problem, ...]:
@@ -141,9 +127,12 @@ def _disabled(x: Examined) -> Finding | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     if not docker.installed or unit is None or unit.load != "loaded" or unit.enabled != "disabled":
         return None
-    if docker.unit.on_demand or unit.active == "failed":
+    if unit.active == "failed":
         return None
     evidence = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}"
+    if docker.unit.on_demand:
+        what = "docker is disabled: after a boot nothing runs until docker.socket starts it"
+        return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
     if docker.active or unit.active == "active":
         what = "docker is disabled: it does not run after the next boot"
         return Finding(what, evidence, f"systemctl enable {_UNIT}", ASIDE, _STEP)
@@ -222,7 +211,7 @@ def _unregistered(x: Examined) -> Finding | None:
         f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
         # `--device nvidia.com/gpu=all` does without.
-        ASIDE if reads_cdi(x) and not words.is_gpuprovs(x) else CERTAIN,
+        ASIDE if docker.cdi and not words.is_gpuprovs(x) else CERTAIN,
         _STEP,
     )
 
@@ -304,7 +293,7 @@ RULES = (
     Rule("daemon-json-broken", DOCKER, "dockerd refuses its configuration file, or gpuprov can't edit it", _broken),
     Rule("docker-flags-twice", DOCKER, "docker's log: specified both as a flag and in the configuration file", _twice),
     Rule("docker-masked", DOCKER, "the unit is masked", _masked),
-    Rule("docker-disabled", DOCKER, "the unit is disabled, docker.socket too", _disabled),
+    Rule("docker-disabled", DOCKER, "the unit is disabled", _disabled),
     Rule("docker-unreachable", DOCKER, "the unit is active, and `docker info` gets no answer", _unreachable),
     Rule("docker-down", DOCKER, "`docker info` gets no answer, and the unit is not active", _down,
          ("daemon-json-broken", "docker-flags-twice", "docker-masked", "docker-disabled", "default-runtime-unknown")),

@@ -8,7 +8,7 @@ from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, DRIVER, LIKELY, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.doctor.remedy import INSTALL, LOADER_CACHE, Remedy
-from gpuprov.driver import generations
+from gpuprov.driver import distribution, generations
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.wire import advisories
 
@@ -158,10 +158,13 @@ def _holes(x: Examined) -> Finding | None:
     if found is None or x.host.kernel.wsl or x.host.hiding:
         return None
     unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
-    kind, wanted = ("", found.fixed_in)
-    if x.host.driver_packaged:
-        kind, wanted = " -e gpuprov_driver=packages", found.fixed_in.partition(".")[0]
-    step = f"gpuprov install{kind} -e gpuprov_driver_version={wanted}"
+    step = f"gpuprov install -e gpuprov_driver_version={found.fixed_in}"
+    if distribution.installed_branch(x.host) is not None:
+        # A distribution's branches get what it updates them to: the fix is in another source.
+        step = f"gpuprov uninstall; {step} -e gpuprov_driver=runfile"
+    elif x.host.driver_packaged:
+        branch = found.fixed_in.partition(".")[0]
+        step = f"gpuprov install -e gpuprov_driver=packages -e gpuprov_driver_version={branch}"
     return Finding(
         f"{found}", f"{_NVML}: {version}; the advisories are of {advisories.updated()}",
         f"replace the GPU: {unserved[0].what}" if unserved else step, ASIDE,

@@ -19,6 +19,9 @@ _FIRST_PODMAN_WITH_CDI = (4, 1)
 
 def _not_installed(x: Examined) -> Finding | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
+    if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
+        seen = f"command -v {' '.join(engine.program for engine in KNOWN.values())}: nothing"
+        return Finding("no container engine is installed", seen, words.install_packages(x, "podman"))
     if not name:
         return None
     return Finding(f"{name} is asked for (gpuprov_engines) and not installed",
@@ -89,7 +92,7 @@ def _persistence_failed(x: Examined) -> Finding | None:
 
 
 RULES = (
-    Rule("engine-missing", ENGINES, "gpuprov_engines names an engine that is not installed", _not_installed),
+    Rule("engine-missing", ENGINES, "an engine of gpuprov_engines is not installed, or none at all", _not_installed),
     Rule("engine-unreadable", ENGINES, "an engine's configuration can't be read", _unreadable),
     Rule("engine-unconfigured", ENGINES, "an engine's configuration lacks runtime nvidia", _unconfigured),
     Rule("engine-down", ENGINES, "an engine's unit has failed, or is not active", _down),

@@ -20,14 +20,15 @@ from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, OtherSmi, Smi
-from gpuprov.doctor.parse import ModuleFile, docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
+from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.engines import other_engines
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.hiding import PRELOAD
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
-from gpuprov.facts.kernels import gather_kernels
+from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.verify.cuda.hiding import gather_hiding
@@ -61,7 +62,7 @@ _WATCHED = (
 
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
-    host = gather_host(system, spec.engines)
+    host = gather_host(system, other_engines.names(system, spec))
     host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
     log, log_error = _kernel_log(system)
     first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
@@ -76,7 +77,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         kernel_log_error=log_error,
         smi=smi,
         node_errors=_node_errors(system, host.driver, smi),
-        module=_module(system),
+        module=parse_modinfo(_said(system, ("modinfo", _module_name(system)))),
         kernels=gather_kernels(system),
         dkms=_said(system, ("dkms", "status")),
         loader=_loader(system),
@@ -112,6 +113,10 @@ def gather(system: System, spec: HostSpec) -> Examined:
     )
 
 
+def _module_name(system: System) -> str:
+    return module_name(system.read_text(f"/lib/modules/{system.kernel_release()}/modules.dep") or "") or "nvidia"
+
+
 def _said(system: System, argv: Sequence[str]) -> str:
     """Return what a command prints, nothing where it is not installed or fails."""
     if system.which(argv[0]) is None:
@@ -132,13 +137,6 @@ def _docker_log(system: System) -> tuple[str, ...]:
     return docker_lines(
         _said(system, ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat"))
     )
-
-
-def _module(system: System) -> ModuleFile:
-    """Return what modinfo says; Debian's packages have the module by another name."""
-    asked = ("nvidia", "nvidia-current")
-    found = (parse_modinfo(_said(system, ("modinfo", name)), name) for name in asked)
-    return next((one for one in found if one.path), ModuleFile(asked=asked[0]))
 
 
 def _own_smi(driver: DriverFacts) -> str:

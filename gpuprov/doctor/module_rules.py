@@ -56,7 +56,7 @@ def _unsigned(x: Examined) -> Finding | None:
     key = next((path for path in KEYS if path in x.there), "")
     return Finding(
         "Secure Boot is on, and nobody has signed the driver's module",
-        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.asked}: {x.module.path} has no signer",
+        f"the EFI variable SecureBoot is 1\nmodinfo {x.module.name}: {x.module.path} has no signer",
         f"{words.rebuild_module(x)}; {enrol(x)}" if key else enrol(x),
         LIKELY,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _other_kernels_module(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the driver's module was built for kernel {built}, and {x.host.kernel.release} runs",
-        f"modinfo {x.module.asked}: {x.module.path}: vermagic {x.module.vermagic}",
+        f"modinfo {x.module.name}: {x.module.path}: vermagic {x.module.vermagic}",
         words.rebuild_module(x),
     )
 
@@ -153,7 +153,7 @@ def _module_idle(x: Examined) -> Finding | None:
 def _module_seen(x: Examined) -> str:
     """Return where the module is: as modinfo says, or, without modinfo, as the folder of the kernel's modules shows."""
     if x.module.path:
-        return f"modinfo {x.module.asked}: {x.module.path}"
+        return f"modinfo {x.module.name}: {x.module.path}"
     return f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"
 
 

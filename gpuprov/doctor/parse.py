@@ -32,14 +32,18 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """The driver's module as modinfo describes it; `signer` is nothing for an unsigned one, `asked` the name it has."""
+    """The driver's module as modinfo describes it; `signer` is nothing for an unsigned one."""
 
     path: str = ""
     version: str = ""
     vermagic: str = ""
     signer: str = ""
     license: str = ""
-    asked: str = "nvidia"
+
+    @property
+    def name(self) -> str:
+        """The name that modinfo takes: Debian calls the module nvidia-current."""
+        return self.path.rpartition("/")[2].partition(".")[0] or "nvidia"
 
 
 def telling_lines(log: str) -> tuple[str, ...]:
@@ -68,7 +72,7 @@ def parse_units(text: str) -> Mapping[str, Unit]:
     return found
 
 
-def parse_modinfo(text: str, asked: str = "nvidia") -> ModuleFile:
+def parse_modinfo(text: str) -> ModuleFile:
     """Return what modinfo (kmod) says of a module."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
@@ -76,7 +80,7 @@ def parse_modinfo(text: str, asked: str = "nvidia") -> ModuleFile:
         fields.setdefault(key.strip(), value.strip())
     return ModuleFile(
         fields.get("filename", ""), fields.get("version", ""), fields.get("vermagic", ""), fields.get("signer", ""),
-        fields.get("license", ""), asked,
+        fields.get("license", ""),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from gpuprov.core.changes import Change, WriteFile
-from gpuprov.driver import fabric_plan, generations, precompiled
+from gpuprov.driver import distribution, fabric_plan, generations, precompiled
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, SwitchPin, fits
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
@@ -44,6 +44,7 @@ _KEYS = (
 # dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
+_TOP = ("nvidia-open", "cuda-drivers")
 PINNING = "nvidia-driver-pinning-"
 
 
@@ -133,12 +134,15 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
                 "set gpuprov_driver: runfile (libraries only), or preinstalled",
             ),
         )
-    if facts.driver_installed_version and not facts.driver_packaged:
+    if over_run_file := distribution.run_file_problems(facts):
+        return over_run_file
+    if (own := distribution.installed_branch(facts)) is not None:
         return (
             Problem(
-                f"driver {facts.driver_installed_version} on this host comes from a .run; packages would break both",
-                "its libraries belong to no package",
-                "remove it first: nvidia-uninstall; or keep it: gpuprov_driver: preinstalled",
+                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
+                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
+                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
+                f"{manager_of(row).commands.remove} '*nvidia*'",
             ),
         )
     if spec.driver_version and not _can_pin(row):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.core.changes import Change
+from gpuprov.driver import distribution
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.host import HostFacts
 from gpuprov.package_managers.interface import Installation
@@ -34,6 +35,8 @@ def installs_package(facts: HostFacts, spec: HostSpec) -> bool:
 
 def comes_from_repository(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether NVIDIA's repository is needed for it: to install it, and to keep what came from there."""
+    if _own_package(facts, spec):
+        return False
     configured = any(path.rpartition("/")[2].startswith("gpuprov-cuda.") for path in facts.files)
     return installs_package(facts, spec) or (configured and bool(wanted_version(facts, spec)))
 
@@ -57,7 +60,16 @@ def wanted_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of the fabric manager that are to be installed."""
     if not installs_package(facts, spec):
         return ()
-    return packages(wanted_version(facts, spec), facts.package_manager, facts.fabric)
+    version, own = wanted_version(facts, spec), _own_package(facts, spec)
+    if own:
+        return (f"{own}={version}{facts.package_manager.any_release}",)
+    return packages(version, facts.package_manager, facts.fabric)
+
+
+def _own_package(facts: HostFacts, spec: HostSpec) -> str:
+    """Return the package of the distribution's own fabric manager, nothing where NVIDIA's is taken."""
+    choice = distribution.chosen(facts, spec)
+    return choice.branch.fabric_manager if choice is not None else ""
 
 
 def plan_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

@@ -6,7 +6,7 @@ import re
 
 from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
-from gpuprov.driver import precompiled
+from gpuprov.driver import distribution, precompiled
 from gpuprov.facts.host import DKMS_SIGNING, HostFacts
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -39,7 +39,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether the driver is installed: what packages have brought, and keep up to date, is it in any version."""
     installed = facts.driver_installed_version
-    return bool(installed) and (spec.driver == "packages" or installed == spec.driver_version)
+    return bool(installed) and (spec.driver in ("packages", "distribution") or installed == spec.driver_version)
 
 
 def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -48,6 +48,9 @@ def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         return ()
     if precompiled.chosen(facts, spec):
         return precompiled.signing_problems(facts)
+    if (choice := distribution.chosen(facts, spec)) is not None and choice.compiled:
+        # Signed with the distribution's own key, which its kernels trust.
+        return ()
     return (
         Problem(
             "Secure Boot is on: the kernel would refuse the driver's modules, which nobody has signed",
@@ -126,7 +129,10 @@ def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _compiles(facts: HostFacts, spec: HostSpec) -> bool:
-    return spec.driver != "preinstalled" and brings_modules(facts, spec) and precompiled.chosen(facts, spec) is None
+    if spec.driver == "preinstalled" or not brings_modules(facts, spec):
+        return False
+    choice = distribution.chosen(facts, spec)
+    return precompiled.chosen(facts, spec) is None and not (choice is not None and choice.compiled)
 
 
 def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -140,7 +146,7 @@ def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
     """Return the sentence that tells what was decided, or nothing."""
-    if spec.driver != "runfile" or brings_modules(facts, spec):
+    if spec.driver not in ("runfile", "distribution") or brings_modules(facts, spec):
         return ""
     if facts.kernel.container:
         return f"inside {facts.kernel.container}: the kernel and its driver are the container host's; libraries only"

@@ -1,4 +1,4 @@
-"""What a driver from NVIDIA's packages needs done: its pin or stream, another version of it, its modules loaded."""
+"""What a driver from packages needs done: its pin or stream, another version or branch of it, its modules loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTALL_SECONDS = 600
 # Not the container toolkit's, nor the CUDA toolkit's libraries, many of which begin with libnv.
 _DRIVER_PACKAGES = re.compile(
     r"(?!.*(container|docker))((lib|kmod-|dkms-|xserver-xorg-video-|firmware-|xorg-x11-)?nvidia|cuda-drivers|libcuda1|"
-    r"libnvcuvid|libnvoptix|libnvsdm|libxnvctrl)",
+    r"libnvcuvid|libnvoptix|libnvsdm|libxnvctrl|linux-(modules|objects|signatures)-nvidia)",
     re.IGNORECASE,
 )
 
@@ -75,8 +75,12 @@ class ChangeDriverPackages(InstallPackages):
         """The rest of the plan was made for the replaced driver."""
         return Then.PLAN_AGAIN
 
+    def _gone(self) -> tuple[str, ...]:
+        """Return the packages that apt shall remove, as it is asked for that (apt-get(8): with a trailing dash)."""
+        return ()
+
     def _install(self, system: System, tell: Tell) -> None:
-        words = ("install", "--allow-downgrades", "--", *self.names)
+        words = ("install", "--allow-downgrades", "--", *self.names, *self._gone())
         # A branch's packages may replace those of another; nothing else may go for them.
         asked = apt.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
         strangers = foreign_removals(asked.stdout)
@@ -90,6 +94,38 @@ class ChangeDriverPackages(InstallPackages):
         finish(done, f"the driver's packages could not be changed to {self.wanted}")
         versions = {one.name: one.version for one in apt.query(system)}
         _require_version(versions.get(self.names[0], ""), self.wanted, f"apt-cache policy {self.names[0]}")
+
+
+@dataclass(frozen=True)
+class SwitchBranch(ChangeDriverPackages):
+    """The same where each branch has packages of its own: those of `instead` go."""
+
+    instead: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        return f"{super().summary()}; remove {', '.join(self.instead)}" if self.instead else super().summary()
+
+    def capture(self, system: System) -> Json:
+        return {**super().capture(system), "instead": list(self.instead)}
+
+    def _gone(self) -> tuple[str, ...]:
+        return tuple(f"{name}-" for name in self.instead)
+
+    def _install(self, system: System, tell: Tell) -> None:
+        super()._install(system, tell)
+        version = discover(system).library_version
+        if not fits(version, self.wanted):
+            raise GpuprovError(
+                f"branch {self.wanted} of the driver is installed, but its libraries are not the ones that are loaded",
+                f"libnvidia-ml.so.1 is of {version or 'no driver'}",
+                "update-alternatives --display nvidia shows where the links lead; remove the packages of the other "
+                "branch, then run the same command again",
+            )
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        gone = tuple(f"package {name} is not restored" for name in before["instead"])
+        return (*gone, *super().lasting(system, before, outcome, earlier))
 
 
 def foreign_removals(said: str) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ _KMP_VERSION = re.compile(r"(?P<driver>\d{3}(?:\.\d+)+)_k(?P<kernel>[\d._]+)")
 # SUSE's packages by the generation of the driver, which its names carry from 560 on as G06, from 590 on as G07.
 _SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-driver-G07"}
 _SIGNED_KMP = re.compile(r"nvidia-open-driver-G\d\d-signed-cuda-kmp-[a-z0-9]+")
+# Ubuntu's, by the kernel; those with a flavour in its place only depend on them.
+_UBUNTU = re.compile(r"(linux-modules-nvidia-\d+(?:-server)?(?:-open)?-)\d+\.\d+\.\d+-.+")
 # On one of these all others of a driver hang.
 _TOP = ("nvidia-open", "cuda-drivers", "nvidia-compute-utils-G06", "nvidia-compute-utils-G07")
 # What brings modules that are built on the host, or NVIDIA's driver with whatever modules.
@@ -99,7 +101,7 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return why compiled modules can't be had where they are asked for, or are in use."""
-    if spec.kernel_modules == "precompiled" and spec.driver != "packages":
+    if spec.kernel_modules == "precompiled" and spec.driver not in ("packages", "distribution"):
         return (
             Problem(
                 "only packages bring kernel modules that are compiled already",
@@ -155,6 +157,8 @@ def module_package(installed: Iterable[str], release: str) -> str:
     kernel = _RED_HAT_KERNEL.fullmatch(release)
     for found in filter(None, map(_KMOD.fullmatch, names)):
         return f"kmod-nvidia-{found['open'] or ''}{found['driver']}-{kernel['kernel']}" if kernel else ""
+    for found in filter(None, map(_UBUNTU.fullmatch, names)):
+        return f"{found[1]}{release}"
     return next((name for name in names if _SIGNED_KMP.fullmatch(name)), "")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository
+from gpuprov.driver import cuda_repository, distribution_plan
 from gpuprov.driver.installer import knows
 from gpuprov.driver.kernel import brings_modules
 from gpuprov.driver.unload import MODULES, StartContainers, Unloading, stopped_containers
@@ -48,7 +48,8 @@ def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
 
 def _replaces(facts: HostFacts, spec: HostSpec) -> bool:
     """Say whether this run puts another driver on the disk, from a .run or as packages."""
-    return installs(facts, spec) or bool(cuda_repository.plan_other_version(facts, spec))
+    changes = (*cuda_repository.plan_other_version(facts, spec), *distribution_plan.plan_other_branch(facts, spec))
+    return installs(facts, spec) or bool(changes)
 
 
 def is_other(facts: HostFacts) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from gpuprov.core.changes import Change
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
+from gpuprov.engines import docker_cdi
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
 from gpuprov.engines.docker_unit import (
@@ -34,7 +35,7 @@ class DockerFacts:
     `config_path` is the file that docker.service reads; `config_text` is None where it is missing, and
     `config_kind` says what lies there instead of a file. `refused`: why dockerd does not take the file, asked where
     there is reason to. What comes after `active` is what the running daemon says, and empty where none answers;
-    `error` is then its client's complaint, and `version` that of the program.
+    `error` is then its client's complaint, and `version` that of the program. `cdi`: it reads CDI specifications.
     """
 
     installed: bool = False
@@ -54,6 +55,7 @@ class DockerFacts:
     refused: str = ""
     unit: DockerUnit = field(default_factory=DockerUnit)
     address: str = ""
+    cdi: bool = False
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -124,6 +126,7 @@ def _asked(system: System) -> dict[str, Any]:
         "running_containers": tuple(sorted(names.stdout.split())) if names else (),
         "cgroup_version": facts.cgroup_version,
         "cgroup_driver": facts.cgroup_driver,
+        "cdi": facts.cdi,
     }
 
 
@@ -158,6 +161,8 @@ def parse_info(text: str) -> DockerFacts:
         running_containers=tuple(f"#{number}" for number in range(count)),
         cgroup_version=str(info.get("CgroupVersion") or ""),
         cgroup_driver=str(info.get("CgroupDriver") or ""),
+        # Since docker 25; empty where CDI is off.
+        cdi=bool(info.get("CDISpecDirs")),
     )
 
 
@@ -238,24 +243,36 @@ def _is_registered_by_flag(facts: DockerFacts, name: str, path: str) -> bool:
 
 
 def plan(
-    facts: DockerFacts, *, runtime_path: str, set_default: bool, runtime_name: str = "nvidia"
+    facts: DockerFacts, *, runtime_path: str, set_default: bool, runtime_name: str = "nvidia", cdi: bool = False
 ) -> tuple[Change, ...]:
-    """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right."""
+    """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right.
+
+    `cdi`: docker shall read CDI specifications, where its version can.
+    """
     if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
         return ()
-    text = edited(facts.config_text, runtime_name, runtime_path, set_default=set_default)
-    if _is_registered_by_flag(facts, runtime_name, runtime_path):
-        text = None
+    by_flag = _is_registered_by_flag(facts, runtime_name, runtime_path)
+    text = edited(
+        facts.config_text,
+        runtime_name,
+        "" if by_flag else runtime_path,
+        set_default=set_default and not by_flag,
+        cdi=cdi and docker_cdi.is_to_be_set(facts),
+    )
+    restart = facts.live_restore or not facts.running_containers
+    cdi_waits = cdi and docker_cdi.waits_for_restart(facts)
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
-    if text is None and facts.active and loaded and not facts.unit.is_disabled:
+    # A restart that would stop containers is not made for it.
+    is_loaded = text is None and facts.active and loaded and not (cdi_waits and restart)
+    if is_loaded and not facts.unit.is_disabled:
         return ()
     return (
         ReconfigureDocker(
             content=text,
             runtime_name=runtime_name,
             runtime_path=runtime_path,
-            restart=facts.live_restore or not facts.running_containers,
+            restart=restart,
             containers=facts.running_containers,
             live_restore=facts.live_restore,
             validates=version_numbers(facts.version) >= (23,),
@@ -263,7 +280,9 @@ def plan(
             path=facts.config_path,
             runs=facts.active,
             enable=facts.unit.is_disabled,
-            is_loaded=text is None and facts.active and loaded,
+            is_loaded=is_loaded,
             reload=not facts.unit.is_outdated,
+            cdi_later=cdi_waits and not restart,
+            cdi_by_version=cdi and not facts.installed,
         ),
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
-from gpuprov.engines.docker_config import DAEMON_JSON, parse_config
+from gpuprov.engines.docker_cdi import FEATURES, needs_feature
+from gpuprov.engines.docker_config import DAEMON_JSON, edited, parse_config
 from gpuprov.engines.docker_unit import UNIT, dockerd_version, flag_values, gather_unit, last_words, refusal
 from gpuprov.wire.errors import GpuprovError, from_os_error
 
@@ -26,6 +27,8 @@ class ReconfigureDocker(Change):
     `restart` is False where that would stop containers: docker takes up runtimes by a reload too, and containers go on.
     `reload` is False where the running docker reads another file. `runs`: whether docker runs, and so whether it is
     known which containers do. `enable`: docker shall come up at boots. `is_loaded`: nothing else is to be done.
+    `cdi_later`: docker reads CDI specifications only after a restart that is not made now. `cdi_by_version`: docker is
+    not installed yet, so whether its file must say features.cdi is seen once it is.
     """
 
     # Several runs may have changed the file, with edits by hand between them that docker could not start with.
@@ -44,6 +47,8 @@ class ReconfigureDocker(Change):
     enable: bool = False
     is_loaded: bool = False
     reload: bool = True
+    cdi_later: bool = False
+    cdi_by_version: bool = False
 
     @property
     def key(self) -> str:
@@ -53,7 +58,13 @@ class ReconfigureDocker(Change):
         parts = [f"write {self.path}"] if self.content is not None else []
         parts += [f"enable {UNIT}"] if self.enable else []
         parts += [] if self.is_loaded else [self._taking_up()]
-        return " and ".join(parts)
+        return " and ".join(parts) + self._cdi_summary()
+
+    def _cdi_summary(self) -> str:
+        if self.cdi_by_version:
+            return f", with features.cdi if that is docker {FEATURES}"
+        later = "; `--device nvidia.com/gpu=…` works after docker's next restart, which would stop them"
+        return later if self.cdi_later else ""
 
     def _taking_up(self) -> str:
         if not self.runs:
@@ -78,6 +89,10 @@ class ReconfigureDocker(Change):
         return {**found, "was_disabled": True} if self.enable else found
 
     def apply(self, system: System, tell: Tell) -> Json:
+        if self.cdi_by_version and needs_feature(dockerd_version(system)):
+            text = self.content if self.content is not None else system.read_text(self.path)
+            content = edited(text, self.runtime_name, "", set_default=False, cdi=True) or self.content
+            return replace(self, content=content, cdi_by_version=False).apply(system, tell)
         before = self.capture(system)
         if self.content is not None:
             self._validate(system)

@@ -72,15 +72,18 @@ def has_member_twice(text: str) -> bool:
     return found
 
 
-def edited(text: str | None, name: str, path: str, *, set_default: bool) -> str | None:
+def edited(text: str | None, name: str, path: str, *, set_default: bool, cdi: bool = False) -> str | None:
     """Return the text of valid daemon.json with a runtime of that name and path; None if nothing is to be changed.
 
+    Without a path it is left without a runtime; `cdi` sets features.cdi.
     What docker reads and JSON's own writer would lose stays, by an edit in place: a byte order mark, a name that
     is duplicated, bytes that are no UTF-8. Line ends stay as they are.
     """
     plain = (text or "").lstrip(BOM)
     config = json.loads(plain) if plain.strip() else {}
-    wanted = with_runtime(config, name, path, set_default=set_default)
+    wanted = with_runtime(config, name, path, set_default=set_default) if path else dict(config)
+    if cdi:
+        wanted["features"] = {**(wanted.get("features") or {}), "cdi": True}
     if wanted == config:
         return None
     is_plain = plain == (text or "") and not re.search("[\udc80-\udcff]", plain)
@@ -88,8 +91,11 @@ def edited(text: str | None, name: str, path: str, *, set_default: bool) -> str 
         return render_config(wanted, text)
 
     def edit(text: str) -> str:
-        text = with_member(text, ("runtimes", name), wanted["runtimes"][name])
-        return with_member(text, ("default-runtime",), name) if set_default else text
+        if path:
+            text = with_member(text, ("runtimes", name), wanted["runtimes"][name])
+        if set_default:
+            text = with_member(text, ("default-runtime",), name)
+        return with_member(text, ("features", "cdi"), True) if cdi else text
 
     return in_place(text or "", edit)
 
@@ -105,10 +111,11 @@ def _number(text: str) -> float:
 def _wrong_shape(config: Any) -> str:
     if not isinstance(config, dict):
         return f"it holds a {type(config).__name__}, not an object"
-    runtimes = config.get("runtimes", {})
-    # docker itself takes null for none.
-    if runtimes is not None and not isinstance(runtimes, dict):
-        return f'"runtimes" is a {type(runtimes).__name__}, not an object'
+    for name in ("runtimes", "features"):
+        found = config.get(name, {})
+        # docker itself takes null for none.
+        if found is not None and not isinstance(found, dict):
+            return f'"{name}" is a {type(found).__name__}, not an object'
     return ""
 
 

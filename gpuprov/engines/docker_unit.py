@@ -37,7 +37,8 @@ class DockerUnit:
     """docker.service as systemd has loaded it, in `systemctl show`'s words; all empty where systemd does not answer.
 
     `command`: what starts dockerd, variables expanded. `running`: the command line of the dockerd that runs, which may
-    be older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker needs not be.
+    be older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts
+    when it is used.
     """
 
     load: str = ""
@@ -67,8 +68,8 @@ class DockerUnit:
 
     @property
     def is_disabled(self) -> bool:
-        """Whether docker does not come up after a boot, neither by itself nor when it is used."""
-        return self.load == "loaded" and self.enabled == "disabled" and not self.on_demand
+        """Whether docker does not come up at boot: its containers' restart policies need more than docker.socket."""
+        return self.load == "loaded" and self.enabled == "disabled"
 
     @property
     def flag_runtimes(self) -> Mapping[str, str]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from gpuprov.core.system import System, sha256_of
 
-# Not docker's image id: that depends on how a daemon stores images (with containerd's store it is another).
-_IDENTITY = "{{.Created}} {{json .RootFS.Layers}}"
+# Not docker's image id: that depends on how a daemon stores images (with containerd's store it is another). In podman's
+# template the time is a value, which only JSON shows as docker does.
+_IDENTITY = {
+    "docker": "{{.Created}} {{json .RootFS.Layers}}",
+    "podman": "{{json .Created}} {{json .RootFS.Layers}}",
+}
 
 
-def image_identity(system: System, reference: str) -> str:
-    """Return what is the same for an image wherever it is loaded, or nothing if docker does not have it."""
-    done = system.run(("docker", "image", "inspect", "--format", _IDENTITY, reference))
-    return sha256_of(done.stdout.strip().encode()) if done.ok else ""
+def image_identity(system: System, reference: str, engine: str = "docker") -> str:
+    """Return what is the same for an image wherever it is loaded, or nothing if docker or podman does not have it."""
+    done = system.run((engine, "image", "inspect", "--format", _IDENTITY[engine], reference))
+    created, blank, layers = done.stdout.strip().partition(" ")
+    return sha256_of(f"{created.strip(chr(34))}{blank}{layers}".encode()) if done.ok else ""

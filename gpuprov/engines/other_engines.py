@@ -6,7 +6,7 @@ The edits of their files are configure.py's, the same as for `gpuprov runtime co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.commands import NOT_FOUND, Completed
@@ -14,6 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import containerd, crio, podman
 from gpuprov.engines.runtime_entry import ConfigureRequest, FileEdit, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,30 @@ class EngineFacts:
 
     def require(self, argv: Sequence[str], what: str, next_step: str = "") -> Completed:
         raise GpuprovError(what, f"not gathered: {' '.join(argv)}", next_step)
+
+
+def names(system: System, spec: HostSpec) -> tuple[str, ...]:
+    """Return the engines that a specification is about: those that it names, else, without docker, the installed."""
+    if spec.engines or spec.docker != "none":
+        return spec.engines
+    # Docker's containerd is docker's, even where docker is to be left alone.
+    others = (name for name in ENGINES if name != "containerd" or system.which("dockerd") is None)
+    coming = _coming(spec)
+    return tuple(name for name in others if name in coming or system.which(ENGINES[name].program) is not None)
+
+
+def _coming(spec: HostSpec) -> frozenset[str]:
+    """Return the engines that the run itself may install and then configure: podman's files need no look at it."""
+    return frozenset({"podman"} & {package.partition("=")[0] for package in spec.packages})
+
+
+def with_coming(found: Mapping[str, EngineFacts], spec: HostSpec) -> Mapping[str, EngineFacts]:
+    """Return the facts as a plan needs them: an engine that the run itself may install counts as installed."""
+    coming = _coming(spec)
+    return {
+        name: replace(one, program=f"/usr/bin/{name}") if name in coming and not one.program else one
+        for name, one in found.items()
+    }
 
 
 def gather(system: System, names: Iterable[str]) -> Mapping[str, EngineFacts]:
@@ -129,35 +154,47 @@ def problems(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Probl
     return (*missing, *(one.problem for one in found if one.problem is not None))
 
 
-def plan(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Change, ...]:
-    """Return the changes of the engines' files; each restarts its engine, if that runs."""
+def plan(
+    facts: Mapping[str, EngineFacts], runtime_path: str, kept_running: frozenset[str] = frozenset()
+) -> tuple[Change, ...]:
+    """Return the changes of the engines' files; each restarts its engine, if that runs and is not in `kept_running`."""
     found = registrations(facts, runtime_path)
-    return tuple(ConfigureEngine(name, one.edits) for name, one in found.items() if one.edits)
+    return tuple(ConfigureEngine(name, one.edits, name not in kept_running) for name, one in found.items() if one.edits)
 
 
 @dataclass(frozen=True)
 class ConfigureEngine(Change):
-    """The engine's files name the runtime, and the running engine has read them."""
+    """The engine's files name the runtime, and the running engine has read them.
+
+    `restart` is False for the engine of a Kubernetes node that nobody has named: it reads them at its next start.
+    """
 
     engine: str
     edits: tuple[FileEdit, ...]
+    restart: bool = True
 
     @property
     def key(self) -> str:
         return f"configure {self.engine}"
 
     def summary(self) -> str:
-        unit = ENGINES[self.engine].unit
+        name = ENGINES[self.engine].unit.removesuffix(".service")
+        written = f"write {', '.join(edit.path for edit in self.edits)}"
+        if not name:
+            return written
+        if not self.restart:
+            return f"{written} ({name} serves Kubernetes and is not restarted: it reads them at its next start)"
         # Containers are children of their shims or conmon, not of the engine: they keep running.
-        restart = f" and restart {unit.removesuffix('.service')} (its containers go on)" if unit else ""
-        return f"write {', '.join(edit.path for edit in self.edits)}{restart}"
+        return f"{written} and restart {name} (its containers go on)"
 
     def diff(self, system: System) -> str:
         return "".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
 
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
-        return {"engine": self.engine, "files": files, "was_active": _is_active(system, self.engine)}
+        # What was not restarted is not restarted by the undoing either.
+        was_active = self.restart and is_active(system, self.engine)
+        return {"engine": self.engine, "files": files, "was_active": was_active}
 
     def apply(self, system: System, tell: Tell) -> Json:
         from gpuprov.engines import configure
@@ -186,7 +223,8 @@ class ConfigureEngine(Change):
             _restart(system, before["engine"])
 
 
-def _is_active(system: System, engine: str) -> bool:
+def is_active(system: System, engine: str) -> bool:
+    """Say whether an engine's unit is active; podman has none."""
     unit = ENGINES[engine].unit
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
 
@@ -196,7 +234,7 @@ def _restart(system: System, engine: str) -> str:
     unit = ENGINES[engine].unit
     system.run(("systemctl", "reset-failed", unit))
     done = system.run(("systemctl", "restart", unit), timeout=_RESTART_SECONDS)
-    if done.ok and _is_active(system, engine):
+    if done.ok and is_active(system, engine):
         return ""
     said = system.run(("journalctl", "--unit", unit, "--lines", _LOG_LINES, "--no-pager", "--output", "cat")).stdout
     lines = [line for line in said.splitlines() if "error" in line.lower() or "fail" in line.lower()]

@@ -14,6 +14,7 @@ from gpuprov.cdi.other_devices import specifications
 from gpuprov.core.changes import FileFact
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
 from gpuprov.core.system import System
+from gpuprov.engines import kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
 from gpuprov.engines.other_engines import EngineFacts
@@ -51,11 +52,14 @@ if TYPE_CHECKING:
 
 # How DKMS signs what it builds, from its version 3 on (dkms(8), framework.conf).
 DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
+# Which repositories the driver's packages may come from (apt_preferences(5)).
+PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
     BLACKLIST,
     DKMS_SIGNING,
+    PREFERENCES,
     DRACUT_CONFIGURATION,
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
@@ -88,10 +92,11 @@ class HostFacts:
     `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
     users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
     the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on. `driver_damage`: which file of the driver is
-    missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi. `hiding`: libraries that the loader takes in
-    place of the driver's, if that was asked. `read_only`: places where an installation writes that are mounted
-    read-only → their mount. `pinned_out`: packages to install that apt's preferences keep out.
+    gathered this; `interpreter`: what the deployed programs run on. `kubernetes`: what makes it a Kubernetes node.
+    `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
+    `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
+    installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
+    preferences keep out.
     """
 
     os: OperatingSystem
@@ -127,6 +132,7 @@ class HostFacts:
     hiding: tuple[HidingLibrary, ...] = ()
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
+    kubernetes: tuple[str, ...] = ()
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -192,13 +198,14 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         driver_damage=damage(system, driver),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
+        kubernetes=kubernetes.gather(system),
     )
 
 
 def read_only_places(mountinfo: str) -> Mapping[str, str]:
     """Return the written places on read-only mounts, of /proc/self/mountinfo (proc(5)): place → the mount."""
-    # Of several mounts at one place the last one counts.
-    # A file system that met an error is read-only itself, its mounts are not.
+    # Of several mounts at one place the last one counts. A file system that met an error is read-only itself, while
+    # its mounts are not.
     mounts = {words[4]: f"{words[5]},{words[-1]}" for words in map(str.split, mountinfo.splitlines()) if len(words) > 9}
     found = {}
     for place in _WRITTEN_PLACES:
@@ -207,6 +214,11 @@ def read_only_places(mountinfo: str) -> Mapping[str, str]:
         if mount and "ro" in mounts[mount].split(","):
             found[place] = f"{mount} ({mounts[mount]})"
     return found
+
+
+def recorded_python(system: System) -> str:
+    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    return gather_interpreter(system, _deployed_python(gather_files(system))).path
 
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from gpuprov.core.system import System
 
-# The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do.
-_MODULE = re.compile(r"(?:^|/)nvidia(?:-current)?\.ko(?:\.\w+)?:", re.MULTILINE)
+# The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.
+_MODULE = re.compile(r"(?:^|/)(nvidia(?:-current|-tesla(?:-\d+)?)?)\.ko(?:\.\w+)?:", re.MULTILINE)
 # Version, the distribution's number, flavour: 6.1.0-13-amd64, 6.12.48+deb13-cloud-amd64, 6.5.0-1014-aws.
 _FLAVOUR = re.compile(r"\d[^-]*(?:-\d[^-]*)?-([a-z].*)")
 
@@ -36,7 +36,13 @@ def gather_kernels(system: System) -> tuple[InstalledKernel, ...]:
 
 def has_module(modules_dep: str) -> bool:
     """Say whether a modules.dep lists NVIDIA's module."""
-    return _MODULE.search(modules_dep) is not None
+    return bool(module_name(modules_dep))
+
+
+def module_name(modules_dep: str) -> str:
+    """Return the name of NVIDIA's module in a modules.dep: nvidia, nvidia-current; nothing if it lists none."""
+    found = _MODULE.search(modules_dep)
+    return found[1] if found else ""
 
 
 def newest(kernels: Iterable[InstalledKernel], running: str) -> InstalledKernel | None:

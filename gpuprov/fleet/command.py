@@ -53,8 +53,9 @@ def run_command(options: Options) -> ExitCode:
     bundle, digest = _checked_bundle(options)
     inventory = inventory_of(options)
     request = Request(
-        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix
-    )
+        options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
+        arguments=options.arguments,
+    )  # fmt: skip
     now, begun = time.time(), time.monotonic()
     results = _run(options, inventory.hosts, request, rollout)
     if options.command == "doctor":

@@ -5,7 +5,7 @@ click alone is imported here, so that `--help` answers at once; gpuprov.cli make
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,6 +92,8 @@ class Options(SshSettings):
     limit: str = _option("--limit", "-l", metavar="PATTERN", help="Only hosts that match, as Ansible's --limit.")
     extra_vars: tuple[str, ...] = _option(
         "--extra-vars", "-e", metavar="VAR", multiple=True,
+        # `cuda` has another -e: docker run's.
+        commands=("install", "verify", "doctor", "facts", "rollback", "uninstall"),
         help="key=value, JSON or @file.yml; wins over the inventory.",
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
@@ -149,6 +151,7 @@ class Options(SshSettings):
     password: str = field(default="", repr=False)
     become_password: str = field(default="", repr=False)
     overrides: tuple[tuple[str, str], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def options_of(command: str) -> Callable[[_Command], _Command]:

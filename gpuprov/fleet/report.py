@@ -183,6 +183,8 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
         cell.append(f" host {one_line(found.on_host) or '–'}, container {one_line(found.in_container) or '–'}", "")
     elif detailed and found.status == "ok":
         cell.append(f" {one_line(found.in_container or found.on_host)}", "dim")
+    elif detailed and found.status == "skipped" and found.reason:
+        cell.append(f": {shortened(one_line(found.reason), columns=80)}", "dim")
     return cell
 
 
@@ -243,7 +245,7 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
         by_word: dict[str, list[str]] = {}
         for result in failed:
             by_word.setdefault(result.word, []).append(plain(result.host))
-        words = {"failed": "causes found on"} if command == "doctor" else {}
+        words = {"failed": _FAILED_ON[command]} if command in _FAILED_ON else {}
         reasons = "; ".join(f"{words.get(word, word)}: {listed(hosts)}" for word, hosts in by_word.items())
         done = len(results) - len(failed)
         ill = command == "verify" and any(result.exit_code == ExitCode.FAILED for result in failed)
@@ -259,6 +261,8 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     if command == "doctor":
         made = "" if not any(result.changed for result in results) else f"{changes} {_CHANGED[check]}; "
         return f"{hosts}: {made}nothing found wrong in all that was looked at"
+    if command == "cuda":
+        return f"{hosts}: the libraries that programs load fit the driver"
     if check:
         return f"{hosts}: {changes} would be made, nothing was touched"
     follow_up = f"; next: {next_command}" if next_command else ""
@@ -270,10 +274,11 @@ def _summed(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers)) if len(numbers) <= _MOST_SIDE_BY_SIDE else str(sum(numbers))
 
 
+_ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.verify, after the engine's
 _CHANGED = {False: "made", True: "would be made"}
-_ALL_GPUS = "container, all GPUs"  # the check's name in gpuprov.verify
+_FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
 _PARTICIPLES = {
-    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy",
+    "install": "installed", "verify": "ready", "facts": "answered", "doctor": "healthy", "cuda": "right",
     "rollback": "rolled back",
     "uninstall": "uninstalled",
 }  # fmt: skip
@@ -283,7 +288,9 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
     """Return how many GPUs containers were seen to have; where no check counted them, how many checks went well."""
     counts = [count for result in results if (count := _gpu_count(result.checks)) is not None]
     if counts and len(counts) == len(results):
-        return f"containers see {_summed(counts)} GPU{'' if counts == [1] else 's'}"
+        engines = dict.fromkeys(check.engine for result in results for check in result.checks if _has_counted(check))
+        named = f" ({', '.join(filter(None, engines))})" if any(engines) else ""
+        return f"containers see {_summed(counts)} GPU{'' if counts == [1] else 's'}{named}"
     checks = [check for result in results for check in result.checks]
     good = sum(check.status == "ok" for check in checks)
     skipped = sum(check.status == "skipped" for check in checks)
@@ -292,6 +299,10 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
 
 def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
     """Return the number of GPUs that a container with all of them was seen to have, or None."""
-    seen = (check.in_container for check in checks if check.status == "ok" and check.name == _ALL_GPUS)
+    seen = (check.in_container for check in checks if _has_counted(check))
     number = re.match(r"(\d+) GPUs?\b", next(seen, ""))
     return int(number.group(1)) if number else None
+
+
+def _has_counted(check: CheckDone) -> bool:
+    return check.status == "ok" and check.name.endswith(_ALL_GPUS)

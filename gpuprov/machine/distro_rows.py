@@ -24,9 +24,10 @@ class Distribution:
     `version`: what VERSION_ID is, or what it begins with before a dot (`9` stands for 9.5 too); `*` is every version.
     `kernel_headers`: by `uname -r`, first match wins. `next_kernel_headers`: by the name of an installed package, a
     blank and `uname -r`, so that a kernel that such a package brings finds headers too. `dkms_from`: the repository
-    that has DKMS where the distribution itself has not. `docker_packages`: the distribution's own engine, nothing where
-    it has none. `docker_repository`: the folder at download.docker.com/linux. `nvidia_name`: the folder in NVIDIA's
-    CUDA repositories, {major} and {digits} standing for parts of the version. `source`: where the row was read.
+    that has DKMS where the distribution itself has not. `docker_packages`: the distribution's own docker with the
+    plugins that it packages, nothing where it has none. `docker_repository`: the folder at download.docker.com/linux.
+    `nvidia_name`: the folder in NVIDIA's CUDA repositories, {major} and {digits} standing for parts of the version.
+    `source`: where the row was read.
     `pythons`: packages of a Python that gpuprov runs on; the first that a repository has is enough.
     """
 
@@ -82,17 +83,25 @@ _UBUNTU = replace(
 )  # fmt: skip
 # The hardware enablement kernels of 22.04 (6.x) are built with gcc-12, its `gcc` is 11.
 _JAMMY_HEADERS = (KernelPackages(r"6\..+", ("linux-headers-{kernel}", "gcc-12")), *_DEB_HEADERS)
+# documentation.ubuntu.com, SRU exception "Container Stack Updates": every supported release gets these versions.
+_UBUNTU_DOCKER = ("docker.io", "docker-buildx", "docker-compose-v2")
 _DEBS = (
     replace(_DEBIAN, version="11", codename="bullseye"),
     _DEBIAN,
-    # docker-cli became a package of its own with Debian 13.
-    replace(_DEBIAN, version="13", codename="trixie", docker_packages=("docker.io", "docker-cli")),
+    # docker-cli became a package of its own with Debian 13, which is the first with docker's plugins: docker-compose
+    # of Debian 12 is a program of its own, of version 1.
+    replace(
+        _DEBIAN, version="13", codename="trixie",
+        docker_packages=("docker.io", "docker-cli", "docker-buildx", "docker-compose"),
+    ),
     # Its python3 is 3.8; python3.9 is in universe (packages.ubuntu.com/focal/python3.9).
     replace(_UBUNTU, version="20.04", codename="focal", pythons=("python3.9",)),
-    replace(_UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS),
-    replace(_UBUNTU, version="24.04", codename="noble"),
-    replace(_UBUNTU, version="26.04", codename="resolute"),
-)
+    replace(
+        _UBUNTU, version="22.04", codename="jammy", kernel_headers=_JAMMY_HEADERS, docker_packages=_UBUNTU_DOCKER
+    ),
+    replace(_UBUNTU, version="24.04", codename="noble", docker_packages=_UBUNTU_DOCKER),
+    replace(_UBUNTU, version="26.04", codename="resolute", docker_packages=_UBUNTU_DOCKER),
+)  # fmt: skip
 
 # -- Red Hat's family: docs.nvidia.com, Driver Installation Guide, "Red Hat Enterprise Linux", and kernel.spec --------
 

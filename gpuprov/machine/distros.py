@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from gpuprov.machine.distro_rows import ROWS, Distribution, KernelPackages
@@ -132,13 +132,15 @@ def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:
 
 def next_kernel_headers(row: Distribution, kernel: str, installed: Collection[str]) -> tuple[str, ...]:
     """Return the packages that bring headers with the kernels to come; none that is there in any version."""
-    names = (
-        name
-        for rule in row.next_kernel_headers
-        for package in sorted(installed)
-        for name in _matching(rule, f"{package} {kernel}", kernel)
-    )
-    return tuple(dict.fromkeys(name for name in names if name.partition("=")[0] not in installed))
+    names = packages_for_kernels(row.next_kernel_headers, kernel, installed)
+    return tuple(name for name in names if name.partition("=")[0] not in installed)
+
+
+def packages_for_kernels(rules: Iterable[KernelPackages], kernel: str, installed: Iterable[str]) -> tuple[str, ...]:
+    """Return the packages that rules by the names of installed packages give, each once."""
+    packages = sorted(installed)
+    names = (name for rule in rules for package in packages for name in _matching(rule, f"{package} {kernel}", kernel))
+    return tuple(dict.fromkeys(names))
 
 
 def _matching(rule: KernelPackages, text: str, kernel: str) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from gpuprov.core.changes import Change
 from gpuprov.core.places import FOLDER, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution, ExtraRepository
+from gpuprov.machine.driver_rows import own_driver
 from gpuprov.package_managers.interface import Commands, Installation
-from gpuprov.packaging import apt, apt_packages
+from gpuprov.packaging import apt, apt_components, apt_packages
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
 from gpuprov.packaging.rpm_repos import Host
 from gpuprov.wire.errors import Problem
@@ -88,7 +89,7 @@ class Apt:
     def plan_repositories(
         self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Change, ...]:
-        return repos.plan_repositories(host.files, spec, host.architecture, extra)
+        return repos.plan_repositories(host.files, spec, host.architecture, extra, _driver_components(host, spec))
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         lacking, options = self.missing(packages, wanted.names), apt_options(wanted.bundle)
@@ -109,6 +110,14 @@ class Apt:
 
     def open_bundle(self, system: System, manifest: Manifest) -> None:
         system.write(SOURCES_LIST, _BUNDLE_SOURCE.encode())
+
+
+def _driver_components(host: Host, spec: HostSpec) -> str:
+    """Return the source with the components that the distribution's own driver comes from, if it is asked for."""
+    row, own = host.distribution, own_driver(host.distribution)
+    if spec.driver != "distribution" or row is None or own is None or not own.components:
+        return ""
+    return apt_components.source(host.files, row.codename, own.components, own.keyrings)
 
 
 APT = Apt()

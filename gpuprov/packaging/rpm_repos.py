@@ -19,7 +19,7 @@ from gpuprov.wire.spec import HostSpec
 
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
-    from gpuprov.machine.distros import ExtraRepository
+    from gpuprov.machine.distros import Distribution, ExtraRepository
     from gpuprov.packaging.apt_packages import PackageFacts
 
 KEYS = "/etc/pki/rpm-gpg"
@@ -40,6 +40,8 @@ class Host(Protocol):
 
     @property
     def architecture(self) -> str: ...
+    @property
+    def distribution(self) -> Distribution | None: ...
     @property
     def files(self) -> Mapping[str, FileFact]: ...
     @property

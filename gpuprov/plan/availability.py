@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.driver import kernel, precompiled
+from gpuprov.driver import distribution_plan, kernel, precompiled
 from gpuprov.facts.host import HostFacts
 from gpuprov.packaging import past_kernels
 from gpuprov.wire.errors import Problem
@@ -13,7 +13,8 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages to query the repositories for before a plan is made; none if all are installed."""
     if facts.bundle is not None:
         return ()
-    return (*precompiled.questions(facts, spec), *_lacking_headers(facts, spec))
+    driver = (*precompiled.questions(facts, spec), *distribution_plan.questions(facts, spec))
+    return (*driver, *_lacking_headers(facts, spec))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:

@@ -1,4 +1,4 @@
-"""Container images out of a bundle: which docker has, and the change that loads one."""
+"""Container images out of a bundle: which of them docker or podman has, and the change that loads one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
 from gpuprov.engines.image_identity import image_identity
+from gpuprov.plan.with_bundle import image_engine
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
@@ -19,11 +20,11 @@ _LOAD_SECONDS = 1800
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the loading of each image of the bundle that docker does not have."""
+    """Return the loading of each image of the bundle that the host's engine does not have."""
     if facts.bundle is None:
         return ()
     return tuple(
-        LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}")
+        LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", image_engine(spec))
         for one in facts.bundle.manifest.images
         if one.reference not in facts.bundle.loaded_images
     )
@@ -31,11 +32,12 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class LoadImage(Change):
-    """Docker shall have this image, from a file that `docker save` wrote."""
+    """Docker, or podman, shall have this image, from a file that `docker save` wrote."""
 
     reference: str
     identity: str
     path: str
+    engine: str = "docker"
 
     bundle_part: ClassVar[str] = "images"
 
@@ -43,18 +45,20 @@ class LoadImage(Change):
         return f"load image {self.reference} from the bundle"
 
     def capture(self, system: System) -> Json:
-        found = system.run(("docker", "image", "inspect", "--format", "{{.Id}}", self.reference))
-        return {"reference": self.reference, "id": found.stdout.strip() if found.ok else ""}
+        found = system.run((self.engine, "image", "inspect", "--format", "{{.Id}}", self.reference))
+        return {"reference": self.reference, "id": found.stdout.strip() if found.ok else "", "engine": self.engine}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        done = system.run(("docker", "load", "--input", self.path), timeout=_LOAD_SECONDS)
+        done = system.run((self.engine, "load", "--input", self.path), timeout=_LOAD_SECONDS)
         if not done.ok:
             raise GpuprovError(
-                f"docker can't load {self.reference}", done.evidence(4), "is there room? docker system df"
+                f"{self.engine} can't load {self.reference}",
+                done.evidence(4),
+                f"is there room? {self.engine} system df",
             )
-        if image_identity(system, self.reference) != self.identity:
+        if image_identity(system, self.reference, self.engine) != self.identity:
             raise GpuprovError(
-                f"the image that docker loaded is not the {self.reference} of the manifest",
+                f"the image that {self.engine} loaded is not the {self.reference} of the manifest",
                 done.stdout.strip(),
                 "make the bundle again: gpuprov bundle create",
             )
@@ -63,7 +67,9 @@ class LoadImage(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Give the name back to the image that had it; one that nothing else names goes."""
+        # Journals of older versions know docker alone.
+        engine = before.get("engine", "docker")
         if before["id"]:
-            system.run(("docker", "tag", before["id"], before["reference"]))
+            system.run((engine, "tag", before["id"], before["reference"]))
         else:
-            system.run(("docker", "rmi", before["reference"]))
+            system.run((engine, "rmi", before["reference"]))

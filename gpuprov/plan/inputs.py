@@ -10,10 +10,12 @@ from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import System
-from gpuprov.driver import cuda_repository, cuda_runfile, generations, mirror, running_driver
+from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
+from gpuprov.engines import other_engines
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
-from gpuprov.machine.machine import gather_gpus
+from gpuprov.machine.distros import distribution_of
+from gpuprov.machine.machine import gather_gpus, gather_os
 from gpuprov.packaging import apt_pins
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
@@ -35,7 +37,7 @@ def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSp
     else:
         spec = mirror.of_bundle(spec, manifest.driver_version)
         spec = _with_driver_file(cuda_runfile.from_bundle(spec, manifest), manifest)
-    return _with_branch(system, spec)
+    return _with_branch(system, distribution.as_packages(distribution_of(gather_os(system)), spec))
 
 
 def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
@@ -63,14 +65,15 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, spec.engines)
+    facts = gather(system, other_engines.names(system, spec))
+    facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = _with_obstacles(system, facts, spec, steps)
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
     if bundle is not None:
-        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest))
+        return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
 
 

@@ -11,6 +11,8 @@ from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
+    distribution,
+    distribution_plan,
     driver_install,
     driver_problems,
     fabric_plan,
@@ -58,15 +60,14 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *driver_problems.problems(facts, spec),
             *_security_problems(facts, spec),
             *cuda_repository.problems(facts, spec),
+            *distribution_plan.problems(facts, spec),
             *cuda_runfile.problems(facts, spec),
             *fabric_plan.plan_problems(facts, spec),
             *mig.problems(facts, spec),
             *software.problems(facts, spec),
             *apt_pins.problems(facts.pinned_out),
             *_repository_problems(facts, spec),
-            *docker.problems(
-                facts.docker, runtime_path=toolkit.runtime_path(spec), set_default=spec.docker_default_runtime
-            ),
+            *_docker_problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )
@@ -81,6 +82,13 @@ def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...
     if facts.bundle:
         return ()
     return facts.package_manager.repository_problems(facts, spec, software.extra_repositories(facts, spec))
+
+
+def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if spec.docker == "none":
+        return ()
+    runtime = toolkit.runtime_path(spec)
+    return docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
 
 
 def _bundle_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -200,11 +208,18 @@ def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         Problem(
             f"{one.product} {one.version} is refused for its known security holes",
             f"gpuprov_refuse_advisories is {spec.refuse_advisories}; {one}",
-            f'set gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}", or gpuprov_refuse_advisories: none',
+            f"set {_fix(one, spec)}, or gpuprov_refuse_advisories: none",
         )
         for one in _installed_with(facts, spec)
         if one.score >= THRESHOLDS[spec.refuse_advisories]
     )
+
+
+def _fix(one: Holes, spec: HostSpec) -> str:
+    """Return the settings that install the release without these holes; a distribution has its own releases alone."""
+    wanted = f'gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}"'
+    from_distribution = one.product == DRIVER and spec.driver == "distribution"
+    return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
 
 
 def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Holes, ...]:
@@ -217,6 +232,9 @@ def _installed_driver(facts: HostFacts, spec: HostSpec) -> str:
     if spec.driver == "packages" and not facts.driver_installed_version:
         compiled = precompiled.chosen(facts, spec)
         return compiled.driver if compiled else spec.driver_version if "." in spec.driver_version else ""
+    choice = distribution.chosen(facts, spec)
+    if choice is not None and not facts.driver_installed_version:
+        return distribution.offered_version(facts, choice.key_package)
     return spec.driver_version if driver_run.installs(facts, spec) else ""
 
 

@@ -6,7 +6,8 @@ import re
 
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
-from gpuprov.driver import cuda_repository, kernel
+from gpuprov.driver import cuda_repository, distribution_plan, kernel
+from gpuprov.engines import kubernetes
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
@@ -21,7 +22,7 @@ _TOOLKIT_PACKAGES = (
     "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
 )  # fmt: skip
 # docs.docker.com/engine/install
-_DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io")
+_DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin")
 
 
 def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
@@ -51,6 +52,8 @@ def _manager_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    if spec.docker == "none":
+        return _no_engine_problems(facts)
     if facts.docker.installed:
         return ()
     if spec.docker == "preinstalled":
@@ -65,7 +68,7 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             Problem(
                 f"{here} has no docker of its own",
                 "there is no dockerd, and none in the distribution's packages",
-                "set gpuprov_docker: docker-ce to take it from Docker's own repository",
+                "set gpuprov_docker: docker-ce to take it from Docker's own repository, or none for podman instead",
             ),
         )
     return (
@@ -77,8 +80,32 @@ def _docker_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     )
 
 
+def _no_engine_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    if facts.engines or facts.kubernetes:
+        return ()
+    others = "no engine but docker's own" if facts.docker.installed else "neither podman, containerd nor crio"
+    return (
+        Problem(
+            "there is no container engine on this host for gpuprov to configure",
+            f"gpuprov_docker is none, and {others} is installed",
+            f"install one: {facts.package_manager.commands.install} podman; or set gpuprov_docker: distribution",
+        ),
+    )
+
+
+def engine_note(facts: HostFacts, spec: HostSpec) -> str:
+    """Return how to register the runtime with the containerd of a Kubernetes distribution, or nothing."""
+    found = kubernetes.own_engines(facts.kubernetes) if spec.docker == "none" else ()
+    commands = "; ".join(f"gpuprov runtime configure --runtime {name}" for name in found)
+    return (
+        f"{', '.join(found)} has a containerd of its own, which this run leaves as it is: {commands}" if found else ""
+    )
+
+
 def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of docker from where it shall come."""
+    """Return the packages of docker from where it shall come, with its plugins; none without docker."""
+    if spec.docker in ("preinstalled", "none"):
+        return ()
     if spec.docker == "docker-ce":
         return _DOCKER_CE if row.docker_repository else ()
     return row.docker_packages
@@ -97,16 +124,21 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
     )
 
 
+def _missing_engine(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
+    row = facts.distribution
+    return engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+
+
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages that the host needs, installed or not."""
-    row = facts.distribution
-    engine = engine_packages(row, spec) if row is not None and not facts.docker.installed else ()
+    engine = _missing_engine(facts, spec)
     # A system container's profiles are the container host's.
     confined = facts.kernel.apparmor and not facts.kernel.container
     ours = (
         *(facts.package_manager.confinement_packages if confined else ()),
         *kernel.packages(facts, spec),
         *cuda_repository.packages(facts, spec),
+        *distribution_plan.packages(facts, spec),
         *prepare.packages(facts, spec),
         *toolkit_packages(spec),
     )
@@ -128,7 +160,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         spec.lock_timeout,
         facts.bundle,
         hold=_held(spec),
-        units=() if facts.docker.installed else ("docker.service",),
+        units=("docker.service",) if _missing_engine(facts, spec) else (),
         advice=_advice(facts),
     )
     return facts.package_manager.plan_installation(facts.packages, installation)

@@ -13,6 +13,7 @@ from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
+    distribution_plan,
     driver_install,
     fabric_manager,
     fabric_plan,
@@ -23,7 +24,7 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, other_engines
+from gpuprov.engines import docker, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
@@ -72,12 +73,19 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec))
+    # A cluster's engine is not restarted unless somebody has named it.
+    unnamed = frozenset(facts.engines).difference(spec.engines)
+    kept_running = unnamed if kubernetes.KUBELET in facts.kubernetes else frozenset()
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept_running)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
-    changes = docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
+    changes = (
+        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
+        if spec.docker != "none"
+        else ()
+    )
     return (*changes, *running_driver.plan_containers(facts, spec))
 
 
@@ -87,11 +95,14 @@ def _plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
+        *distribution_plan.plan_preferences(facts, spec),
+        *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
+        *distribution_plan.plan_other_branch(facts, spec),
         *cuda_repository.plan_profile(facts, spec),
     )
 
@@ -100,6 +111,7 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
         *cuda_repository.plan_driver(facts, spec),
+        *distribution_plan.plan_driver(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
@@ -131,6 +143,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
+        packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, other_engines.ConfigureEngine, nouveau.KeepNouveauOut,
@@ -155,7 +168,12 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     problems = read_only_problems(facts, (one.change for one in changes))
     if problems:
         return Plan((), problems)
-    notes = (derivative_note(facts.os), kernel.note(facts, spec), software.note(facts, spec))
+    notes = (
+        derivative_note(facts.os),
+        kernel.note(facts, spec),
+        software.note(facts, spec),
+        software.engine_note(facts, spec),
+    )
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=security_warnings(facts, spec))
 
 

@@ -37,9 +37,9 @@ _FOLDERS = {
 }
 
 
-def gather(system: System, manifest: Manifest) -> BundleFacts:
-    """Return the bundle as a fact about the host, with those of its images that docker has."""
-    found = (one for one in manifest.images if image_identity(system, one.reference) == one.identity)
+def gather(system: System, manifest: Manifest, engine: str = "docker") -> BundleFacts:
+    """Return the bundle as a fact about the host, with those of its images that the engine has."""
+    found = (one for one in manifest.images if image_identity(system, one.reference, engine) == one.identity)
     return BundleFacts(manifest, frozenset(one.reference for one in found))
 
 
@@ -63,6 +63,7 @@ def problems(
     return (
         *(_driver_problems(manifest, spec) if installs_driver else ()),
         *_package_problems(manifest, packages, facts.kernel.release),
+        *_image_problems(facts, manifest, spec),
         *_room_problems(facts, manifest, _folders(facts, packages, installs_driver, installs_cuda)),
     )
 
@@ -73,6 +74,23 @@ def _folders(facts: HostFacts, packages: tuple[str, ...], driver: bool, cuda: bo
     images = any(one.reference not in facts.bundle.loaded_images for one in facts.bundle.manifest.images)
     needed = {"packages": bool(packages), "driver": driver, "cuda": cuda, "images": images}
     return tuple(folder for part, is_needed in needed.items() if is_needed for folder in _FOLDERS[part])
+
+
+def image_engine(spec: HostSpec) -> str:
+    """Return the engine that gets the images of a bundle."""
+    return "podman" if spec.docker == "none" else "docker"
+
+
+def _image_problems(facts: HostFacts, manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
+    if not manifest.images or image_engine(spec) == "docker" or "podman" in facts.engines:
+        return ()
+    return (
+        Problem(
+            "the bundle holds images, and this host has neither docker nor podman to take them",
+            ", ".join(one.reference for one in manifest.images),
+            "make one without --image for such hosts; or add gpuprov_packages: [podman]",
+        ),
+    )
 
 
 def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:

@@ -15,7 +15,7 @@ _READ = posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC
 _TYPE = 0o170000
 _REGULAR = 0o100000
 _LINK = 0o120000
-_ENOENT, _EBUSY, _EXDEV, _EINVAL, _ELOOP = 2, 16, 18, 22, 40
+_ENOENT, _EBUSY, _EXDEV = 2, 16, 18
 # What is being written: of a fixed name, so that an interrupted start leaves one file at most.
 _TEMPORARY = ".gpuprov~"
 
@@ -84,6 +84,8 @@ class Root(Walk):
         try:
             handle = self._open_file(path, most)
         except (OSError, ValueError):
+            return None
+        if handle is None:
             return None
         try:
             parts = []
@@ -171,8 +173,8 @@ class Root(Walk):
         except FileNotFoundError:
             pass
 
-    def _open_file(self, path: str, most: int) -> int:
-        """Open a regular file for reading; a device or a pipe is not even touched."""
+    def _open_file(self, path: str, most: int) -> int | None:
+        """Open a file for reading if it is one to be read; a device or a pipe is not even touched. Raises OSError."""
         for _ in range(MOST_LINKS):
             folder, _, name = path.rpartition("/")
             real = self.directory(folder, False)
@@ -182,14 +184,14 @@ class Root(Walk):
                 kind = status.st_mode & _TYPE
                 if kind == _REGULAR:
                     if self.cover_of(f"{real}/{name}") is not None or mount_id(handle) != self.mount:
-                        raise OSError(_EXDEV, "in a volume", path)
+                        return None
                     if not 0 < status.st_size <= most:
-                        raise OSError(_EINVAL, "empty, or too large", path)
+                        return None
                     return posix.open(f"/proc/self/fd/{handle}", _READ)
                 if kind != _LINK:
-                    raise OSError(_EINVAL, "no regular file", path)
+                    return None
                 target = posix.readlink("", dir_fd=handle)
             finally:
                 posix.close(handle)
             path = target if target.startswith("/") else f"{real}/{target}"
-        raise OSError(_ELOOP, "too many links", path)
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpuprov.verify.checks import known_holes, verify
+from gpuprov.verify.outcome import Verdict
 from gpuprov.verify.smi import compare, parse_smi
 
-__all__ = ["compare", "known_holes", "parse_smi", "verify"]
+__all__ = ["Verdict", "compare", "known_holes", "parse_smi", "verify"]

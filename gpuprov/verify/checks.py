@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 
-from gpuprov import toolkit
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
-from gpuprov.engines import docker
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric
 from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
-from gpuprov.verify import containers
-from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.hiding import gather_hiding
-from gpuprov.verify.outcome import Checks, Failed, Shown, counted
+from gpuprov.verify.engine_checks import Subject, check_engines
+from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.events import Sink
@@ -42,8 +39,8 @@ _SMI_HINTS = {
 _OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|bus: reboot")
 
 
-def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
-    """Verify driver, docker, and containers with all GPUs, with one, and with none. Say whether all is well.
+def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
+    """Verify the driver, and each engine with containers that have all GPUs, one, and none. Say whether all is well.
 
     Emits one CheckDone a line, in a fixed order.
     """
@@ -56,23 +53,9 @@ def verify(system: System, spec: HostSpec, sink: Sink) -> bool:
         checks.check("fabric manager", lambda: _fabric_manager(system, fabric))
     checks.check("CDI specification", lambda: _cdi(system))
     checks.check("next kernel", lambda: _next_kernel(system))
-    docker_ok = checks.check("docker", lambda: _docker(system))
-    runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, spec))
-    if not docker_ok:
-        checks.skip(("runtime nvidia",), "requires docker")
-    names = (
-        "container, all GPUs",
-        "container, one GPU",
-        "container, no GPU",
-        "docker run --gpus",
-        *(("torch",) if spec.torch_image else ()),
-    )
-    if not (driver_ok and runtime_ok):
-        missing = "the driver" if not driver_ok else "docker" if not docker_ok else "the runtime"
-        checks.skip(names, f"requires {missing}")
-        return False
-    _containers(checks, system, spec, host_report[0], names)
-    return checks.good
+    subject = Subject(checks, system, spec, host_report[0] if driver_ok else None)
+    check_engines(subject)
+    return checks.verdict()
 
 
 def known_holes(system: System) -> tuple[Holes, ...]:
@@ -82,25 +65,6 @@ def known_holes(system: System) -> tuple[Holes, ...]:
         TOOLKIT: gather_software(system, gather_os(system)).installed.get(TOOLKIT_PACKAGE, ""),
     }
     return tuple(one for one in (holes(product, version) for product, version in versions.items()) if one is not None)
-
-
-def _containers(checks: Checks, system: System, spec: HostSpec, host: SmiReport, names: tuple[str, ...]) -> None:
-    image: list[str] = []
-
-    def prepare() -> Shown:
-        image.append(containers.usable_image(system, spec))
-        return "", image[0]
-
-    if not checks.check("image", prepare):
-        checks.skip(names, "requires an image")
-        return
-    bench = Bench(system, image[0], host)
-    checks.check(names[0], lambda: containers.all_gpus(bench))
-    checks.check(names[1], lambda: containers.one_gpu(bench))
-    checks.check(names[2], lambda: containers.no_gpu(bench))
-    checks.check(names[3], lambda: containers.by_docker_gpus(bench))
-    if spec.torch_image:
-        checks.check(names[4], lambda: containers.torch(Bench(system, spec.torch_image, host)))
 
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
@@ -185,41 +149,9 @@ def _next_kernel(system: System) -> Shown:
     installed, row = gather_software(system, os).installed, distribution_of(os)
     missing = next_kernel_headers(row, running, installed) if row is not None else ()
     headers = kernel_headers(row, kernel.release) if row is not None else ()
-    dkms = bool(system.list_directory("/var/lib/dkms/nvidia"))
+    # Debian's packages call it nvidia-current.
+    dkms = any(name.startswith("nvidia") for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)
     if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)
     return f"{kernel.release}, with the driver's module", ""
-
-
-def _docker(system: System) -> Shown:
-    facts = docker.gather(system)
-    if not facts.installed:
-        raise Failed("docker is not installed (there is no dockerd); run gpuprov install")
-    if facts.is_unreachable:
-        raise Failed(
-            f"docker runs, but its client gets no answer at {facts.address or 'its usual address'}: {facts.error}; "
-            "docker info; systemctl cat docker"
-        )
-    if not facts.active:
-        raise Failed(f"docker does not answer: {facts.error}; systemctl status docker")
-    return facts.version, ""
-
-
-def _runtime(system: System, spec: HostSpec) -> Shown:
-    facts = docker.gather(system)
-    wanted = toolkit.runtime_path(spec)
-    loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
-    wrong = docker.problems(facts, runtime_path=wanted, set_default=spec.docker_default_runtime)
-    # What docker reads is right for it, even if gpuprov could not edit it.
-    if wrong and (facts.refused or loaded != wanted):
-        raise Failed(f"{wrong[0].what}: {wrong[0].evidence}")
-    # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
-    if docker.plan(facts, runtime_path=wanted, set_default=spec.docker_default_runtime):
-        raise Failed(
-            f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted} "
-            f"(docker info: {loaded}); run gpuprov install"
-        )
-    if not system.exists(wanted):
-        raise Failed(f"{wanted} is missing; run gpuprov install")
-    return wanted, ""

@@ -1,33 +1,24 @@
-"""The checks that look from within a container: all GPUs, one of them, none, and PyTorch's own view."""
+"""The checks that look from within a container of any engine: all GPUs, one, none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
-from gpuprov.verify.image import verification_image
+from gpuprov.verify.engines import ALL, DOCKER, DOCKER_GPUS, Engine
 from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
 from gpuprov.verify.smi import SmiReport, compare, parse_smi
-from gpuprov.wire.spec import HostSpec
 
-_CONTAINER_SECONDS = 120
-_TORCH_SECONDS = 600
-_PULL_SECONDS = 1800
-_ALL = "NVIDIA_VISIBLE_DEVICES=all"
-_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-# Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
-_NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
-_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda)"
 # What docker says where no hook was on its PATH when it started.
 _NO_HOOK = "could not select device driver"
-# Exit codes: docker's own, a shell's, and nvidia-smi's where the host's own went well.
+_NOT_STARTED = 125  # docker's and podman's own exit code
+# Exit codes: a shell's, and nvidia-smi's where the host's own went well.
 _HINTS = {
     9: "the container can't reach the driver: gpuprov install refreshes device nodes and CDI specification",
     12: "libnvidia-ml.so.1 is not where the image's loader looks: give another image with --image",
     18: "the container got libraries of another version: gpuprov install refreshes the CDI specification",
-    125: "docker did not start it: journalctl -u docker tells more",
     126: "the image can't run it: give another image with --image",
     127: "the container did not get it: gpuprov install refreshes the CDI specification",
     255: "the device cgroup may forbid the nodes: gpuprov install, then restart the container",
@@ -37,28 +28,16 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Bench:
-    """A docker with its runtime, the image to try them with, and what the host's own nvidia-smi says."""
+    """An engine by one of its ways to a GPU, the image to try it with, and what the host's own nvidia-smi says."""
 
     system: System
     image: str
     host: SmiReport
+    engine: Engine = DOCKER
 
-
-def usable_image(system: System, spec: HostSpec) -> str:
-    """Return the image to try, with docker having it: the user's, pulled if need be, or our own, which never is."""
-    if not spec.verify_image:
-        return verification_image(system)
-    pull_if_missing(system, spec.verify_image)
-    return spec.verify_image
-
-
-def pull_if_missing(system: System, image: str) -> None:
-    """Have docker fetch the image that the user named, unless it has it. Raises Failed."""
-    if system.run(("docker", "inspect", "--type=image", image)).ok:
-        return
-    done = system.run(("docker", "pull", "--quiet", image), timeout=_PULL_SECONDS)
-    if not done.ok:
-        raise Failed(f"docker can't pull {image}: {telling_line(done)}; docker pull {image}")
+    def by(self, engine: Engine) -> Bench:
+        """Return the same with another way of the engine."""
+        return replace(self, engine=engine)
 
 
 def all_gpus(bench: Bench) -> Shown:
@@ -85,82 +64,43 @@ def one_gpu(bench: Bench) -> Shown:
 
 def no_gpu(bench: Bench) -> Shown:
     """A container that asks for nothing must get nothing: neither nodes nor files."""
-    for environment in (_NOTHING_ASKED, ("NVIDIA_VISIBLE_DEVICES=void",)):
-        done = _run(bench.system, bench.image, ("sh", "-c", _LISTING), environment)
+    for devices in bench.engine.nothing:
+        done = bench.engine.run(bench.system, bench.image, ("sh", "-c", _LISTING), devices)
         if not done.ok:
-            raise Failed(_ended(done))
+            raise Failed(ended(bench, done))
         if done.stdout.strip():
             got = ", ".join(done.stdout.split())
-            raise Failed(f"a container that asked for no GPU got {got}; look at what the image and docker bring it")
+            raise Failed(
+                f"a container that asked for no GPU got {got}; look at what the image and {bench.engine.name} bring it"
+            )
     return "", "no GPU visible"
 
 
-def by_docker_gpus(bench: Bench) -> Shown:
-    """`docker run --gpus all`, which takes another way (a hook, and plain runc), must show the same GPUs."""
-    command = ("nvidia-smi", "-q", "-x")
-    done = _run(bench.system, bench.image, command, (_CAPABILITIES,), flags=("--gpus=all",))
-    if _NO_HOOK in done.stderr:
+def same_gpus(bench: Bench) -> Shown:
+    """Another of the engine's ways to all GPUs must show the same ones."""
+    done = bench.engine.run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), ALL)
+    if _NO_HOOK in done.stderr and bench.engine == DOCKER_GPUS:
         raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
     if not done.ok:
-        raise Failed(_ended(done))
+        raise Failed(ended(bench, done))
     seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
-    return counted(len(wanted)), f"{counted(len(seen))} (hook)"
-
-
-def torch(bench: Bench) -> Shown:
-    """PyTorch must say that it can use CUDA, on each of the GPUs."""
-    pull_if_missing(bench.system, bench.image)
-    done = _run(bench.system, bench.image, ("python3", "-c", _TORCH), (_ALL, _CAPABILITIES), seconds=_TORCH_SECONDS)
-    if not done.ok:
-        last = (done.stderr.strip().splitlines() or ["(silent)"])[-1]
-        raise Failed(f"python3 in {bench.image} exited {done.returncode}: {last}")
-    available, _, rest = (done.stdout.strip().splitlines() or ["(silent)"])[-1].partition(" ")
-    count = len(bench.host.gpus)
-    if available != "True":
-        raise Failed(f"torch.cuda.is_available() is {available} in {bench.image} (CUDA of torch: {rest or '?'})")
-    # A GPU that is divided (MIG) counts otherwise.
-    divided = any(gpu.mig == "Enabled" for gpu in bench.host.gpus)
-    if rest.partition(" ")[0] != str(count) and not divided:
-        raise Failed(f"torch.cuda.device_count() is {rest.partition(' ')[0]} in {bench.image}, the host has {count}")
-    return counted(count), f"torch.cuda.is_available(): True ({rest})"
+    return counted(len(wanted)), f"{counted(len(seen))} ({bench.engine.way})"
 
 
 def _smi(bench: Bench, devices: str) -> SmiReport:
-    environment = (f"NVIDIA_VISIBLE_DEVICES={devices}", _CAPABILITIES)
-    done = _run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), environment)
+    done = bench.engine.run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), devices)
     if not done.ok:
-        raise Failed(_ended(done))
+        raise Failed(ended(bench, done))
     return parse_smi(done.stdout)
 
 
-def _ended(done: Completed) -> str:
+def ended(bench: Bench, done: Completed) -> str:
+    """Return how a container ended, with what to do about it if that is known."""
     line = telling_line(done)
+    hint = bench.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
     # Our own runtime says itself what to do.
-    hint = "" if "gpuprov:" in line else _HINTS.get(done.returncode, "")
+    if "gpuprov:" in line:
+        hint = ""
     return f"the container exited {done.returncode}: {line}" + (f"; {hint}" if hint else "")
-
-
-def _run(
-    system: System,
-    image: str,
-    command: tuple[str, ...],
-    environment: tuple[str, ...],
-    *,
-    seconds: float = _CONTAINER_SECONDS,
-    flags: tuple[str, ...] = ("--runtime=nvidia",),
-) -> Completed:
-    asked = [word for entry in environment for word in ("--env", entry)]
-    name = f"gpuprov-verify-{system.own_pid()}"
-    # The image is there by now: nobody else's of the same name shall come from a registry. The image's own entry point
-    # stays out: that of NVIDIA's images prints a banner.
-    argv = (
-        "docker", "run", "--rm", f"--name={name}", "--pull=never", "--network=none", *flags, *asked,
-        "--entrypoint", command[0], image, *command[1:],
-    )  # fmt: skip
-    done = system.run(argv, timeout=seconds)
-    if done.returncode == TIMED_OUT:
-        # Its client was ended, not the container.
-        system.run(("docker", "rm", "--force", name), timeout=_CONTAINER_SECONDS)
-    return done

@@ -1,14 +1,17 @@
 """A tiny image made of the host's own C library and shell, so that verification needs no registry.
 
-It holds /bin/sh and what nvidia-smi is linked against; its tag is the digest of its content, so it is made once.
+It holds /bin/sh and what nvidia-smi is linked against; its tag is the digest of its content, so an engine gets it once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
@@ -16,23 +19,48 @@ from gpuprov.wire.errors import GpuprovError
 REPOSITORY = "gpuprov-verify"
 _PROGRAMS = ("sh", "ls", "cat")
 # What the driver's own libraries are linked against; the loader comes with nvidia-smi and the shell.
-_LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
+LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
+# Go's names (runtime.GOARCH), which images have.
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-def verification_image(system: System) -> str:
-    """Return the tag of the image, building it if docker lacks it; images of an older C library are removed."""
+@dataclass(frozen=True)
+class OwnImage:
+    """The image's tag and its files, path in the image → content."""
+
+    tag: str
+    files: Mapping[str, bytes]
+
+    def root(self) -> bytes:
+        """Return the root file system as a tar archive (`docker import`); same files, same bytes."""
+        folders = sorted(
+            {parent for name in self.files for parent in _parents(name)} | {"tmp", "etc", "usr/bin", "usr/lib"}
+        )
+        return _tar(self.files, folders)
+
+    def archive(self, reference: str, architecture: str) -> bytes:
+        """Return the image with its name as `docker save` writes it, for engines that import no root file system."""
+        root = self.root()
+        config = {
+            "architecture": _ARCHITECTURES.get(architecture, architecture),
+            "os": "linux",
+            "config": {"Env": ["PATH=/usr/bin:/bin"]},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},
+        }
+        manifest = [{"Config": "config.json", "RepoTags": [reference], "Layers": ["layer.tar"]}]
+        files = {
+            "config.json": json.dumps(config).encode(),
+            "layer.tar": root,
+            "manifest.json": json.dumps(manifest).encode(),
+        }
+        return _tar(files, [])
+
+
+def own_image(system: System) -> OwnImage:
+    """Return the image as this host's files make it. Raises GpuprovError where that can't be done."""
     files = _files(system)
     digest = hashlib.sha256(repr([(name, hashlib.sha256(files[name]).digest()) for name in sorted(files)]).encode())
-    tag = f"{REPOSITORY}:{digest.hexdigest()[:16]}"
-    listed = system.run(("docker", "images", "--format", "{{.Repository}}:{{.Tag}}", REPOSITORY)).stdout.split()
-    if tag in listed:
-        return tag
-    done = system.run(("docker", "import", "-", tag), stdin=_archive(files), timeout=120)
-    if not done.ok:
-        raise GpuprovError("the verification image can't be built", done.evidence(4), "give one with --image")
-    for old in listed:
-        system.run(("docker", "rmi", old))
-    return tag
+    return OwnImage(digest.hexdigest()[:16], files)
 
 
 def _files(system: System) -> dict[str, bytes]:
@@ -48,7 +76,7 @@ def _files(system: System) -> dict[str, bytes]:
     folder = next((path.rpartition("/")[0] for path in needed if path.endswith("/libc.so.6")), "")
     if not folder:
         raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")
-    needed |= {f"{folder}/{name}" for name in _LIBRARIES if system.exists(f"{folder}/{name}")}
+    needed |= {f"{folder}/{name}" for name in LIBRARIES if system.exists(f"{folder}/{name}")}
     # The loader's path stands in the programs themselves: without an arrow in ldd's list.
     loaders = set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE))
     for path in needed | loaders:
@@ -63,11 +91,9 @@ def _content(system: System, path: str) -> bytes:
     return content
 
 
-def _archive(files: dict[str, bytes]) -> bytes:
-    """Return the files as a tar archive; same files, same bytes."""
+def _tar(files: Mapping[str, bytes], folders: list[str]) -> bytes:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
-        folders = sorted({parent for name in files for parent in _parents(name)} | {"tmp", "etc", "usr/bin", "usr/lib"})
         for folder in folders:
             entry = tarfile.TarInfo(folder)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o755

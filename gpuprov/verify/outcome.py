@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.commands import Completed
@@ -23,29 +26,99 @@ class Failed(Exception):  # noqa: N818 (carries a check's outcome)
         self.container = container
 
 
+class LeftOut(Exception):  # noqa: N818 (carries a check's outcome)
+    """Ends a check that can't be made here, and says why: no failure."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a verification ended: `good` if no check failed, those of the host included.
+
+    `proved`: engines whose containers have the GPUs; `configured`: those of which only the configuration was checked.
+    """
+
+    good: bool
+    proved: tuple[str, ...] = ()
+    configured: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """Return the verdict as a sentence that names the engines."""
+        if not self.good:
+            return "containers do not see what the host has" + (f": {', '.join(self.failed)}" if self.failed else "")
+        if self.proved:
+            rest = f"; configuration only: {', '.join(self.configured)}" if self.configured else ""
+            return f"containers see this host's GPUs: {', '.join(self.proved)}{rest}"
+        if self.configured:
+            return f"the driver works, and the configuration is right: {', '.join(self.configured)}; no container ran"
+        return "the driver works; no container engine is configured, so no container ran"
+
+
 class Checks:
     """One verification: emits a CheckDone for each check, and knows whether all went well."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self.good = True
+        self._engine = ""
+        self._done: list[CheckDone] = []
+
+    @contextlib.contextmanager
+    def about(self, engine: str) -> Iterator[None]:
+        """Say that the checks inside are about this engine."""
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = ""
 
     def check(self, name: str, do: Callable[[], Shown]) -> bool:
-        """Run a check; `do` returns what to show for host and container, or raises."""
+        """Run a check and say whether it went well; `do` returns what to show for host and container, or raises."""
         try:
             host, container = do()
+        except LeftOut as left_out:
+            self.skip((name,), str(left_out))
+            return False
         except (Failed, GpuprovError) as error:
             failed = error if isinstance(error, Failed) else Failed(" ".join(str(error).split()))
-            self.good = False
-            self._sink(CheckDone(name, "failed", failed.host, failed.container, failed.reason))
+            self._emit(CheckDone(name, "failed", failed.host, failed.container, failed.reason, self._engine))
             return False
-        self._sink(CheckDone(name, "ok", host, container))
+        self._emit(CheckDone(name, "ok", host, container, engine=self._engine))
         return True
 
     def skip(self, names: tuple[str, ...], reason: str) -> None:
         """Say of each of these checks that it was left out, and why."""
         for name in names:
-            self._sink(CheckDone(name, "skipped", reason=reason))
+            self._emit(CheckDone(name, "skipped", reason=reason, engine=self._engine))
+
+    def _emit(self, done: CheckDone) -> None:
+        self._done.append(done)
+        self._sink(done)
+
+    @property
+    def good(self) -> bool:
+        """Whether no check has failed so far."""
+        return all(one.status != "failed" for one in self._done)
+
+    def verdict(self) -> Verdict:
+        """Return how it has ended."""
+        failed = _engines(one for one in self._done if one.status == "failed")
+        good = _engines(one for one in self._done if one.status == "ok" and one.engine not in failed)
+        proved = _engines(one for one in self._done if one.status == "ok" and one.name == all_gpus_check(one.engine))
+        return Verdict(
+            self.good,
+            tuple(name for name in good if name in proved),
+            tuple(name for name in good if name not in proved),
+            failed,
+        )
+
+
+def all_gpus_check(engine: str) -> str:
+    """Return the name of the check that an engine's container has all GPUs."""
+    return f"{engine}, all GPUs"
+
+
+def _engines(checks: Iterable[CheckDone]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.engine for one in checks if one.engine))
 
 
 def telling_line(done: Completed) -> str:

@@ -92,7 +92,7 @@ class FactsGathered:
 class CheckDone:
     """One line of the verification: `status` is ok, failed or skipped; `reason` says why where it is not ok.
 
-    `on_host` and `in_container` are what was measured there.
+    `on_host` and `in_container` are what was measured there; `engine` is the container engine that it is about.
     """
 
     name: str
@@ -100,6 +100,14 @@ class CheckDone:
     on_host: str = ""
     in_container: str = ""
     reason: str = ""
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class CudaSurveyed:
+    """Which libcuda programs load, as `gpuprov cuda --json` prints it."""
+
+    survey: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,8 @@ class Finished:
 
 
 Event = Union[
-    Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CauseFound, Finished
+    Started, Note, Planned, ChangeStarted, ChangeProgress, ChangeDone, FactsGathered, CheckDone, CudaSurveyed,
+    CauseFound, Finished,
 ]  # fmt: skip
 Sink = Callable[[Event], None]
 

@@ -10,7 +10,7 @@ from typing import Any
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
-COMMANDS = ("install", "verify", "facts", "doctor", "rollback", "uninstall")
+COMMANDS = ("install", "verify", "facts", "doctor", "cuda", "rollback", "uninstall")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Request:
     `run_id`: requests that bear the same one are parts of one run, which a roll-back undoes as a whole.
     `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
     manifest must have, empty for any. `tables`: tables that count instead of the agent's own (wire/tables.py).
+    `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
     """
 
     command: str
@@ -38,6 +39,7 @@ class Request:
     bundle: str = ""
     bundle_digest: str = ""
     tables: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     fix: bool = False
 
 
@@ -50,7 +52,7 @@ def request_from_line(line: str) -> Request:
     """Return the request that a line holds. Raises GpuprovError (exit code 2) for anything else."""
     try:
         request = Request(**json.loads(line))
-        request = replace(request, steps=tuple(request.steps), spec={**request.spec})
+        request = replace(request, steps=tuple(request.steps), spec={**request.spec}, arguments={**request.arguments})
     except (ValueError, TypeError) as error:
         raise GpuprovError("the agent got no valid request", str(error), _EXAMPLE, exit_code=ExitCode.USAGE) from None
     if request.command not in COMMANDS:

@@ -45,7 +45,7 @@ from gpuprov.wire.spec_fields import (
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
-     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_fix")
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix")
 )  # fmt: skip
 
 
@@ -86,14 +86,16 @@ class HostSpec:
     driver: str = choice(
         "runfile",
         "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
-        "CUDA repository, `preinstalled` takes what is there.",
-        "runfile", "packages", "preinstalled",
+        "CUDA repository, `distribution` the distribution's own packages (Debian, Ubuntu, SUSE, Amazon Linux), "
+        "`preinstalled` takes what is there.",
+        "runfile", "packages", "distribution", "preinstalled",
     )  # fmt: skip
     driver_version: str = text(
         "",
         "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
         "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
-        "they are pinned to, where the repository can (branch or version; default: its newest).",
+        "they are pinned to, where the repository can (branch or version; default: its newest); with `distribution` a "
+        "branch that the distribution has.",
         VERSION,
     )
     driver_url: str = text(
@@ -181,8 +183,9 @@ class HostSpec:
     docker: str = choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
-        "Red Hat's family has no docker of its own), or `preinstalled` (never install it).",
-        "distribution", "docker-ce", "preinstalled",
+        "Red Hat's family has no docker of its own), `preinstalled` (never install it), or `none`: docker is neither "
+        "required nor touched, and the other engines get the GPUs (`gpuprov_engines`).",
+        "distribution", "docker-ce", "preinstalled", "none",
     )  # fmt: skip
     toolkit: str = choice(
         "bundled",
@@ -233,7 +236,8 @@ class HostSpec:
         schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
         "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
-        "installed; k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
+        "installed. Default: none beside docker; with `gpuprov_docker: none` all that are installed, but a Kubernetes "
+        "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = option(
@@ -262,7 +266,12 @@ class HostSpec:
     )
     torch_image: str = text(
         "",
-        "An image with PyTorch, to run `torch.cuda.is_available()` in. Default: that check is left out.",
+        "An image with PyTorch: verify asks it for its GPUs and computes on each. Default: that check is left out.",
+        validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
+    )
+    tensorflow_image: str = text(
+        "",
+        "An image with TensorFlow: verify asks it for its GPUs. Default: that check is left out.",
         validate.Regexp(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*\Z", error="is not an image reference"),
     )
 

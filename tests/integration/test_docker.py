@@ -21,7 +21,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import DockerUnit, refusal
-from gpuprov.verify.image import verification_image
+from gpuprov.verify.engines import DOCKER
 from gpuprov.wire.errors import GpuprovError
 from tests.integration.dockerd import DockerHost, docker_host
 
@@ -71,7 +71,7 @@ def configure(host: DockerHost, runtime: str, *, set_default: bool = False) -> J
 
 def image(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("DOCKER_HOST", host.socket)
-    return verification_image(System())
+    return DOCKER.image(System())
 
 
 def start_container(host: DockerHost, image: str, *options: str) -> str:

@@ -7,7 +7,10 @@ results. The simulated libcuda has no part here; genuine runtimes ask libcuda fo
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +28,10 @@ from gpuprov.verify.cuda.trees import RootTree
 from gpuprov.wire.versions import version_numbers
 from tests.genuine import BRANCHES, Driver, UnavailableError, driver, libcudart
 from tests.integration.container_bench import LIBRARIES, NAME
-from tests.integration.genuine_bench import GenuineBench, answers, build_probe, build_stub, winner
+from tests.integration.dockerd import docker_host
+from tests.integration.genuine_bench import NO_DRIVER, GenuineBench, answers, build_probe, build_stub, winner
 
-pytestmark = [pytest.mark.root]
+pytestmark = [pytest.mark.root, NO_DRIVER]
 _slow = pytest.mark.slow
 _COMPAT = "/usr/local/cuda/compat"
 
@@ -51,7 +55,7 @@ def bench(tmp_path: Path, probe: Path) -> Iterator[GenuineBench]:
     made.delete()
 
 
-@pytest.mark.parametrize("branch", ["535", pytest.param("470", marks=_slow), "550", pytest.param("555", marks=_slow)])
+@pytest.mark.parametrize("branch", ["535", *(pytest.param(one, marks=_slow) for one in ("470", "550", "555"))])
 def test_a_genuine_driver_in_a_container(bench: GenuineBench, branch: str) -> None:
     found = genuine(branch)
     bench.install(found)
@@ -75,7 +79,7 @@ def nvidia_smi(bench: GenuineBench) -> list[str]:
 RUNTIMES = {"11": "11.8", "12": "12.4", "13": "13.0"}
 
 
-@pytest.mark.parametrize("branch", [pytest.param("470", marks=_slow), "535", pytest.param("550", marks=_slow)])
+@pytest.mark.parametrize("branch", ["535", *(pytest.param(one, marks=_slow) for one in ("470", "550"))])
 def test_genuine_runtimes_start_on_the_drivers_that_gpuprov_says(bench: GenuineBench, branch: str) -> None:
     found = genuine(branch)
     bench.install(found)
@@ -250,3 +254,35 @@ def surveyed(bench: GenuineBench, fault: Fault, kernel: str) -> Survey:
         return survey_of(subject, kernel, processor_levels(System().read_text("/proc/cpuinfo") or ""))
     finally:
         root.close()
+
+
+_AS_LOADED = 'mount --bind "$1" /proc/driver && shift && exec "$@"'
+
+
+@pytest.mark.slow
+def test_the_command_names_the_older_libcuda_of_an_image(bench: GenuineBench) -> None:
+    """The real `gpuprov cuda` on a container of the real docker, on a host whose kernel has loaded driver 550."""
+    host, older = genuine("550"), genuine("535")
+    bench.install(host)
+    bench.put(f"/opt/own/libcuda.so.{older.version}", older.library("libcuda"))
+    with docker_host(started=False) as docker:
+        docker.daemon_json.write_text(json.dumps({"runtimes": {"nvidia": {"path": str(bench.runtime)}}}))
+        assert docker.start()
+        packed = subprocess.run(("tar", "-C", str(bench.root), "-c", "."), capture_output=True, check=True).stdout
+        docker.docker("import", "--change", "ENV LD_LIBRARY_PATH=/opt/own", "-", "app", stdin=packed)
+        options = ("--network=none", "--runtime=nvidia", "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=PATH=/bin")
+        run = ("run", "--detach", "--interactive", *options, "--name=trainer", "app", "busybox", "cat")
+        docker.docker(*run)
+        line = docker.docker("exec", "trainer", "probe", "libcuda.so.1")
+        assert answers([line])["cuDriverGetVersion"] == "0:12020"
+        argv = ("unshare", "--mount", "sh", "-c", _AS_LOADED, "sh", f"{bench.host}/proc/driver")
+        command = (*argv, sys.executable, "-m", "gpuprov", "cuda", "trainer")
+        environment = {**os.environ, "DOCKER_HOST": docker.socket}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    said = done.stdout.splitlines()
+    assert done.returncode == 1, done.stderr
+    own = f"/opt/own/libcuda.so.1 -> libcuda.so.{older.version} (driver {older.version})"
+    assert said[1:3] == [f"libcuda.so.1       {own}", "  because          LD_LIBRARY_PATH has /opt/own"]
+    assert f"kernel module      {host.version}" in said
+    versions = f"is of driver {older.version}, the loaded kernel module is {host.version}"
+    assert f"wrong: /opt/own/libcuda.so.1 {versions} (CUDA result 803, 35, 36)" in said

@@ -14,9 +14,9 @@ from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import ALL, capabilities_of
 from tests import simgpu
 from tests.genuine.installed import Installed, image_files, installed_driver
-from tests.integration.genuine_bench import GenuineBench, build_probe, winner
+from tests.integration.genuine_bench import NO_DRIVER, GenuineBench, build_probe, winner
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, NO_DRIVER]
 
 # Files of the packages that no container gets: the path's end, and why.
 LEFT_OUT = {

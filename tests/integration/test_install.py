@@ -77,9 +77,11 @@ def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) ->
     assert {check["status"] for check in checks} == {"ok"}
 
 
-# Stands in for PyTorch, which is too large for a test: it asks the same libcuda.so.1, found as any program finds it.
+# Stand in for PyTorch and TensorFlow, too large for a test: they ask the same libcuda.so.1, found as any program does.
 _TORCH = """
 import ctypes
+
+__version__ = "2.5.1"
 
 class cuda:
     @staticmethod
@@ -94,23 +96,46 @@ class cuda:
 class version:
     cuda = "12.4"
 """
+_TENSORFLOW = """
+import torch
+
+__version__ = "2.16.1"
+
+class config:
+    @staticmethod
+    def list_physical_devices(kind):
+        return [kind] * torch.cuda.device_count()
+
+class sysconfig:
+    @staticmethod
+    def get_build_info():
+        return {"cuda_version": "12.3"}
+
+class test:
+    @staticmethod
+    def is_built_with_cuda():
+        return True
+"""
 
 
-def test_torch_is_asked_in_the_image_that_is_given(site: Site, installed: Host) -> None:
+def test_torch_and_tensorflow_are_asked_in_the_images_that_are_given(site: Site, installed: Host) -> None:
     """The image is the host's own Python; the driver's libraries come from the runtime alone."""
     installed.ssh("cat > /root/torch.py", stdin=_TORCH)
+    installed.ssh("cat > /root/tensorflow.py", stdin=_TENSORFLOW)
     parts = "bin lib lib64 usr/lib64 usr/bin/python3 usr/bin/python3.11 usr/lib/python3.11 usr/lib/x86_64-linux-gnu"
     installed.ssh(
         f"tar -C / --exclude='*nvidia*' --exclude='*libcuda*' -c {parts} -C /root --transform "
-        "'s,^torch.py,usr/lib/python3.11/torch.py,' torch.py | docker import - torch-like:1"
+        "'s,^[a-z]*.py$,usr/lib/python3.11/&,' torch.py tensorflow.py | docker import - torch-like:1"
     )
-    done = gpuprov("verify", "--hosts", site.inventory("main"), "--torch-image", "torch-like:1")
+    inventory = site.inventory("main", gpuprov_tensorflow_image="torch-like:1")
+    done = gpuprov("verify", "--hosts", inventory, "--torch-image", "torch-like:1")
     assert done.returncode == 0, done.stdout
-    assert "torch.cuda.is_available(): True (2 12.4)" in done.stdout
+    assert "2 GPUs, torch 2.5.1 for CUDA 12.4" in done.stdout
+    assert "2 GPUs, tensorflow 2.16.1 for CUDA 12.3" in done.stdout
     installed.ssh("tar -C /root -c torch.py | docker import - no-python:1")
     done = gpuprov("verify", "--hosts", site.inventory("main"), "--torch-image", "no-python:1")
     assert done.returncode == 1
-    assert "python3 in no-python:1 exited" in done.stdout
+    assert "Python in no-python:1 exited" in done.stdout
 
 
 def test_an_image_of_the_users_own_serves_as_well(site: Site, installed: Host) -> None:

@@ -33,6 +33,11 @@ int main(int count, char **words) {
     return library ? 0 : 1;
 }
 """
+# In the place of libcudart, which opens libcuda.so.1 itself; and of a program that leaves it to it.
+_OPENER = "#include <dlfcn.h>\nvoid *open_library(const char *name) { return dlopen(name, RTLD_NOW); }"
+_LEAVING = _PROGRAM.replace("dlopen(words[1], RTLD_NOW)", "open_library(words[1])").replace(
+    "int main", "void *open_library(const char *name);\nint main"
+)
 # $ORIGIN comes from /proc/self/exe, as in any container.
 _CHROOT = 'mount -t proc proc "$1/proc" && exec chroot "$@"'
 _LEVELS = processor_levels(System().read_text("/proc/cpuinfo") or "")
@@ -89,6 +94,8 @@ class Ground:
         said = done.stdout.strip()
         if done.returncode == 0:
             return said
+        if "error while loading shared libraries: libcuda.so.1: cannot open" in done.stderr:
+            return "none"
         assert "libcuda.so.1" in said, done
         faults = ("file too short", "invalid ELF header")
         return next((one for one in faults if one in said), "none" if "No such file" in said else said)
@@ -213,6 +220,51 @@ def test_a_stub_gets_its_name_by_ldconfig(ground: Ground) -> None:
     winner = ground.found().winner
     assert winner is not None
     assert winner.stub
+
+
+_NEW, _OLD = "-Wl,--enable-new-dtags", "-Wl,--disable-new-dtags"
+
+
+def linked(ground: Ground, middle: tuple[str, ...], program: tuple[str, ...], name: str = "libmiddle.so") -> None:
+    """Make /opt/middle/NAME, and /bin/linked, which is linked with it: only the library needs or opens libcuda."""
+    opens = name.startswith("libcudart")
+    place = ground.root / "opt/middle" / name
+    place.parent.mkdir(parents=True)
+    gcc = ("gcc", "-x", "c", "-", "-x", "none", "-Wl,--no-as-needed")
+    cuda = ground.root.parent / "for-linking"
+    cuda.write_bytes(ground.library)
+    needs = () if opens else (str(cuda),)
+    argv = (*gcc, "-shared", "-fPIC", f"-Wl,-soname,{name}", *middle, "-o", str(place), *needs)
+    subprocess.run(argv, input=(_OPENER if opens else "int middle;").encode(), check=True)
+    argv = (*gcc, "-Wl,--allow-shlib-undefined", *program, "-o", str(ground.root / "bin/linked"), str(place))
+    subprocess.run(argv, input=(_LEAVING if opens else _PROGRAM).encode(), check=True)
+    ground.program = "/bin/linked"
+
+
+@pytest.mark.parametrize(
+    ("middle", "program", "wins"),
+    [
+        ((_NEW, "-Wl,-rpath,/opt/run"), (_NEW, "-Wl,-rpath,/opt/middle"), "/opt/run"),
+        # A RUNPATH counts for its own object alone, an RPATH for all that it needs, unless that has a RUNPATH.
+        ((), (_NEW, "-Wl,-rpath,/opt/middle:/opt/run"), "/usr/lib"),
+        ((), (_OLD, "-Wl,-rpath,/opt/middle:/opt/run"), "/opt/run"),
+        ((_NEW, "-Wl,-rpath,/opt/b"), (_OLD, "-Wl,-rpath,/opt/middle:/opt/run"), "/opt/b"),
+        ((_NEW, "-Wl,-rpath,/opt/none"), (_OLD, "-Wl,-rpath,/opt/middle:/opt/run"), "/usr/lib"),
+        ((_OLD, "-Wl,-rpath,/opt/b"), (_OLD, "-Wl,-rpath,/opt/middle:/opt/run"), "/opt/b"),
+        ((_NEW, "-Wl,-rpath,$ORIGIN/../b"), (_NEW, "-Wl,-rpath,/opt/middle"), "/opt/b"),
+        (("-Wl,-z,nodefaultlib",), (_NEW, "-Wl,-rpath,/opt/middle"), ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["libmiddle.so", "libcudart.so.12"])
+def test_the_library_between_has_a_search_path_of_its_own(
+    ground: Ground, name: str, middle: tuple[str, ...], program: tuple[str, ...], wins: str
+) -> None:
+    for folder in ("/opt/run", "/opt/b", "/usr/lib"):
+        ground.put(f"{folder}/libcuda.so.1")
+    linked(ground, middle, program, name)
+    assert ground.agree() == (f"{wins}/libcuda.so.1" if wins else "none")
+    ground.environment = {"LD_LIBRARY_PATH": "/opt/b"}
+    ground.agree()
 
 
 @pytest.mark.parametrize("variant", ["glibc-hwcaps/x86-64-v2", "glibc-hwcaps/x86-64-v3", "glibc-hwcaps/x86-64-v4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,14 +18,15 @@ import pytest
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.facts.host import gather_files
+from gpuprov.driver.distribution_plan import PREFERENCES_TEXT
+from gpuprov.facts.host import PREFERENCES, gather_files
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.repos import AptRepository, plan_repositories
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec, SiteRepository
 from tests.integration.loopback import QuietHandler, served
-from tests.lab.repository import PACKAGE, build_repository
+from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
 
 pytestmark = [
@@ -142,6 +144,41 @@ def test_apt_accepts_our_key_and_source(host: AptHost, repository: Repository) -
     refresh(host)
     policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
     assert "Candidate: 1.0" in policy and repository.url in policy
+
+
+def candidates(host: AptHost, *names: str) -> dict[str, str]:
+    """Return the version that apt would install of each package."""
+    shown = host.run(("apt-cache", "policy", *names)).stdout
+    return dict(re.findall(r"^(\S+):\n  Installed: .*\n  Candidate: (\S+)", shown, re.MULTILINE))
+
+
+def test_nvidias_repository_does_not_replace_the_distributions_driver(
+    host: AptHost, repository: Repository, tmp_path: Path
+) -> None:
+    """Its own pin prefers all that it has; the toolkit and the fabric manager shall still come from there."""
+    own, theirs, gnupg = tmp_path / "distribution", repository.folder, repository.gnupg
+    shutil.copytree(theirs, own)
+    for folder, version in ((own, "550.163.01-2"), (theirs, "580.178.04-1")):
+        for name in ("libcuda1", "nvidia-smi"):
+            build_package(folder, stand_in(name, version), {})
+    others = {"nvidia-fabricmanager-550": "550.163.01-1", "cuda-toolkit-12-4": "12.4.1-1"}
+    for name, version in others.items():
+        build_package(theirs, stand_in(name, version), {})
+    for folder in (own, theirs):
+        sign(folder, gnupg)
+    repository.sign(Origin="NVIDIA")
+    pin = b"Package: *\nPin: release o=NVIDIA\nPin-Priority: 600\n"
+    host.make_directory("/etc/apt/preferences.d")
+    host.write("/etc/apt/preferences.d/cuda-repository-pin-600", pin)
+    (site,) = repository.spec.repositories
+    with served(own) as url:
+        configure(host, HostSpec(repositories=(site, replace(site, name="own", uri=url))))
+        refresh(host)
+        wanted = ("libcuda1", "nvidia-smi", *others)
+        newer = dict.fromkeys(wanted[:2], "580.178.04-1")
+        assert candidates(host, *wanted) == {**newer, **others}
+        host.write(PREFERENCES, PREFERENCES_TEXT.encode())
+        assert candidates(host, *wanted) == {**dict.fromkeys(wanted[:2], "550.163.01-2"), **others}
 
 
 def test_a_second_source_for_the_same_repository_is_removed_and_apt_is_content(

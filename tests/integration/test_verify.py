@@ -12,11 +12,11 @@ from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.verify import containers
 from gpuprov.verify.containers import Bench
-from gpuprov.verify.image import REPOSITORY, verification_image
+from gpuprov.verify.engines import DOCKER
+from gpuprov.verify.image import REPOSITORY
 from gpuprov.verify.outcome import Failed
 from gpuprov.verify.smi import SmiReport
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.simgpu import build_libraries
 
@@ -54,7 +54,7 @@ def images(host: DockerHost) -> list[str]:
 
 
 def test_its_shell_runs(host: DockerHost) -> None:
-    image = verification_image(System())
+    image = DOCKER.image(System())
     assert image.startswith(f"{REPOSITORY}:")
     assert run(host, image, "echo $((6 * 7))") == "42"
     # The check that no GPU is seen walks over /dev and /usr/bin like this.
@@ -64,7 +64,7 @@ def test_its_shell_runs(host: DockerHost) -> None:
 
 
 def test_it_has_the_libraries_that_nvidia_smi_is_linked_against(host: DockerHost) -> None:
-    image = verification_image(System())
+    image = DOCKER.image(System())
     folder = build_libraries()
     arguments = ("run", "--rm", "--network=none", "--volume", f"{folder}/nvidia-smi:/usr/bin/nvidia-smi:ro")
     done = host.run(("docker", *arguments, image, "nvidia-smi", "-L"))
@@ -74,26 +74,26 @@ def test_it_has_the_libraries_that_nvidia_smi_is_linked_against(host: DockerHost
 
 
 def test_it_is_made_once_and_older_ones_go(host: DockerHost) -> None:
-    first = verification_image(System())
+    first = DOCKER.image(System())
     created = host.docker("inspect", "--format", "{{.Id}}", first)
-    assert verification_image(System()) == first
+    assert DOCKER.image(System()) == first
     assert host.docker("inspect", "--format", "{{.Id}}", first) == created
     host.docker("import", "-", f"{REPOSITORY}:of-an-older-c-library", stdin=b"\0" * 10240)
     host.docker("import", "-", "example.org/other:1", stdin=b"\0" * 10240)
     host.docker("rmi", first)
-    assert verification_image(System()) == first
+    assert DOCKER.image(System()) == first
     assert sorted(images(host)) == sorted([first, "example.org/other:1"])
 
 
 def test_a_docker_that_refuses_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     with pytest.raises(GpuprovError, match="verification image can't be built"):
-        verification_image(System())
+        DOCKER.image(System())
 
 
 def derived(host: DockerHost, *changes: str) -> str:
     """An image like ours, with changes as `docker import --change` takes them."""
-    container = host.docker("create", verification_image(System()), "sh")
+    container = host.docker("create", DOCKER.image(System()), "sh")
     exported = host.folder / "exported.tar"
     host.docker("export", "--output", str(exported), container)
     host.docker("rm", container)
@@ -106,31 +106,29 @@ def test_what_an_image_asks_for_itself_is_taken_out(host: DockerHost) -> None:
     image = derived(host, "ENV NVIDIA_VISIBLE_DEVICES=all", "ENV CUDA_VERSION=12.4", 'ENTRYPOINT ["echo", "banner"]')
     script = 'echo "${NVIDIA_VISIBLE_DEVICES-unset} ${CUDA_VERSION-unset} ${PATH-unset}"'
     assert host.docker("run", "--rm", "--network=none", "--entrypoint=sh", image, "-c", script).startswith("all 12.4 ")
-    done = containers._run(System(), image, ("sh", "-c", script), containers._NOTHING_ASKED)
+    done = DOCKER.run(System(), image, ("sh", "-c", script))
     assert done.stdout.startswith("unset unset /"), done.evidence()
 
 
 def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
-    bench = Bench(System(), verification_image(System()), SmiReport("", "", ()))
+    bench = Bench(System(), DOCKER.image(System()), SmiReport("", "", ()))
     assert containers.no_gpu(bench) == ("", "no GPU visible")
     with pytest.raises(Failed, match=r"exited 127: .*nvidia-smi.*; the container did not get it"):
         containers.all_gpus(bench)
 
 
 def test_a_container_that_hangs_is_removed(host: DockerHost) -> None:
-    done = containers._run(
-        System(), verification_image(System()), ("sh", "-c", "read forever < /dev/zero"), (), seconds=2
-    )
+    done = DOCKER.run(System(), DOCKER.image(System()), ("sh", "-c", "read forever < /dev/zero"), seconds=2)
     assert done.returncode == TIMED_OUT
     assert host.docker("ps", "--all", "--quiet") == ""
 
 
 def test_an_image_that_is_missing_is_not_looked_for_elsewhere(host: DockerHost) -> None:
-    done = containers._run(System(), f"{REPOSITORY}:of-somebody-else", ("sh", "-c", ":"), ())
+    done = DOCKER.run(System(), f"{REPOSITORY}:of-somebody-else", ("sh", "-c", ":"))
     assert done.returncode == 125
     assert "No such image" in done.stderr
 
 
 def test_an_image_that_nobody_has_is_named(host: DockerHost) -> None:
     with pytest.raises(Failed, match=r"docker can't pull localhost:1/nothing:1: .*; docker pull localhost:1/nothing:1"):
-        containers.usable_image(System(), HostSpec(verify_image="localhost:1/nothing:1"))
+        DOCKER.image(System(), "localhost:1/nothing:1")

@@ -100,7 +100,7 @@ def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: s
 @pytest.mark.parametrize("command", TASK_COMMANDS)
 def test_check_mode_leaves_out_what_cannot_be_told_without_doing_it(command: str) -> None:
     # The agent itself heeds `check` for these.
-    harmless = command in ("plan", "install", "facts", "doctor", "rollback", "uninstall")
+    harmless = command in ("plan", "install", "facts", "doctor", "cuda", "rollback", "uninstall")
     assert (skipped_in_check_mode(command) is None) is harmless
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuprov.core.changes import Change
+from gpuprov.core.commands import Completed
+from gpuprov.core.system import System
 from gpuprov.engines.docker import DockerFacts, parse_info, plan, problems
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_config import parse_config
+from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.wire.versions import version_numbers
 
 RUNTIME = "/usr/local/bin/gpuprov-runtime"
@@ -371,3 +377,103 @@ def test_a_folder_in_the_files_place_is_said_to_be_one() -> None:
     assert problem.what == "/etc/docker/daemon.json is a directory, not a file"
     assert problem.next_step.startswith("mv /etc/docker/daemon.json /etc/docker/daemon.json.old")
     assert plan(facts, runtime_path=RUNTIME, set_default=False) == ()
+
+
+# -- features.cdi ----------------------------------------------------------------------------------------------------
+
+
+def planned_for_cdi(text: str | None, version: str, **changes: Any) -> tuple[Change, ...]:
+    return plan(running(text, version=version, **changes), runtime_path=RUNTIME, set_default=False, cdi=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [
+        ("24.0.9", None, {}),
+        ("25.0.0", None, {"features": {"cdi": True}}),
+        ("26.1.5+dfsg1", '{"features": null}', {"features": {"cdi": True}}),
+        ("27.5.1", '{"features": {"buildkit": false}}', {"features": {"buildkit": False, "cdi": True}}),
+        ("28.1.1", "{}", {"features": {"cdi": True}}),
+        ("28.2.0", "{}", {}),
+        ("29.0.1", None, {}),
+        # Somebody's own decision.
+        ("26.1.5", '{"features": {"cdi": false}}', {"features": {"cdi": False}}),
+        # A duplicate name: the last counts, and the text is edited in place.
+        (
+            "26.1.5", '{"debug": false, "features": {"a": true}, "debug": true}',
+            {"debug": True, "features": {"a": True, "cdi": True}},
+        ),
+    ],
+)  # fmt: skip
+def test_docker_25_to_28_1_is_told_to_read_cdi(version: str, before: str | None, after: dict[str, Any]) -> None:
+    (change,) = planned_for_cdi(before, version)
+    assert isinstance(change, ReconfigureDocker) and change.content is not None
+    assert json.loads(change.content) == {**after, **json.loads(ONLY_OURS)}
+    assert change.restart and not change.cdi_later
+
+
+IS_SET = '{"features": {"cdi": true}, "runtimes": {"nvidia": ' + ENTRY + "}}"
+
+
+def test_a_docker_that_reads_cdi_already_is_left_alone() -> None:
+    assert planned_for_cdi(IS_SET, "26.1.5", cdi=True) == ()
+    assert planned_for_cdi(ONLY_OURS, "28.5.2", cdi=True) == ()
+    # Off by hand, and too old.
+    assert planned_for_cdi(IS_SET.replace("true", "false"), "26.1.5") == ()
+    assert planned_for_cdi(ONLY_OURS, "20.10.24") == ()
+
+
+def test_features_cdi_by_flag_is_left_to_the_flag() -> None:
+    """dockerd does not start with the same directive as a flag and in its file."""
+    unit = DockerUnit(load="loaded", command=("/usr/bin/dockerd", "--feature", "cdi=true"))
+    assert planned_for_cdi(ONLY_OURS, "27.5.1", cdi=True, unit=unit) == ()
+
+
+def test_a_docker_that_has_not_been_restarted_since_is_restarted_where_that_stops_nothing() -> None:
+    (change,) = planned_for_cdi(IS_SET, "26.1.5")
+    assert change.summary() == "restart docker (no container is running)"
+    (change,) = planned_for_cdi(IS_SET, "26.1.5", running_containers=("web",), live_restore=True)
+    assert change.summary().startswith("restart docker (1 running: web;")
+    # It would stop containers: that waits for somebody to restart docker, and is no reason not to settle.
+    assert planned_for_cdi(IS_SET, "26.1.5", running_containers=("web",)) == ()
+    (change,) = planned_for_cdi(ONLY_OURS, "26.1.5", running_containers=("web",))
+    said = change.summary()
+    assert "reload docker (1 running: web; they go on)" in said and "works after docker's next restart" in said
+
+
+def test_what_the_daemon_says_of_cdi() -> None:
+    for dirs, reads in ((["/etc/cdi", "/var/run/cdi"], True), ([], False), (None, False)):
+        assert parse_info(json.dumps({"ServerVersion": "26.1.5", "CDISpecDirs": dirs})).cdi is reads
+    assert parse_info(INFO_20_10).cdi is False
+
+
+def test_a_features_that_is_no_object_is_a_problem() -> None:
+    _, wrong = parse_config('{"features": ["cdi"]}')
+    assert wrong[0].evidence == '"features" is a list, not an object'
+
+
+class _Dockerd(System):
+    """A host that has got its docker a moment ago."""
+
+    def __init__(self, root: Path, version: str) -> None:
+        super().__init__(str(root))
+        self.version = version
+
+    def which(self, program: str) -> str | None:
+        return f"/usr/bin/{program}"
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        argv = tuple(argv)
+        if argv == ("dockerd", "--version"):
+            return Completed(argv, 0, f"Docker version {self.version}, build x\n")
+        return Completed(argv, 0, f"{RUNTIME} runc\n" if argv[:2] == ("docker", "info") else "")
+
+
+@pytest.mark.parametrize(("version", "is_set"), [("20.10.24", False), ("26.1.5", True), ("28.5.2", False)])
+def test_a_docker_that_the_run_installs_decides_by_its_version(tmp_path: Path, version: str, is_set: bool) -> None:
+    (change,) = plan(DockerFacts(), runtime_path=RUNTIME, set_default=False, cdi=True)
+    assert change.summary().endswith("start docker (it does not run), with features.cdi if that is docker 25 to 28.1")
+    host = _Dockerd(tmp_path, version)
+    change.apply(host, lambda *_: None)
+    written = json.loads(host.read_text("/etc/docker/daemon.json") or "")
+    assert written == {**json.loads(ONLY_OURS), **({"features": {"cdi": True}} if is_set else {})}

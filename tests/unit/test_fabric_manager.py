@@ -211,5 +211,5 @@ def test_a_run_that_installs_it_waits_for_the_package_manager_before_its_first_c
 def test_each_change_that_uses_the_package_manager_says_so() -> None:
     assert {name for name, kind in CHANGE_KINDS.items() if kind.uses_package_manager} == {
         "RefreshPackageIndex", "InstallPackages", "HoldPackages", "InstallRpmKey", "RefreshRpmIndex",
-        "InstallRpmPackages", "EnableStream", "SwitchPin", "ChangeDriverPackages", "ChangeDriverRpms",
+        "InstallRpmPackages", "EnableStream", "SwitchPin", "SwitchBranch", "ChangeDriverPackages", "ChangeDriverRpms",
     }  # fmt: skip

@@ -12,8 +12,8 @@ import pytest
 
 _EXAMPLE = Path(__file__).parents[2] / "inventories/example"
 _READ = (
-    "from gpuprov.fleet.command import _inventory; from gpuprov.fleet.options import Options; "
-    f"_inventory(Options('install', hosts=({str(_EXAMPLE)!r},)))"
+    "from gpuprov.fleet.command import inventory_of; from gpuprov.fleet.options import Options; "
+    f"inventory_of(Options('install', hosts=({str(_EXAMPLE)!r},)))"
 )
 _GATHER = (
     "from gpuprov.agent.run import run_request; from gpuprov.wire.request import Request; "

@@ -121,8 +121,8 @@ def test_every_line_of_every_command_is_as_documented(host: FakeHost, tmp_path: 
     seen: set[str] = set()
     asked: set[str] = set()
     for command, check in (("facts", False), ("install", True), ("install", False), ("verify", False),
-                           ("doctor", False), ("rollback", True), ("rollback", False), ("install", False),
-                           ("uninstall", True), ("uninstall", False)):  # fmt: skip
+                           ("doctor", False), ("cuda", False), ("rollback", True), ("rollback", False),
+                           ("install", False), ("uninstall", True), ("uninstall", False)):  # fmt: skip
         lines = lines_of(Request(command, spec, check=check, diff=check), host)
         events = [require_documented(line) for line in lines]
         assert (events[0], events[-2:]) == ("Started", ["Finished", "Summary"])

@@ -79,6 +79,7 @@ def test_a_killed_holder_leaves_the_lock_free(system: System, tmp_path: Path) ->
         assert take(system, 0) == []
 
 
+@pytest.mark.root
 def test_what_a_killed_run_left_running_is_waited_for_and_named(system: System, tmp_path: Path) -> None:
     with hold(tmp_path, "child") as first:
         first.kill()
@@ -97,6 +98,7 @@ def test_a_spoiled_lock_file_holds_nobody_up(system: System, tmp_path: Path) -> 
     assert take(system, 0) == []
 
 
+@pytest.mark.root
 def test_the_lock_is_roots_alone_and_one_of_an_earlier_version_becomes_it(system: System, tmp_path: Path) -> None:
     path = tmp_path / LOCK_PATH.lstrip("/")
     assert take(system, 0) == []
@@ -108,6 +110,7 @@ def test_the_lock_is_roots_alone_and_one_of_an_earlier_version_becomes_it(system
         assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.root
 def test_a_number_that_went_to_another_process_is_no_holder(system: System, tmp_path: Path) -> None:
     """The holder was killed, its command goes on, and another program has its number by now."""
     with hold(tmp_path, "child") as first, subprocess.Popen(("sleep", "60")) as other:

@@ -439,6 +439,7 @@ def test_conffiles_are_read_below_their_package() -> None:
     assert parse_conffiles(text) == {"a": (("/etc/a.conf", "0123"), ("/etc/a.d/b", "4567")), "b": (("/etc/c", "cdef"),)}
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("listed", ["docker-ce\nlibc6\n", None], ids=["a list", "no list"])
 def test_undone_holds_leave_marks_and_list_as_they_were(tmp_path: Path, listed: str | None) -> None:
     host = FakeHost(tmp_path)

@@ -16,6 +16,8 @@ from gpuprov.driver import kernel
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
 from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import PciGpu, gather_displays
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
@@ -77,6 +79,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"docker": "preinstalled"},
         "docker is not installed",
     ),
+    "no engine at all": (
+        {"docker": DockerFacts()},
+        {"docker": "none"},
+        "there is no container engine on this host for gpuprov to configure",
+    ),
     "docker from snap": ({"docker": DockerFacts(snap=True)}, {}, "snap"),
     "daemon.json broken": ({"docker": DockerFacts(installed=True, config_text="{")}, {}, "not valid JSON"),
     "no room": ({"free_bytes": {"/usr": 1 << 20}}, {}, "not enough room on the file system of /usr"),
@@ -87,6 +94,42 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_problems(facts: HostFacts, name: str) -> None:
     changes, values, sentence = CASES[name]
     assert sentence in said(replace(facts, **changes), spec(**values))
+
+
+PODMAN = EngineFacts("/usr/bin/podman")
+
+
+@pytest.mark.parametrize(
+    "docker", [DockerFacts(), DockerFacts(snap=True), DockerFacts(installed=True, config_text="{", active=True)]
+)
+def test_without_docker_it_is_neither_required_nor_installed_nor_touched(facts: HostFacts, docker: DockerFacts) -> None:
+    found = make_plan(replace(facts, docker=docker, engines={"podman": PODMAN}), spec(docker="none"))
+    assert found.problems == ()
+    assert {item.step for item in found.changes} >= {"driver", "toolkit", "cdi", "engines"}
+    assert not [item for item in found.changes if isinstance(item.change, ReconfigureDocker)]
+    names = [name for item in found.changes if isinstance(item.change, InstallPackages) for name in item.change.names]
+    assert not [name for name in names if "docker" in name]
+
+
+@pytest.mark.parametrize(
+    ("node", "named", "restarts"),
+    [((), (), True), (("kubelet",), (), False), (("kubelet",), ("containerd",), True), (("k3s",), (), True)],
+)
+def test_a_clusters_engine_is_restarted_only_if_it_is_named(
+    facts: HostFacts, node: tuple[str, ...], named: tuple[str, ...], restarts: bool
+) -> None:
+    host = replace(facts, docker=DockerFacts(), kubernetes=node, engines={"containerd": EngineFacts("/usr/bin/x")})
+    change = planned(host, spec(docker="none", engines=list(named)), ConfigureEngine)
+    assert change.restart is restarts
+    said = "restart containerd (its containers go on)" if restarts else "serves Kubernetes and is not restarted"
+    assert said in change.summary()
+
+
+def test_a_kubernetes_distributions_own_containerd_is_left_alone_and_said_so(facts: HostFacts) -> None:
+    host = replace(facts, docker=DockerFacts(), kubernetes=("k3s",), engines={})
+    found = make_plan(host, spec(docker="none"))
+    assert found.problems == () and any(item.step == "cdi" for item in found.changes)
+    assert any("gpuprov runtime configure --runtime k3s" in note for note in found.notes)
 
 
 def test_all_problems_are_told_at_once(facts: HostFacts) -> None:
@@ -158,7 +201,13 @@ def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
     assert "instead of 535.1.1" in planned(old, spec(), InstallDriver).summary()
 
 
-@pytest.mark.parametrize(("release", "expected"), [("12", {"docker.io"}), ("13", {"docker.io", "docker-cli"})])
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("12", {"docker.io"}),
+        ("13", {"docker.io", "docker-cli", "docker-buildx", "docker-compose"}),
+    ],
+)
 def test_docker_comes_from_the_distribution(facts: HostFacts, release: str, expected: set[str]) -> None:
     bare = PackageFacts("apt", {})
     without = replace(facts, docker=DockerFacts(), packages=bare, os=replace(facts.os, version=release))

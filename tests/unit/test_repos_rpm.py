@@ -243,7 +243,9 @@ def test_where_docker_comes_from(facts: HostFacts) -> None:
         assert "Rocky Linux 9 has no docker of its own" in str(own.problems[0])
         said = "\n".join(item.change.summary() for item in dockers.changes)
         assert (
-            "install docker-ce, docker-ce-cli, containerd.io; enable docker.service" in said
+            "install docker-ce, docker-ce-cli, containerd.io, docker-buildx-plugin, docker-compose-plugin; "
+            "enable docker.service"
+            in said
             and "gpuprov-docker-ce.repo" in said
         )
     else:

@@ -302,13 +302,32 @@ def test_a_file_that_is_not_as_before_is_named(tmp_path: Path) -> None:
 
 
 def test_images_of_verification_go(tmp_path: Path) -> None:
-    class WithImage(FakeHost):
+    answers: dict[tuple[str, ...], str] = {
+        ("docker", "images"): "gpuprov-verify:6d09\n",
+        ("podman", "images"): "localhost/gpuprov-verify:6d09\n",
+        ("ctr", "--namespace"): "docker.io/library/gpuprov-verify:6d09\nexample.org/cuda:13\n",
+    }
+
+    class WithImages(FakeHost):
         def run(self, argv: Sequence[str], **more: object) -> Completed:
-            if tuple(argv[:2]) == ("docker", "images"):
-                return Completed(tuple(argv), 0, "gpuprov-verify:6d09\n")
+            self.commands.append(tuple(argv))
+            listed = answers.get(tuple(argv[:2])) if argv[-1] == "--quiet" or argv[1] == "images" else None
+            if listed is not None or argv[0] in ("podman", "ctr"):
+                return Completed(tuple(argv), 0, listed or "")
             return super().run(argv, **more)
 
-    host = WithImage(tmp_path)
+        def which(self, program: str) -> str | None:
+            return f"/usr/bin/{program}" if program in ("podman", "ctr") else super().which(program)
+
+    host = WithImages(tmp_path)
+    host.make_directory("/run/containerd")
+    host.write("/run/containerd/containerd.sock", b"")
     events = carry_out(host, "uninstall")
-    assert done(events).changed == 1
-    assert ("docker", "rmi", "--force", "gpuprov-verify:6d09") in host.commands
+    assert done(events).changed == 3
+    for command in (
+        "docker rmi --force gpuprov-verify:6d09",
+        "podman rmi --force localhost/gpuprov-verify:6d09",
+        "ctr --namespace gpuprov-verify images remove --sync docker.io/library/gpuprov-verify:6d09",
+    ):
+        assert tuple(command.split()) in host.commands
+    assert not [argv for argv in host.commands if argv[-1] == "example.org/cuda:13"]

@@ -19,7 +19,10 @@ from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.verify import verify
+from gpuprov.engines import other_engines
+from gpuprov.verify import cuda_checks, verify
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.outcome import Checks
 from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Event
@@ -119,7 +122,8 @@ def test_deep_and_foreign_xml_has_no_gpus() -> None:
 
 RUNTIME = toolkit.runtime_path(HostSpec())
 INFO = {
-    "ServerVersion": "20.10.24+dfsg1",
+    "ServerVersion": "28.5.2",
+    "CDISpecDirs": ["/etc/cdi", "/var/run/cdi"],
     "Runtimes": {"runc": {"path": "runc"}, "nvidia": {"path": RUNTIME}},
     "DefaultRuntime": "runc",
     "ContainersRunning": 0,
@@ -145,21 +149,23 @@ class RecordedHost(System):
             "info": (0, json.dumps(INFO), ""),
             # systemd does not answer: no unit is known.
             "show": (1, "", ""),
-            "--version": (0, "Docker version 20.10.24+dfsg1, build 5d6db84", ""),
+            "--version": (0, "Docker version 28.5.2, build ecc6942", ""),
             "--validate": (125, "", "unknown flag: --validate"),
             "--log-level=none": (1, "", f"{_REFUSES}unexpected EOF"),
             "inspect": (0, "[]", ""),
+            "ps": (0, "trainer\n", ""),
             "all": (0, REPORT, ""),
             gpu(1).uuid: (0, only(REPORT, 1), ""),
             "none": (0, "", ""),
             "void": (0, "", ""),
             "gpus": (0, REPORT, ""),
-            "torch": (0, "True 2 12.4\n", ""),
+            "cdi": (0, REPORT, ""),
         }
         self.asked: list[tuple[str, ...]] = []
+        self.programs = {"docker", "dockerd", "systemctl", "nvidia-smi", "sh", "ls", "cat"}
 
     def which(self, program: str) -> str | None:
-        return f"/usr/bin/{program}"
+        return f"/usr/bin/{program}" if program in self.programs else None
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
@@ -171,17 +177,20 @@ class RecordedHost(System):
             return "smi"
         if argv[1] != "run":
             return argv[1]
-        if "python3" in argv:
-            return "torch"
         if "--gpus=all" in argv:
             assert not [word for word in argv if word.startswith("--runtime")]
             return "gpus"
+        if "--device=nvidia.com/gpu=all" in argv:
+            return "cdi"
         devices = [word.partition("=")[2] for word in argv if word.startswith("NVIDIA_VISIBLE_DEVICES=")]
         return devices[0] if devices else "none"
 
 
 SPEC = HostSpec(verify_image="example.org/cuda:12.4")
-CONTAINERS = ["container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus"]
+CONTAINERS = [
+    "docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus", "docker run --device",
+    *cuda_checks.names("docker"),
+]  # fmt: skip
 NAMES = ["driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia", "image", *CONTAINERS]
 
 
@@ -206,10 +215,22 @@ def host(tmp_path: Path) -> RecordedHost:
     return made
 
 
+@pytest.fixture(autouse=True)
+def cuda_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of CUDA have tests of their own, in verify/test_cuda_checks.py."""
+
+    def well(checks: Checks, bench: Bench, *, own_image: bool) -> None:
+        assert own_image is False
+        for name in cuda_checks.names(bench.engine.name):
+            checks.check(name, lambda: ("", ""))
+
+    monkeypatch.setattr(cuda_checks, "cuda_checks", well)
+
+
 def checks(host: RecordedHost, spec: HostSpec = SPEC) -> tuple[bool, dict[str, CheckDone]]:
     """Verify; return whether all went well, and the checks by their names, in their order."""
     seen: list[Event] = []
-    good = verify(host, spec, seen.append)
+    good = verify(host, spec, seen.append).good
     done = [event for event in seen if isinstance(event, CheckDone)]
     assert len(done) == len(seen) == len({one.name for one in done})
     return good, {one.name: one for one in done}
@@ -226,8 +247,8 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     assert good
     assert states(done) == {"ok": NAMES, "failed": [], "skipped": []}
     assert done["driver"].on_host == "550.163.01, CUDA 12.4, 2 GPUs"
-    assert done["container, all GPUs"].in_container == "2 GPUs, every field the same"
-    assert done["container, one GPU"].on_host == gpu(1).uuid
+    assert done["docker, all GPUs"].in_container == "2 GPUs, every field the same"
+    assert done["docker, one GPU"].on_host == gpu(1).uuid
 
 
 @pytest.mark.parametrize(
@@ -286,7 +307,7 @@ def test_each_skipped_check_names_what_it_lacks_itself(host: RecordedHost) -> No
     host.answers["smi"] = (9, "", "")
     _, done = checks(host, HostSpec(torch_image="example.org/torch"))
     assert done["runtime nvidia"].reason == "requires docker"
-    assert done["container, all GPUs"].reason == done["torch"].reason == "requires the driver"
+    assert done["docker, all GPUs"].reason == done["torch"].reason == "requires the driver"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +330,7 @@ def test_without_the_runtime_no_container_is_tried(
     assert not good
     assert states(done) == {"ok": NAMES[:5], "failed": ["runtime nvidia"], "skipped": CONTAINERS}
     assert reason in done["runtime nvidia"].reason
-    assert done["container, no GPU"].reason == "requires the runtime"
+    assert done["docker, no GPU"].reason == "requires the runtime"
 
 
 def test_a_runtime_whose_program_is_gone_fails(host: RecordedHost) -> None:
@@ -344,7 +365,7 @@ def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     good, done = checks(host, HostSpec())
     assert not good
     assert states(done) == {"ok": NAMES[:6], "failed": ["image"], "skipped": CONTAINERS}
-    assert done["container, all GPUs"].reason == "requires an image"
+    assert done["docker, all GPUs"].reason == "requires an image"
 
 
 def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
@@ -356,25 +377,25 @@ def _without_ldd(host: RecordedHost) -> Callable[..., Completed]:
     ("key", "answer", "failed", "reason"),
     [
         (
-            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "container, all GPUs",
+            "all", (0, REPORT.replace(gpu(0).uuid, gpu(5).uuid), ""), "docker, all GPUs",
             f"GPU 0 UUID: host {gpu(0).uuid}, container {gpu(5).uuid}",
         ),
-        ("all", (0, only(REPORT, 0), ""), "container, all GPUs", "GPU count: host 2, container 1"),
-        ("all", (0, "<html/>", ""), "container, all GPUs", "driver: host 550.163.01, container (none)"),
-        ("all", (0, LAUGHS, ""), "container, all GPUs", "is no report"),
+        ("all", (0, only(REPORT, 0), ""), "docker, all GPUs", "GPU count: host 2, container 1"),
+        ("all", (0, "<html/>", ""), "docker, all GPUs", "driver: host 550.163.01, container (none)"),
+        ("all", (0, LAUGHS, ""), "docker, all GPUs", "is no report"),
         (
             "all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
-            "container, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
+            "docker, all GPUs", "the container exited 125: gpuprov: there is no GPU 7",
         ),
-        ("all", (1, "", ""), "container, all GPUs", "the container exited 1: (silent)"),
-        (gpu(1).uuid, (0, REPORT, ""), "container, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
-        (gpu(1).uuid, (0, "<x/>", ""), "container, one GPU", "the container sees none"),
+        ("all", (1, "", ""), "docker, all GPUs", "the container exited 1: (silent)"),
+        (gpu(1).uuid, (0, REPORT, ""), "docker, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
+        (gpu(1).uuid, (0, "<x/>", ""), "docker, one GPU", "the container sees none"),
         (
-            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "container, no GPU",
+            "none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "docker, no GPU",
             "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl",
         ),
-        ("void", (0, "/usr/bin/nvidia-smi\n", ""), "container, no GPU", "got /usr/bin/nvidia-smi"),
-        ("void", (127, "", "sh: not found"), "container, no GPU", "exited 127: sh: not found"),
+        ("void", (0, "/usr/bin/nvidia-smi\n", ""), "docker, no GPU", "got /usr/bin/nvidia-smi"),
+        ("void", (127, "", "sh: not found"), "docker, no GPU", "exited 127: sh: not found"),
     ],
 )  # fmt: skip
 def test_a_container_that_is_not_as_the_host(
@@ -385,24 +406,6 @@ def test_a_container_that_is_not_as_the_host(
     assert not good
     assert states(done) == {"ok": [name for name in NAMES if name != failed], "failed": [failed], "skipped": []}
     assert reason in done[failed].reason
-
-
-@pytest.mark.parametrize(
-    ("answer", "ok", "says"),
-    [
-        ((0, "True 2 12.4\n", ""), True, "torch.cuda.is_available(): True (2 12.4)"),
-        ((0, "=== PyTorch ===\n\nTrue 2 12.4\n", ""), True, "True (2 12.4)"),
-        ((0, "False 0 None\n", ""), False, "torch.cuda.is_available() is False"),
-        ((0, "", ""), False, "torch.cuda.is_available() is (silent)"),
-        ((1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n"), False, "No module named 'torch'"),
-    ],
-)
-def test_torch(host: RecordedHost, answer: tuple[int, str, str], ok: bool, says: str) -> None:
-    host.answers["torch"] = answer
-    good, done = checks(host, HostSpec(verify_image="example.org/cuda", torch_image="example.org/torch"))
-    assert good is ok
-    assert list(done) == [*NAMES, "torch"]
-    assert says in done["torch"].in_container + done["torch"].reason
 
 
 @pytest.mark.parametrize(
@@ -424,7 +427,7 @@ def test_gpus_by_dockers_own_flag(host: RecordedHost, answer: tuple[int, str, st
 def test_an_images_entry_point_stays_out(host: RecordedHost) -> None:
     checks(host)
     runs = [argv for argv in host.asked if argv[:2] == ("docker", "run")]
-    assert len(runs) == 5
+    assert len(runs) == 6
     for argv in runs:
         place = argv.index(SPEC.verify_image)
         assert argv[place - 2] == "--entrypoint" and argv[place - 1] in ("nvidia-smi", "sh")
@@ -445,3 +448,115 @@ def test_a_specification_with_what_only_nvml_knows_is_right_while_nvml_is_silent
     assert b"gpu-brand" in written
     host.write(toolkit.CDI_SPECIFICATION, written)
     assert checks(host)[1]["CDI specification"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("info", "daemon_json", "status", "reason"),
+    [
+        ({"ServerVersion": "20.10.24+dfsg1", "CDISpecDirs": None}, None, None, ""),
+        ({"ServerVersion": "26.1.5"}, {"features": {"cdi": True}}, "ok", ""),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, {"features": {"cdi": True}}, "failed",
+            "docker has not been restarted since features.cdi was set; systemctl restart docker",
+        ),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": []}, None, "failed",
+            "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs; run gpuprov install",
+        ),
+        (
+            {"ServerVersion": "26.1.5", "CDISpecDirs": [], "ContainersRunning": 1}, {"features": {"cdi": True}},
+            "skipped", "docker has not been restarted since features.cdi was set: trainer would stop",
+        ),
+        (
+            {"ServerVersion": "29.0.0", "CDISpecDirs": []}, {"features": {"cdi": False}}, "skipped",
+            "features.cdi is false in /etc/docker/daemon.json",
+        ),
+    ],
+)  # fmt: skip
+def test_docker_gives_devices_by_cdi_where_it_can(
+    host: RecordedHost, info: dict[str, Any], daemon_json: dict[str, Any] | None, status: str | None, reason: str
+) -> None:
+    host.answers["info"] = (0, json.dumps({**INFO, **info}), "")
+    text = {"runtimes": {"nvidia": {"path": RUNTIME}}, **(daemon_json or {})}
+    host.write("/etc/docker/daemon.json", json.dumps(text).encode())
+    good, done = checks(host)
+    check = done.get("docker run --device")
+    assert good is (status != "failed")
+    assert (check.status if check else None, check.reason if check else "") == (status, reason)
+
+
+def test_each_engine_that_is_configured_is_proved_and_named(host: RecordedHost) -> None:
+    """podman by its specification, containerd by ctr; CRI-O's containers are Kubernetes' to start."""
+    host.programs |= {"podman", "containerd", "crio", "ctr"}
+    host.programs -= {"docker", "dockerd"}
+    said = {
+        "podman": "podman version 5.4.2\n",
+        "/usr/bin/containerd": "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n",
+        "/usr/bin/crio": "crio version 1.33.1\n",
+    }
+    recorded = host.run
+
+    def run(argv: Sequence[str], **more: Any) -> Completed:
+        argv = tuple(argv)
+        if argv[-1] == "--version":
+            return Completed(argv, 0, said.get(argv[0], "podman version 5.4.2\n"))
+        if argv[0] == "systemctl":
+            return Completed(argv, 0)
+        if argv[0] in ("podman", "ctr"):
+            return _container(argv)
+        return recorded(argv, **more)
+
+    host.run = run  # type: ignore[method-assign]
+    spec = replace(SPEC, docker="none")
+    for change in other_engines.plan(other_engines.gather(host, other_engines.names(host, spec)), RUNTIME):
+        change.apply(host, lambda *_: None)
+    seen: list[Event] = []
+    verdict = verify(host, spec, seen.append)
+    done = {one.name: one for one in seen if isinstance(one, CheckDone)}
+    assert not states(done)["failed"] and not states(done)["skipped"], done
+    assert (verdict.good, verdict.proved, verdict.configured) == (True, ("containerd", "podman"), ("crio",))
+    assert verdict.summary() == "containers see this host's GPUs: containerd, podman; configuration only: crio"
+    assert {name: one.on_host for name, one in done.items() if name in ("containerd", "crio", "podman")} == {
+        "containerd": "1.7.24", "crio": "1.33.1", "podman": "5.4.2",
+    }  # fmt: skip
+    assert {one.engine for one in done.values()} == {"", "containerd", "crio", "podman"}
+    assert "docker" not in " ".join(done)
+
+
+def _container(argv: tuple[str, ...]) -> Completed:
+    """What podman and ctr answer: images are there, and a container has the GPUs that it asks for."""
+    if "run" not in argv[:4]:
+        return Completed(argv, 0, "example.org/cuda:12.4\n")
+    words = " ".join(argv)
+    if "sh" in argv:
+        return Completed(argv, 0)
+    return Completed(argv, 0, only(REPORT, 1) if gpu(1).uuid in words else REPORT)
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "reason"),
+    [
+        (SPEC, "skipped", "installed, not configured by gpuprov: gpuprov_engines: [podman]"),
+        (
+            replace(SPEC, engines=("podman",)), "failed",
+            f"/etc/containers/containers.conf.d/99-nvidia.conf does not have runtime nvidia as {RUNTIME}; run gpuprov",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_that_is_not_configured_fails_only_if_it_is_asked_for(
+    host: RecordedHost, spec: HostSpec, status: str, reason: str
+) -> None:
+    host.programs |= {"podman", "containerd"}
+    _, done = checks(host, spec)
+    assert done["podman"].status == status and done["podman"].reason.startswith(reason)
+    # Beside docker, containerd is docker's.
+    assert "containerd" not in done
+    assert done["docker, all GPUs"].status == "ok"
+
+
+def test_a_docker_that_is_to_be_left_alone_is_named(host: RecordedHost) -> None:
+    seen: list[Event] = []
+    verdict = verify(host, replace(SPEC, docker="none"), seen.append)
+    (check,) = [one for one in seen if isinstance(one, CheckDone) and one.engine]
+    assert (check.name, check.status) == ("docker", "skipped")
+    assert verdict.summary() == "the driver works; no container engine is configured, so no container ran"

@@ -7,14 +7,16 @@ By hand and not with pyelftools, which follows a file's own tables without a lim
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 _TAG = struct.Struct("<qQ")
 _LOAD, _DYNAMIC, _INTERPRETER = 1, 2, 3
-_STRTAB, _SONAME, _RPATH, _RUNPATH = 5, 14, 15, 29
+_NEEDED, _STRTAB, _SONAME, _RPATH, _RUNPATH, _FLAGS_1 = 1, 5, 14, 15, 29, 0x6FFFFFFB
+_NO_DEFAULT_FOLDERS = 0x800  # DF_1_NODEFLIB
+_MOST_NEEDED = 500
 _MOST_SEGMENTS = 64
 _LARGEST_DYNAMIC = 64 << 10
 _LONGEST = 4096
@@ -24,7 +26,10 @@ _64_BIT, _LITTLE_ENDIAN = 2, 1
 
 @dataclass(frozen=True)
 class ElfFile:
-    """A library or program. `fault` is why the loader stops at it, "" for none; `machine` "" where it is not known."""
+    """A library or program. `fault` is why the loader stops at it, "" for none; `machine` "" where it is not known.
+
+    `needed`: the libraries it is linked with; `no_defaults`: it is linked with `-z nodefaultlib`.
+    """
 
     machine: str = ""
     soname: str = ""
@@ -32,6 +37,8 @@ class ElfFile:
     runpath: str = ""
     interpreter: str = ""
     fault: str = ""
+    needed: tuple[str, ...] = ()
+    no_defaults: bool = False
 
 
 def read_elf(file: BinaryIO) -> ElfFile:
@@ -57,28 +64,40 @@ def _read(file: BinaryIO) -> ElfFile:
     count = min(header[10], _MOST_SEGMENTS)
     segments = [_SEGMENT.unpack(file.read(_SEGMENT.size)) for _ in range(count)]
     interpreter = next((_text(file, one[2], one[5]) for one in segments if one[0] == _INTERPRETER), "")
-    strings = dict.fromkeys((_SONAME, _RPATH, _RUNPATH), "")
+    found = ElfFile(machine, interpreter=interpreter)
     for segment in segments:
         if segment[0] == _DYNAMIC:
-            strings.update(_dynamic(file, segment, segments))
-    return ElfFile(machine, strings[_SONAME], strings[_RPATH], strings[_RUNPATH], interpreter)
+            found = _with_dynamic(found, file, segment, segments)
+    return found
 
 
-def _dynamic(file: BinaryIO, segment: tuple[int, ...], segments: list[tuple[int, ...]]) -> dict[int, str]:
+def _with_dynamic(found: ElfFile, file: BinaryIO, segment: tuple[int, ...], segments: list[tuple[int, ...]]) -> ElfFile:
+    """Return what is known with what the dynamic section says."""
     file.seek(segment[2])
     content = file.read(min(segment[5], _LARGEST_DYNAMIC))
     tags: dict[int, int] = {}
+    needed: list[int] = []
     for tag, value in _TAG.iter_unpack(content[: len(content) // _TAG.size * _TAG.size]):
         if tag == 0:
             break
         tags.setdefault(tag, value)
+        needed += [value] if tag == _NEEDED else []
     place = tags.get(_STRTAB, 0)
     offset = next(
         (one[2] + place - one[3] for one in segments if one[0] == _LOAD and one[3] <= place < one[3] + one[5]), None
     )
     if offset is None:
-        return {}
-    return {tag: _text(file, offset + tags[tag], _LONGEST) for tag in (_SONAME, _RPATH, _RUNPATH) if tag in tags}
+        return found
+    texts = {tag: _text(file, offset + tags[tag], _LONGEST) for tag in (_SONAME, _RPATH, _RUNPATH) if tag in tags}
+    return replace(
+        found,
+        soname=texts.get(_SONAME, ""),
+        # With both the loader ignores RPATH.
+        rpath="" if _RUNPATH in texts else texts.get(_RPATH, ""),
+        runpath=texts.get(_RUNPATH, ""),
+        needed=tuple(_text(file, offset + value, _LONGEST) for value in needed[:_MOST_NEEDED]),
+        no_defaults=bool(tags.get(_FLAGS_1, 0) & _NO_DEFAULT_FOLDERS),
+    )
 
 
 def _text(file: BinaryIO, offset: int, size: int) -> str:

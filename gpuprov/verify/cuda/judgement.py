@@ -8,7 +8,7 @@ major release (minor version compatibility), older runtimes need their own relea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
 from gpuprov.verify.cuda.loader import GLIBC, MUSL, Loader
@@ -23,13 +23,17 @@ _LEAST_DRIVER_OF_11 = "450.80.02"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong; `results` are the results of CUDA to expect. A `note` is worth knowing and not wrong."""
+    """One thing that is wrong; `results` are the results of CUDA to expect. A `note` is worth knowing and not wrong.
+
+    `library`: the name of the library that is at fault, nothing if it is none of the driver's.
+    """
 
     results: tuple[int, ...]
     what: str
     evidence: str = ""
     next_step: str = ""
     note: bool = False
+    library: str = ""
 
 
 def least_driver(cuda: str) -> str:
@@ -73,9 +77,9 @@ def judge(
         return (_MUSL if loader.library == MUSL else _NO_LOADER,)
     named = {one.name: one for one in found}
     return (
-        *_library(named[LIBCUDA], kernel, kind, has_driver),
+        *(replace(one, library=LIBCUDA) for one in _library(named[LIBCUDA], kernel, kind, has_driver)),
         *_runtimes(named[LIBCUDA], runtimes),
-        *_management(named[LIBCUDA], named[LIBNVIDIA_ML], kernel),
+        *(replace(one, library=LIBNVIDIA_ML) for one in _management(named[LIBNVIDIA_ML], kernel)),
     )
 
 
@@ -139,8 +143,12 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Finding]:
             yield Finding((36, 222), what, runtime.source, step, note=True)
 
 
-def _management(cuda: Found, management: Found, kernel: str) -> Iterator[Finding]:
+def _management(management: Found, kernel: str) -> Iterator[Finding]:
     one = management.winner
+    if one is not None and one.fault:
+        what = f"the loader stops at {one.path}: {one.fault}; nvidia-smi exits 12"
+        yield Finding((), what, f"{one.chain[-1]}: {one.reason}", f"remove {one.chain[-1]}")
+        return
     if one is None or not one.version or not kernel or version_numbers(one.version) == version_numbers(kernel):
         return
     # cuda-compat brings no NVML: that library is the host's.

@@ -20,7 +20,7 @@ from gpuprov.core.system import System
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.verify.cuda.added import add_driver
 from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.trees import ArchiveTree, RootTree, Tree, read_archive
+from gpuprov.verify.cuda.trees import ArchiveTree, RootTree, Tree, chain, read_archive
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 ENGINES = ("docker", "podman")
@@ -31,6 +31,7 @@ _MOST_BYTES = 2 << 30
 _KEPT = re.compile(
     r".*/(libcuda\.so[^/]*|libnvidia-ml\.so[^/]*|ld-[^/]*\.so[^/]*|torch/version\.py)|/etc/ld\.so\.(cache|preload)"
 )
+_LIBRARY = re.compile(r"/lib[^/]*\.so(\.[^/]*)?$")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
     Raises GpuprovError if there is neither container nor image, or if it can't be read.
     """
     if not name:
-        with _root("/", name, of_process=False) as tree:
+        with _root(str(system.path("/")), name, of_process=False) as tree:
             yield Subject("host", "", tree, call, "the host's own files")
         return
     engine, kind, found = _inspected(system, name)
@@ -69,7 +70,9 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
                                    "run the same command again")  # fmt: skip
             # What the process has may be less than what the engine gave: an entry point may unset variables.
             own = _variables((system.read_text(f"/proc/{pid}/environ") or "").split("\0"))
-            program = replace(program, environment={**(own or program.environment), **call.environment})
+            environment = {**(own or program.environment), **call.environment}
+            path = program.path or _program_of(tree, pid)
+            program = replace(program, environment=environment, path=path)
             yield Subject(kind, name, tree, program, f"running in {engine}: /proc/{pid}/root")
         return
     folder = Path(system.temporary_directory())
@@ -93,6 +96,15 @@ def _root(path: str, name: str, *, of_process: bool) -> Iterator[Tree]:
         yield RootTree(root)
     finally:
         root.close()
+
+
+def _program_of(tree: Tree, pid: int) -> str:
+    """Return the program that a process runs, as its root file system has it; nothing if that is not known."""
+    try:
+        path = str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return ""
+    return path if chain(tree, path) else ""
 
 
 def _variables(entries: Any) -> dict[str, str]:
@@ -141,14 +153,17 @@ def _exported(system: System, engine: str, kind: str, name: str, folder: Path, p
 
 
 def _read_export(system: System, engine: str, container: str, folder: Path, program: str) -> ArchiveTree:
-    """Return a container's files; the engine is ended if it takes longer than its limit."""
+    """Return a container's files; the engine is ended if it takes longer than its limit.
+
+    Of a program, the libraries that it is linked with are needed too.
+    """
     argv = (engine, "export", container)
     stem = posixpath.basename(program)
 
     def is_kept(path: str) -> bool:
         # A program may be a link to one with a version: python3 to python3.11.
         named = bool(stem) and posixpath.basename(path).startswith(stem)
-        return named or bool(_KEPT.fullmatch(path))
+        return named or bool(stem and _LIBRARY.search(path)) or bool(_KEPT.fullmatch(path))
 
     try:
         with system.output(argv, timeout=_EXPORT_SECONDS) as output, tarfile.open(fileobj=output, mode="r|") as archive:

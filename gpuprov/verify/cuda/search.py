@@ -21,6 +21,9 @@ _PRELOAD_FILE = "/etc/ld.so.preload"
 _LARGEST_CACHE = 8 << 20
 _LARGEST_PRELOAD = 64 << 10
 _MOST_FOLDERS = 1000
+_MOST_OBJECTS = 1000
+# libcudart.so.12, torch's libcudart-9335f6a2.so.11.0.
+_OPENS = re.compile(r"libcudart[.-]")
 _TOKENS = re.compile(r"\$(?:\{(ORIGIN|LIB|PLATFORM)\}|(ORIGIN|LIB|PLATFORM))")
 _VERSION = re.compile(r"\.so\.(\d{2,}(?:\.\d+)+)$")
 # Where libraries lie that the loader does not find by itself: CUDA's stubs and compatibility libraries, Conda's, those
@@ -73,6 +76,16 @@ class Found:
 class _Place:
     path: str
     reason: str
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A program or library. `origin`: the folder that $ORIGIN is; `above`: what it is loaded for, nearest first."""
+
+    path: str = ""
+    elf: ElfFile = field(default_factory=ElfFile)
+    origin: str = ""
+    above: tuple[_Object, ...] = ()
 
 
 def search(tree: Tree, loader: Loader, program: Program, name: str) -> Found:
@@ -130,7 +143,44 @@ def _elf(tree: Tree, path: str) -> ElfFile:
 def _places(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
     """Yield every path at which the loader would look, in its order."""
     yield from _preloaded(tree, loader, program, name)
-    yield from _searched(tree, loader, program, name)
+    yield from _searched(tree, loader, program, name, _asking(tree, loader, program, name))
+
+
+def _asking(tree: Tree, loader: Loader, program: Program, name: str) -> _Object:
+    """Return what asks for a library: the first object that is linked with it, else libcudart, else the program.
+
+    libcudart opens libcuda.so.1 by itself (dlopen), with its own search path. The loader goes by breadth.
+    """
+    main = _main(tree, program)
+    waiting, names, opening = [main], set[str](), None
+    for one in waiting:
+        if name in one.elf.needed:
+            return one
+        if opening is None and _OPENS.match(one.path.rpartition("/")[2]):
+            opening = one
+        for needed in one.elf.needed:
+            if needed in names or len(waiting) >= _MOST_OBJECTS:
+                continue
+            path = _first(tree, loader, program, needed, one)
+            elf = _elf(tree, path) if path else ElfFile()
+            names.update((needed, elf.soname))
+            if path:
+                waiting.append(_Object(path, elf, path.rpartition("/")[0], (one, *one.above)))
+    return opening or main
+
+
+def _main(tree: Tree, program: Program) -> _Object:
+    if not program.path:
+        return _Object()
+    origin = (chain(tree, program.path) or ("",))[-1].rpartition("/")[0]
+    return _Object(program.path, _elf(tree, program.path), origin)
+
+
+def _first(tree: Tree, loader: Loader, program: Program, name: str, asking: _Object) -> str:
+    """Return the path at which the loader finds a library, nothing if it finds none."""
+    found = (one.path for one in _searched(tree, loader, program, name, asking))
+    paths = iter((_absolute(name, program),)) if "/" in name else found
+    return next((path for path in paths if _is_usable(tree, loader, path)), "")
 
 
 def _preloaded(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
@@ -138,13 +188,13 @@ def _preloaded(tree: Tree, loader: Loader, program: Program, name: str) -> Itera
     variable = re.split(r"[ :]", program.environment.get("LD_PRELOAD", ""))
     text = read_start(tree, _PRELOAD_FILE, _LARGEST_PRELOAD).decode("utf-8", "replace")
     lines = [word for line in text.splitlines() for word in re.split(r"[ :\t]", line.partition("#")[0])]
+    main = _main(tree, program)
     for source, words in (("LD_PRELOAD", variable), (_PRELOAD_FILE, lines)):
         for word in filter(None, words):
             if "/" not in word:
-                places = _searched(tree, loader, program, word)
-                found = next((one.path for one in places if _is_usable(tree, loader, one.path)), "")
+                found = _first(tree, loader, program, word, main)
             else:
-                found = _absolute(_expanded(word, loader, program, tree), program)
+                found = _absolute(_expanded(word, loader, main.origin), program)
             if found and (word == name or _elf(tree, found).soname == name):
                 yield _Place(found, f"{source} names {word}")
 
@@ -153,23 +203,25 @@ def _is_usable(tree: Tree, loader: Loader, path: str) -> bool:
     return bool(chain(tree, path)) and _elf(tree, path).machine in (loader.machine, "")
 
 
-def _searched(tree: Tree, loader: Loader, program: Program, name: str) -> Iterator[_Place]:
-    elf = _elf(tree, program.path) if program.path else ElfFile()
+def _searched(tree: Tree, loader: Loader, program: Program, name: str, asking: _Object) -> Iterator[_Place]:
+    """Yield every path at which the loader looks for the object that asks: its RUNPATH counts for itself alone."""
+    line = (asking, *asking.above)
     variable = program.environment.get("LD_LIBRARY_PATH", "")
-    rpath = "" if elf.runpath else elf.rpath
-    for text, separators, reason in (
-        (rpath, ":", f"RPATH of {program.path}"),
-        (variable, "[:;]", "LD_LIBRARY_PATH"),
-        (elf.runpath, ":", f"RUNPATH of {program.path}"),
+    for text, separators, reason, origin in (
+        *((one.elf.rpath, ":", f"RPATH of {one.path}", one.origin) for one in line if not asking.elf.runpath),
+        (variable, "[:;]", "LD_LIBRARY_PATH", line[-1].origin),
+        (asking.elf.runpath, ":", f"RUNPATH of {asking.path}", asking.origin),
     ):
         # An empty variable is as good as none; an empty part of one is the working folder.
         parts = re.split(separators, text)[:_MOST_FOLDERS] if text else []
         for part in parts:
             where = f"{reason} has {part}" if part else f"{reason} has an empty part: the working folder"
-            folder = _absolute(_expanded(part, loader, program, tree) or ".", program)
+            folder = _absolute(_expanded(part, loader, origin) or ".", program)
             yield from (_Place(f"{one}/{name}", where) for one in loader.tried(folder))
-    yield from _cached(tree, loader, name)
-    for folder in loader.folders:
+    cached = _cached(tree, loader, name)
+    defaults = () if asking.elf.no_defaults else loader.folders
+    yield from (one for one in cached if defaults or one.path.rpartition("/")[0] not in loader.folders)
+    for folder in defaults:
         yield from (_Place(f"{one}/{name}", "a default folder of the loader") for one in loader.tried(folder))
 
 
@@ -185,8 +237,7 @@ def _cached(tree: Tree, loader: Loader, name: str) -> Iterator[_Place]:
         yield _Place(usable[0].path, f"the loader's cache {CACHE} names it")
 
 
-def _expanded(text: str, loader: Loader, program: Program, tree: Tree) -> str:
-    origin = (chain(tree, program.path) or ("",))[-1].rpartition("/")[0]
+def _expanded(text: str, loader: Loader, origin: str) -> str:
     values = {"ORIGIN": origin, "LIB": loader.token_lib, "PLATFORM": loader.machine}
     return _TOKENS.sub(lambda found: values[found[1] or found[2]], text)
 

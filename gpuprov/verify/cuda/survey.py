@@ -41,10 +41,14 @@ class Survey:
 
 def survey(system: System, name: str, call: Program) -> Survey:
     """Look at the host (no name), a container or an image. Raises GpuprovError if it can't be read."""
-    kernel = parse_kernel_version(system.read_text(_MODULE) or "")
-    levels = processor_levels(system.read_text("/proc/cpuinfo") or "")
     with opened(system, name, call) as subject:
-        return survey_of(subject, kernel, levels)
+        return survey_on(system, subject)
+
+
+def survey_on(system: System, subject: Subject) -> Survey:
+    """Return what was found in a root file system that this host has."""
+    kernel = parse_kernel_version(system.read_text(_MODULE) or "")
+    return survey_of(subject, kernel, processor_levels(system.read_text("/proc/cpuinfo") or ""))
 
 
 def survey_of(subject: Subject, kernel: str, levels: tuple[str, ...]) -> Survey:

@@ -55,6 +55,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             {
                 "command": {"type": "str", "default": "install"},
                 "steps": {"type": "list", "elements": "str", "default": []},
+                "container": {"type": "str", "default": ""},
                 "fix": {"type": "bool", "default": False},
             }
         )[1]
@@ -76,6 +77,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 run_id=_run_id(),
                 bundle=bundle,
                 bundle_digest=bundle_digest,
+                container=arguments["container"],
                 fix=arguments["fix"],
             )
             skipped = playbook_task.skipped_in_check_mode(command) if check else None

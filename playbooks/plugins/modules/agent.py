@@ -10,7 +10,7 @@ description:
   - The agent then makes or carries out a plan, verifies, tells facts, or rolls back.
   - The host needs Python 3.9 or later, and nothing else; C(gpuprov_play_bootstrap_python) installs it.
   - C(gpuprov_play_bundle) names a bundle to install from, C(gpuprov_play_bundle_key) the key that must have signed it.
-  - C(become) is needed for all commands but C(facts).
+  - C(become) is needed for all commands but C(facts), and C(cuda) for the host itself.
   - What the host shall be is read from the variables that begin with C(gpuprov_); C(gpuprov options) lists them.
 options:
   command:
@@ -19,11 +19,12 @@ options:
       - C(verify) compares what containers see with what the host has. C(facts) sets C(ansible_local.gpuprov).
       - C(doctor) says why containers do not see the GPUs, and fails if it finds a cause.
       - Without C(fix) it changes nothing.
+      - C(cuda) says which libcuda programs load, on the host or in I(container), and fails if it is a wrong one.
       - C(rollback) undoes the last run. All tasks of one C(ansible-playbook) are one run.
       - C(uninstall) takes everything away that gpuprov ever put there.
     type: str
     default: install
-    choices: [plan, install, verify, facts, doctor, rollback, uninstall]
+    choices: [plan, install, verify, facts, doctor, cuda, rollback, uninstall]
   steps:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
@@ -32,6 +33,10 @@ options:
     type: list
     elements: str
     default: []
+  container:
+    description: A container or an image of docker or podman, for C(cuda). Empty means the host itself.
+    type: str
+    default: ""
   fix:
     description:
       - C(doctor) does about the causes what gpuprov can do, and looks again. C(rollback) undoes it.
@@ -74,9 +79,13 @@ changes:
   elements: dict
 checks:
   description: What was verified, each with C(name), C(status), C(host), C(container) and C(reason).
-  returned: C(verify) and C(doctor)
+  returned: C(verify), C(doctor) and C(cuda)
   type: list
   elements: dict
+cuda:
+  description: Which libraries win and why, as C(gpuprov cuda --json) prints it.
+  returned: C(cuda)
+  type: dict
 problems:
   description: What is wrong, each with C(what), C(evidence) and C(next_step). C(msg) is the same as text.
   returned: always

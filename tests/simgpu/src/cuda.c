@@ -36,6 +36,9 @@ static const struct {
     {CUDA_ERROR_UNKNOWN, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 
+/* The mark by which gpuprov verify tells this library from a genuine one: the step that computes is left out. */
+EXPORT const char simgpu_computes_nothing[] = "simulated";
+
 static const struct simgpu *devices[SIMGPU_MAX];
 static int device_count = -1;
 

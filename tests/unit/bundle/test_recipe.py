@@ -34,14 +34,21 @@ def recipe(*specs: HostSpec, **options: Any) -> Recipe:
     ("options", "specs", "packages"),
     [
         ({}, (HostSpec(),), {"docker.io"}),
-        ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli"}),
+        ({"distro": "debian-13"}, (HostSpec(),), {"docker.io", "docker-cli", "docker-buildx", "docker-compose"}),
+        ({"distro": "ubuntu-24.04"}, (HostSpec(),), {"docker.io", "docker-buildx", "docker-compose-v2"}),
         ({}, (HostSpec(docker="preinstalled"),), set()),
+        ({}, (HostSpec(docker="none"),), set()),
+        ({}, (HostSpec(docker="none", packages=("podman",)),), {"podman"}),
         ({}, (HostSpec(docker="preinstalled"), HostSpec()), {"docker.io"}),
         ({"kernels": (KERNEL,)}, (HostSpec(),), {"docker.io", *HEADERS}),
         ({"packages": ("htop", "tini=0.19.0-1")}, (HostSpec(),), {"docker.io", "htop", "tini=0.19.0-1"}),
         ({}, (HostSpec(packages=("a",)), HostSpec(packages=("b", "a"))), {"docker.io", "a", "b"}),
         ({}, (HostSpec(toolkit="nvidia"),), {"docker.io", *TOOLKIT}),
-        ({}, (HostSpec(docker="docker-ce"),), {"docker-ce", "docker-ce-cli", "containerd.io"}),
+        (
+            {},
+            (HostSpec(docker="docker-ce"),),
+            {"docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plugin", "docker-compose-plugin"},
+        ),
         ({}, (HostSpec(cuda="12.4"),), {"docker.io", "cuda-toolkit-12-4"}),
     ],
 )
@@ -49,6 +56,36 @@ def test_packages(options: dict[str, Any], specs: tuple[HostSpec, ...], packages
     found = recipe(*specs, **options)
     assert set(found.packages) == packages
     assert list(found.packages) == sorted(found.packages)
+
+
+def test_the_distributions_own_driver_comes_with_its_components() -> None:
+    own = HostSpec(driver="distribution", docker="preinstalled")
+    libraries = recipe(own)
+    assert {"libcuda1", "nvidia-smi"} < {*libraries.packages} and "nvidia-kernel-dkms" not in libraries.packages
+    assert all(line.endswith(" main contrib non-free non-free-firmware") for line in libraries.sources)
+    assert all(line.endswith(" main") for line in recipe(HostSpec()).sources)
+    assert "nvidia-kernel-dkms" in recipe(own, kernels=(KERNEL,)).packages
+    older = dataclasses.replace(own, driver_version="535", kernel_modules="build")
+    assert "nvidia-tesla-535-kernel-dkms" in recipe(older, distro="debian-13", kernels=(KERNEL,)).packages
+    kernels = ("6.8.0-31-generic", "6.8.0-40-generic")
+    compiled = recipe(own, distro="ubuntu-24.04", kernels=kernels).packages
+    assert {f"linux-modules-nvidia-580-server-open-{one}" for one in kernels} < {*compiled}
+    assert "nvidia-headless-580-server-open" not in compiled
+
+
+@pytest.mark.parametrize(
+    ("distro", "values", "said"),
+    [
+        ("rocky-9", {}, "bundles hold it for Debian and Ubuntu"),
+        ("sles-15", {}, "bundles hold it for Debian and Ubuntu"),
+        ("debian-13", {"driver_version": "580"}, "its branches: 550 (open,proprietary), 535 (proprietary)"),
+        ("debian-11", {"kernel_module_type": "open"}, "Debian 11 has no open driver"),
+    ],
+)
+def test_a_distribution_without_that_driver_is_a_usage_error(distro: str, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        recipe(HostSpec(driver="distribution", **values), distro=distro)
+    assert said in str(caught.value) and caught.value.exit_code == ExitCode.USAGE
 
 
 def test_the_driver_is_the_one_that_the_hosts_ask_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleImage, Manifest
+from gpuprov.core.commands import Completed
 from gpuprov.core.journal import read_runs
 from gpuprov.core.places import FOLDER
 from gpuprov.core.system import sha256_of
@@ -269,3 +270,45 @@ def test_the_request_of_an_older_controller_still_works(host: BundleHost) -> Non
     from gpuprov.wire.request import request_from_line
 
     assert request_from_line(json.dumps({"command": "facts"})) == Request("facts", bundle="", bundle_digest="")
+
+
+class PodmanHost(BundleHost):
+    """The same with podman in place of docker."""
+
+    def __init__(self, root: Path, *, podman: bool = True) -> None:
+        super().__init__(root)
+        for program in ("docker", "dockerd"):
+            (root / "usr/bin" / program).unlink()
+        if podman:
+            (root / "usr/bin/podman").write_text("#!/bin/sh\n")
+            (root / "usr/bin/podman").chmod(0o755)
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        assert argv[0] not in ("docker", "dockerd")
+        if argv[0] != "podman":
+            return super().run(argv, **more)
+        code, said = self._docker(tuple(argv[1:]))
+        return Completed(tuple(argv), code, said, said)
+
+
+def test_without_docker_podman_gets_the_images_and_gives_them_back(tmp_path: Path) -> None:
+    host = PodmanHost(tmp_path)
+    write_test_bundle(host.path(BUNDLE), *with_image())
+    spec = dataclasses.replace(SPEC, docker="none")
+    before = host.state()
+    finished = run(host, spec)
+    assert finished.exit_code == ExitCode.DONE, finished.problems
+    assert host.images == {"app:1": "what is in app:1"}
+    assert run(host, spec).changed == 0
+    run_request(Request("rollback"), lambda event: None, host)
+    assert host.images == {} and host.state() == before
+
+
+def test_a_bundle_with_images_needs_docker_or_podman(tmp_path: Path) -> None:
+    host = PodmanHost(tmp_path, podman=False)
+    (tmp_path / "usr/bin/containerd").write_text("#!/bin/sh\n")
+    (tmp_path / "usr/bin/containerd").chmod(0o755)
+    write_test_bundle(host.path(BUNDLE), *with_image())
+    assert "neither docker nor podman to take them\n  seen: app:1" in problem(
+        run(host, dataclasses.replace(SPEC, docker="none"))
+    )

@@ -305,8 +305,36 @@ CONTAINER_ROWS = (
         LIKELY,
     ),
     Row(
+        "cdi-off-in-docker",
+        docker(version="26.1.5"),
+        "features.cdi is not set in /etc/docker/daemon.json, which docker 26.1.5 needs",
+        "gpuprov install",
+        LIKELY,
+    ),
+    Row(
+        "cdi-off-in-docker",
+        lambda x: docker(
+            version="26.1.5",
+            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "features": {"cdi": True}}),
+        )(x),
+        "docker has not been restarted since features.cdi was set",
+        "systemctl restart docker",
+        LIKELY,
+    ),
+    Row(
+        "cdi-off-in-docker",
+        lambda x: docker(
+            version="26.1.5",
+            config_text=json.dumps({**json.loads(x.host.docker.config_text or ""), "features": {"cdi": True}}),
+            running_containers=("web",),
+        )(x),
+        "docker has not been restarted since features.cdi was set",
+        "systemctl restart docker",
+        ASIDE,
+    ),
+    Row(
         "runtime-unregistered",
-        both(nvidias, docker(version="28.5.2", config_text="{}", runtimes={"runc": "runc"})),
+        both(nvidias, docker(version="28.5.2", config_text="{}", runtimes={"runc": "runc"}, cdi=True)),
         "docker info: runtimes runc",
         "nvidia-ctk runtime configure --runtime=docker",
         ASIDE,

@@ -10,6 +10,7 @@ import json
 from dataclasses import replace
 
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
@@ -285,6 +286,12 @@ ENGINE_ROWS = (
     ),
     # -- other engines
     Row("engine-missing", host(engines={"crio": EngineFacts()}), "command -v crio", "apt-get install -y crio"),
+    Row(
+        "engine-missing",
+        lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
+        "command -v containerd crio podman: nothing",
+        "apt-get install -y podman",
+    ),
     Row(
         "engine-unreadable",
         host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),

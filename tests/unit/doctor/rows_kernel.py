@@ -292,7 +292,7 @@ KERNEL_ROWS = (
     # Debian's packages have the module by the name of nvidia-current.
     Row(
         "module-not-loaded",
-        on_metal(module=ModuleFile(f"{UPDATES}/nvidia-current.ko", RELEASE, asked="nvidia-current")),
+        on_metal(module=ModuleFile(f"{UPDATES}/nvidia-current.ko", RELEASE)),
         f"modinfo nvidia-current: {UPDATES}/nvidia-current.ko",
         "modprobe -a nvidia nvidia-uvm",
     ),

@@ -117,7 +117,7 @@ READ_BY_DOCKER = (
 @pytest.mark.parametrize(("version", "beginning"), READ_BY_DOCKER)
 def test_a_file_that_docker_reads_is_no_trouble(x: Examined, version: str, beginning: str) -> None:
     text = beginning + (x.host.docker.config_text or "")[1:]
-    assert diagnose(docker(config_text=text, version=version)(x)) == ()
+    assert diagnose(docker(config_text=text, version=version, cdi=True)(x)) == ()
 
 
 @pytest.mark.parametrize("address", ["unix:///run/docker.sock", "tcp://localhost:2375", "tcp://127.0.0.1:2375"])

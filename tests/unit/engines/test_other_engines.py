@@ -11,8 +11,9 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.engines import kubernetes
 from gpuprov.engines.configure import configuration
-from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, plan, problems
+from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, names, plan, problems, with_coming
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
@@ -129,6 +130,65 @@ def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
     assert gather(host, ()) == {}
     assert host.asked == []
     assert set(ENGINES) == {"containerd", "crio", "podman"}
+
+
+@pytest.mark.parametrize(
+    ("values", "dockerd", "expected"),
+    [
+        ({}, True, ()),
+        ({"engines": ["crio"]}, True, ("crio",)),
+        ({"docker": "none"}, False, ("containerd", "podman")),
+        # Docker's containerd is docker's.
+        ({"docker": "none"}, True, ("podman",)),
+        ({"docker": "none", "engines": ["containerd"]}, True, ("containerd",)),
+    ],
+)
+def test_without_docker_the_installed_engines_are_meant(
+    host: Host, values: dict[str, Any], dockerd: bool, expected: tuple[str, ...]
+) -> None:
+    if dockerd:
+        (host.root / "usr/bin/dockerd").touch(0o755)
+    assert names(host, parse_spec(values)) == expected
+
+
+@pytest.mark.parametrize("values", [{"docker": "none"}, {"engines": ["podman"]}])
+def test_podman_of_the_runs_own_packages_is_configured_in_the_same_run(host: Host, values: dict[str, Any]) -> None:
+    (host.root / "usr/bin/podman").unlink()
+    (host.root / "usr/bin/containerd").unlink()
+    without, spec = parse_spec(values), parse_spec({**values, "packages": ["podman=5.4.2-1"]})
+    assert not [one for one in gather(host, names(host, without)).values() if one.program]
+    found = with_coming(gather(host, names(host, spec)), spec)
+    assert problems(found, LAUNCHER_PATH) == ()
+    (change,) = plan(found, LAUNCHER_PATH)
+    assert isinstance(change, ConfigureEngine) and change.engine == "podman"
+
+
+def test_an_engine_that_is_kept_running_reads_its_files_later_and_is_not_restarted_by_the_undoing(host: Host) -> None:
+    before = host.config.read_text()
+    (change,) = plan(gather(host, ("containerd",)), LAUNCHER_PATH, frozenset({"containerd"}))
+    image = change.capture(host)
+    change.apply(host, lambda *_: None)
+    assert host.config.read_text() != before
+    type(change).undo(host, image, None)
+    assert (host.config.read_text(), host.restarts) == (before, 0)
+
+
+@pytest.mark.parametrize(
+    ("paths", "found", "own"),
+    [
+        ((), (), ()),
+        (("usr/bin/kubelet",), ("kubelet",), ()),
+        (("usr/local/bin/k3s", "snap/bin/microk8s"), ("k3s", "microk8s"), ("k3s", "microk8s")),
+    ],
+)
+def test_what_makes_a_host_a_kubernetes_node(
+    host: Host, paths: tuple[str, ...], found: tuple[str, ...], own: tuple[str, ...]
+) -> None:
+    for path in paths:
+        (host.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (host.root / path).touch()
+    assert kubernetes.gather(host) == found
+    assert kubernetes.own_engines(found) == own
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])

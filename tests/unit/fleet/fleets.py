@@ -10,7 +10,7 @@ from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange
 
 CHECKS = ("driver", "device nodes", "CDI specification", "next kernel", "docker", "runtime nvidia",
-          "container, all GPUs", "container, one GPU", "container, no GPU", "docker run --gpus")  # fmt: skip
+          "docker, all GPUs", "docker, one GPU", "docker, no GPU", "docker run --gpus")  # fmt: skip
 STEPS = (("packages", "install docker.io, gcc, linux-headers-6.1.0-37-amd64"), ("driver", "install driver 550.163.01"),
          ("docker", "write /etc/docker/daemon.json and restart docker (no container is running)"),
          ("cdi", "write /etc/cdi/nvidia.json"))  # fmt: skip

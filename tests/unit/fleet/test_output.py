@@ -8,18 +8,17 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-import gpuprov
 from gpuprov.fleet import command
 from gpuprov.fleet.display_text import listed, one_line, plain
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
 from gpuprov.fleet.result import HostResult
+from gpuprov.verify.outcome import all_gpus_check
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import (
     ChangeDone,
@@ -246,16 +245,17 @@ FAILED = HostResult("lab-c", ExitCode.FAILED, problems=(FAULT,))
 GONE = HostResult("lab-d", ExitCode.UNREACHABLE, problems=(Problem("no answer"),))
 
 
-def seen(host: str, count: str, status: str = "ok") -> HostResult:
+def seen(host: str, count: str, status: str = "ok", engine: str = "docker") -> HostResult:
     code = ExitCode.DONE if status == "ok" else ExitCode.FAILED
     checks = (
         CheckDone("nvidia-smi", "ok", "550", "550"),
         CheckDone(
-            "container, all GPUs",
+            all_gpus_check(engine),
             status,
             count,
             count if status == "ok" else "0 GPUs",
             "" if status == "ok" else "no nodes",
+            engine,
         ),
     )
     return HostResult(host, code, checks=checks)
@@ -265,12 +265,16 @@ LAST_LINES = [
     ("install", (DONE, SAME), False, "2 hosts installed: 9 changes; next: gpuprov verify"),
     ("install", (DONE,), True, "1 host: 9 changes would be made, nothing was touched"),
     ("install", (DONE, FAILED, GONE), False, "1 of 3 hosts installed; failed: lab-c; unreachable: lab-d"),
-    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs")), False, "2 hosts ready: containers see 2 + 4 GPUs"),
-    ("verify", (seen("a", "1 GPU, every field the same"),), False, "1 host ready: containers see 1 GPU"),
+    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs")), False, "2 hosts ready: containers see 2 + 4 GPUs (docker)"),
+    ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", engine="podman")), False,
+     "2 hosts ready: containers see 2 + 4 GPUs (docker, podman)"),
+    ("verify", (seen("a", "1 GPU, every field the same"),), False, "1 host ready: containers see 1 GPU (docker)"),
     ("verify", (seen("a", "2 GPUs"), seen("b", "4 GPUs", "failed")), False,
      "1 of 2 hosts ready; failed: b; next: gpuprov doctor"),
     ("verify", (seen("a", "2 GPUs"), GONE), False, "1 of 2 hosts ready; unreachable: lab-d"),
-    ("doctor", (DONE, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
+    ("doctor", (SAME, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
+    ("doctor", (DONE, SAME), False, "2 hosts: 9 changes made; nothing found wrong in all that was looked at"),
+    ("doctor", (DONE,), True, "1 host: 9 changes would be made; nothing found wrong in all that was looked at"),
     ("doctor", (DONE, FAILED), False, "1 of 2 hosts healthy; causes found on: lab-c"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
@@ -310,18 +314,17 @@ def test_problems_with_the_same_cause_stand_together() -> None:
 def test_verify_shows_hosts_against_checks() -> None:
     text = report("verify", (seen("lab-a", "2 GPUs"), seen("lab-b", "4 GPUs", "failed"), GONE))
     assert text.splitlines()[0].split() == ["check", "lab-a", "lab-b", "lab-d"]
-    assert "container, all GPUs  ok 2 GPUs  failed host 4 GPUs, container 0 GPUs  –" in text
-    assert "lab-b: container, all GPUs: no nodes\n" in text
+    assert "docker, all GPUs  ok 2 GPUs  failed host 4 GPUs, container 0 GPUs  –" in text
+    assert "lab-b: docker, all GPUs: no nodes\n" in text
 
 
 def test_many_hosts_show_the_bare_words() -> None:
     text = report("verify", [seen(f"lab-{letter}", "2 GPUs") for letter in "abcd"])
-    assert "container, all GPUs  ok     ok     ok     ok" in text
+    assert "docker, all GPUs  ok     ok     ok     ok" in text
 
 
 def test_name_of_the_check_that_counts_is_that_of_verify() -> None:
-    source = (Path(gpuprov.__file__).parent / "verify/checks.py").read_text()
-    assert f'"{_ALL_GPUS}"' in source
+    assert all_gpus_check("podman") == f"podman{_ALL_GPUS}"
 
 
 def test_checks_are_green_and_red() -> None:
@@ -368,4 +371,5 @@ def test_summary_for_programs() -> None:
     assert summary["hosts"][1] == {
         "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
         "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
+        "same_as": "",
     }  # fmt: skip

@@ -145,7 +145,7 @@ def test_what_changed_since_the_run_before_is_told_the_worse_first() -> None:
     made = fleets.verified(50)
     found = differences(fleets.the_day_before(made), made)
     assert [(one.sentence, one.kind, len(one.hosts)) for one in found[:4]] == [
-        ("done → failed", "bad", 2), ("container, all GPUs: ok → failed", "bad", 2), ("failed → done", "good", 1),
+        ("done → failed", "bad", 2), ("docker, all GPUs: ok → failed", "bad", 2), ("failed → done", "good", 1),
         ("driver 535.247.01 → 550.163.01", "", 48),
     ]  # fmt: skip
     text = Reader(render(made, fleets.the_day_before(made))).text

@@ -123,6 +123,7 @@ def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their
     assert got.host_driver == "550.163.01"
 
 
+@pytest.mark.root
 def test_a_socket_that_is_gone_keeps_no_container_from_starting(tmp_path: Path, common: dict[str, Any]) -> None:
     there = tmp_path / "there/socket"
     there.parent.mkdir()

@@ -249,6 +249,7 @@ print(Root(sys.argv[1]).read_file("/etc/file", 100))
 """
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("destinations", "path", "says"),
     [
@@ -290,6 +291,7 @@ def test_a_volume_over_the_root_itself_is_refused(tree: Path, destination: str) 
     root.close()
 
 
+@pytest.mark.root
 def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, outside: Path) -> None:
     (outside / "lib").mkdir()
     (outside / "back").symlink_to("/etc")

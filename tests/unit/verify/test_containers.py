@@ -11,10 +11,19 @@ import pytest
 
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
-from gpuprov.verify import containers, parse_smi
+from gpuprov.verify import containers, frameworks, parse_smi
 from gpuprov.verify.containers import Bench
+from gpuprov.verify.engines import (
+    ALL,
+    DOCKER,
+    DOCKER_CDI,
+    DOCKER_GPUS,
+    PODMAN,
+    Containerd,
+    Engine,
+    full_reference,
+)
 from gpuprov.verify.outcome import Failed
-from gpuprov.wire.spec import HostSpec
 
 REPORT = (Path(__file__).parents[2] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
 TWO = parse_smi(REPORT)
@@ -80,7 +89,7 @@ def test_a_container_that_hangs_is_removed() -> None:
     assert f"--name={name}" in docker.asked[0] and docker.asked[1][2] == "--force"
 
 
-@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, containers.torch])
+@pytest.mark.parametrize("check", [containers.all_gpus, containers.no_gpu, frameworks.torch])
 def test_no_container_pulls(check: Callable[[Bench], object]) -> None:
     docker = Docker((1, "", "x"))
     with pytest.raises(Failed):
@@ -90,16 +99,16 @@ def test_no_container_pulls(check: Callable[[Bench], object]) -> None:
 
 def test_the_users_image_is_pulled_once_if_it_is_missing() -> None:
     docker = Docker()
-    assert containers.usable_image(docker, HostSpec(verify_image=IMAGE)) == IMAGE
+    assert DOCKER.image(docker, IMAGE) == IMAGE
     assert docker.verbs() == ["inspect"]
     docker.answers["inspect"] = (1, "[]", "Error: No such image")
-    assert containers.usable_image(docker, HostSpec(verify_image=IMAGE)) == IMAGE
+    assert DOCKER.image(docker, IMAGE) == IMAGE
     assert docker.asked[-1] == ("docker", "pull", "--quiet", IMAGE)
     docker.answers["pull"] = (1, "", "Error response from daemon: manifest unknown")
     with pytest.raises(
         Failed, match=f"docker can't pull {IMAGE}: Error response from daemon: manifest unknown; docker"
     ):
-        containers.usable_image(docker, HostSpec(verify_image=IMAGE))
+        DOCKER.image(docker, IMAGE)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +145,65 @@ def test_a_difference_shows_both_sides_and_what_to_do() -> None:
     assert failed.reason.startswith(f"GPU 1 UUID: host {TWO.gpus[1].uuid}, container GPU-bbb; gpuprov install")
 
 
-def test_torch_must_see_each_gpu() -> None:
-    bench = Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, TWO)
-    with pytest.raises(Failed, match=r"torch\.cuda\.device_count\(\) is 1 in .*, the host has 2"):
-        containers.torch(bench)
-    divided = replace(TWO, gpus=tuple(replace(gpu, mig="Enabled") for gpu in TWO.gpus))
-    assert containers.torch(Bench(Docker((0, "True 1 12.4\n", "")), IMAGE, divided))[0] == "2 GPUs"
-
-
 def test_a_failed_check_keeps_its_traceback() -> None:
     """An exception that can't be written to would lose it in a context manager."""
     with pytest.raises(Failed) as caught:
         raise Failed("why")
     caught.value.__traceback__ = None
     assert str(caught.value) == caught.value.reason == "why"
+
+
+@pytest.mark.parametrize(
+    ("engine", "devices", "words"),
+    [
+        (DOCKER, ALL, "--runtime=nvidia --env NVIDIA_VISIBLE_DEVICES=all"),
+        (DOCKER_GPUS, ALL, "--gpus=all --env NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+        (DOCKER_GPUS, "GPU-1", "--gpus=device=GPU-1"),
+        (DOCKER_CDI, "1", "--device=nvidia.com/gpu=1 --entrypoint"),
+        (PODMAN, ALL, "--device=nvidia.com/gpu=all --entrypoint"),
+        (PODMAN, "", "--network=none --entrypoint"),
+        (Containerd("/opt/runtime"), ALL, "--runc-binary /opt/runtime --env NVIDIA_VISIBLE_DEVICES=all"),
+        (Containerd("/opt/runtime"), "", "--env NVIDIA_VISIBLE_DEVICES=void"),
+    ],
+)
+def test_each_engine_is_asked_for_gpus_in_its_own_words(engine: Engine, devices: str, words: str) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Host(Docker):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            asked.append(tuple(argv))
+            return Completed(tuple(argv), 0, "GPU 0", "")
+
+    done = engine.run(Host(), IMAGE, ("nvidia-smi", "-L"), devices)
+    (argv,) = asked
+    assert done.stdout == "GPU 0" and argv[0] == {"containerd": "ctr"}.get(engine.name, engine.name)
+    assert words in " ".join(argv) and argv[-1] == "-L"
+
+
+def test_a_container_of_containerd_that_hangs_is_removed() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Host(Docker):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            asked.append(tuple(argv))
+            return Completed(tuple(argv), TIMED_OUT, "", "")
+
+    Containerd("/opt/runtime").run(Host(), IMAGE, ("sleep", "1"), ALL)
+    container = asked[0][asked[0].index(IMAGE) + 1]
+    assert [argv[3:5] for argv in asked[1:]] == [("tasks", "kill"), ("tasks", "delete"), ("containers", "delete")]
+    assert all(argv[-1] == container for argv in asked[1:])
+
+
+@pytest.mark.parametrize(
+    ("image", "reference"),
+    [
+        ("ubuntu", "docker.io/library/ubuntu:latest"),
+        ("nvidia/cuda:13.0.1-base-ubuntu24.04", "docker.io/nvidia/cuda:13.0.1-base-ubuntu24.04"),
+        ("nvcr.io/nvidia/cuda", "nvcr.io/nvidia/cuda:latest"),
+        ("localhost:5000/cuda", "localhost:5000/cuda:latest"),
+        ("localhost/cuda:1", "localhost/cuda:1"),
+        ("ubuntu@sha256:00", "docker.io/library/ubuntu@sha256:00"),
+    ],
+)
+def test_ctr_gets_whole_references(image: str, reference: str) -> None:
+    assert full_reference(image) == reference

@@ -1,0 +1,225 @@
+"""The checks of each engine that is configured: whether it knows the runtime, and its containers by all their ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuprov import toolkit
+from gpuprov.core.system import System
+from gpuprov.engines import docker, docker_cdi, other_engines
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.other_engines import ENGINES, EngineFacts, Registration
+from gpuprov.verify import containers, cuda_checks, frameworks
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
+from gpuprov.verify.outcome import Checks, Failed, Shown, all_gpus_check
+from gpuprov.verify.smi import SmiReport
+from gpuprov.wire.spec import HostSpec
+
+_SECONDS = 20
+_BY_CDI = "docker run --device"
+# CRI-O's containers are made by Kubernetes alone, and crictl is a program of its own.
+_CONFIGURATION_ONLY = "configuration only: gpuprov starts no container with CRI-O"
+
+
+@dataclass
+class Subject:
+    """What is verified: the host, the specification, what nvidia-smi says (None without a driver).
+
+    `benches` gathers the engines whose containers can be tried, in the order of the checks.
+    """
+
+    checks: Checks
+    system: System
+    spec: HostSpec
+    host: SmiReport | None
+    benches: list[Bench] = field(default_factory=list)
+
+
+def check_engines(subject: Subject) -> None:
+    """Check each engine that is configured; name those that are installed and left alone."""
+    checks, system, spec = subject.checks, subject.system, subject.spec
+    with checks.about("docker"):
+        if spec.docker != "none":
+            _check_docker(subject)
+        elif system.which("dockerd"):
+            checks.skip(("docker",), "installed, left alone: gpuprov_docker is none")
+    found = other_engines.gather(system, ENGINES)
+    registered = other_engines.registrations(found, toolkit.runtime_path(spec))
+    named = other_engines.names(system, spec)
+    for name, facts in found.items():
+        with checks.about(name):
+            # An earlier run may have registered the runtime with an engine that this specification does not name.
+            if name in named or (name in registered and registered[name] == Registration()):
+                _check_other(subject, name, facts, registered)
+            # Beside docker, containerd is docker's.
+            elif facts.program and not (name == "containerd" and system.which("dockerd")):
+                checks.skip((name,), f"installed, not configured by gpuprov: gpuprov_engines: [{name}]")
+
+
+def _check_docker(subject: Subject) -> None:
+    checks, system, spec = subject.checks, subject.system, subject.spec
+    facts = docker.gather(system)
+    docker_ok = checks.check("docker", lambda: _docker(facts))
+    runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, facts, spec))
+    if not docker_ok:
+        checks.skip(("runtime nvidia",), "requires docker")
+    names = (
+        *_names("docker"),
+        "docker run --gpus",
+        # An older docker can't, and nobody says that it could.
+        *((_BY_CDI,) if docker_cdi.knows_cdi(facts.version) else ()),
+        *cuda_checks.names("docker"),
+        *_frameworks(spec),
+    )
+    if subject.host is None or not runtime_ok:
+        missing = "the driver" if subject.host is None else "docker" if not docker_ok else "the runtime"
+        checks.skip(names, f"requires {missing}")
+        return
+    bench = _bench(subject, DOCKER, names, "image")
+    if bench is None:
+        return
+    _check_containers(checks, bench)
+    checks.check("docker run --gpus", lambda: containers.same_gpus(bench.by(DOCKER_GPUS)))
+    if _BY_CDI in names:
+        _check_docker_cdi(checks, facts, bench)
+    _check_computing(subject, bench, _frameworks(spec))
+
+
+def _check_docker_cdi(checks: Checks, facts: DockerFacts, bench: Bench) -> None:
+    """Check that docker takes devices by CDI, unless somebody has switched that off, or it waits for containers."""
+    off = docker_cdi.is_off(facts)
+
+    def check() -> Shown:
+        if off:
+            waits = docker_cdi.waits_for_restart(facts) and not docker_cdi.is_to_be_set(facts)
+            raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
+        return containers.same_gpus(bench.by(DOCKER_CDI))
+
+    if off and docker_cdi.waits_for_containers(facts):
+        checks.skip((_BY_CDI,), f"{off}: {', '.join(facts.running_containers)} would stop")
+    elif off and docker_cdi.switched_off(facts):
+        checks.skip((_BY_CDI,), off)
+    else:
+        checks.check(_BY_CDI, check)
+
+
+def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> None:
+    """Check containerd, CRI-O or podman."""
+    checks, spec = subject.checks, subject.spec
+    engine: Engine = PODMAN if name == "podman" else Containerd(toolkit.runtime_path(spec))
+    is_ready = checks.check(name, lambda: _engine(subject, name, facts, registered))
+    if name == "crio":
+        return
+    asked = _frameworks(spec) if spec.docker == "none" and not subject.benches else ()
+    names = (*_names(name), *cuda_checks.names(name), *asked)
+    if not is_ready or subject.host is None:
+        checks.skip(names, f"requires {name if not is_ready else 'the driver'}")
+        return
+    bench = _bench(subject, engine, names, f"{name}, image")
+    if bench is not None:
+        _check_containers(checks, bench)
+        _check_computing(subject, bench, asked)
+
+
+def _names(engine: str) -> tuple[str, ...]:
+    return (all_gpus_check(engine), f"{engine}, one GPU", f"{engine}, no GPU")
+
+
+def _bench(subject: Subject, engine: Engine, names: tuple[str, ...], check: str) -> Bench | None:
+    """Have the engine get the image, as a check of its own; skip the others where it can't."""
+    image: list[str] = []
+
+    def prepare() -> Shown:
+        image.append(engine.image(subject.system, subject.spec.verify_image))
+        return "", image[0]
+
+    if not subject.checks.check(check, prepare):
+        subject.checks.skip(names, "requires an image")
+        return None
+    assert subject.host is not None
+    bench = Bench(subject.system, image[0], subject.host, engine)
+    subject.benches.append(bench)
+    return bench
+
+
+def _check_containers(checks: Checks, bench: Bench) -> None:
+    for name, check in zip(_names(bench.engine.name), (containers.all_gpus, containers.one_gpu, containers.no_gpu)):
+        checks.check(name, lambda check=check: check(bench))  # type: ignore[misc]
+
+
+def _check_computing(subject: Subject, bench: Bench, asked: tuple[str, ...]) -> None:
+    """Check that CUDA computes, and what the frameworks that are asked see."""
+    spec = subject.spec
+    cuda_checks.cuda_checks(subject.checks, bench, own_image=not spec.verify_image)
+    for name, image, look in (
+        (frameworks.TORCH, spec.torch_image, frameworks.torch),
+        (frameworks.TENSORFLOW, spec.tensorflow_image, frameworks.tensorflow),
+    ):
+        if name in asked:
+            framework = Bench(subject.system, image, bench.host, bench.engine)
+            subject.checks.check(name, lambda look=look, framework=framework: look(framework))  # type: ignore[misc]
+
+
+def _frameworks(spec: HostSpec) -> tuple[str, ...]:
+    """Return the frameworks for which there is an image."""
+    images = ((frameworks.TORCH, spec.torch_image), (frameworks.TENSORFLOW, spec.tensorflow_image))
+    return tuple(name for name, image in images if image)
+
+
+def _docker(facts: DockerFacts) -> Shown:
+    if not facts.installed:
+        raise Failed(
+            "docker is not installed (there is no dockerd); run gpuprov install, "
+            "or set gpuprov_docker: none where other engines have the GPUs"
+        )
+    if facts.is_unreachable:
+        raise Failed(
+            f"docker runs, but its client gets no answer at {facts.address or 'its usual address'}: {facts.error}; "
+            "docker info; systemctl cat docker"
+        )
+    if not facts.active:
+        raise Failed(f"docker does not answer: {facts.error}; systemctl status docker")
+    return facts.version, ""
+
+
+def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Shown:
+    wanted = toolkit.runtime_path(spec)
+    loaded = (facts.runtimes or {}).get("nvidia", "no runtime nvidia")
+    wrong = docker.problems(facts, runtime_path=wanted, set_default=spec.docker_default_runtime)
+    # What docker reads is right for it, even if gpuprov could not edit it.
+    if wrong and (facts.refused or loaded != wanted):
+        raise Failed(f"{wrong[0].what}: {wrong[0].evidence}")
+    # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
+    if docker.plan(facts, runtime_path=wanted, set_default=spec.docker_default_runtime):
+        raise Failed(
+            f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted} "
+            f"(docker info: {loaded}); run gpuprov install"
+        )
+    _require_program(system, wanted)
+    return wanted, ""
+
+
+def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> Shown:
+    """Return the engine's version. Raises Failed if it is missing, does not run, or does not know the runtime."""
+    system, wanted = subject.system, toolkit.runtime_path(subject.spec)
+    if not facts.program:
+        raise Failed(f"{name} is not installed (there is no {ENGINES[name].program}), and gpuprov_engines names it")
+    found = registered[name]
+    if found.problem is not None:
+        raise Failed(f"{found.problem.what}: {found.problem.evidence}")
+    if found.edits:
+        raise Failed(f"{found.edits[0].path} does not have runtime nvidia as {wanted}; run gpuprov install")
+    _require_program(system, wanted)
+    if ENGINES[name].unit and not other_engines.is_active(system, name):
+        raise Failed(f"{name} does not run; systemctl status {name}")
+    said = system.run((facts.program, "--version"), timeout=_SECONDS).stdout.strip()
+    version = re.search(r"\d+\.\d+[^\s,]*", said)
+    return version[0] if version else "version unknown", _CONFIGURATION_ONLY if name == "crio" else ""
+
+
+def _require_program(system: System, path: str) -> None:
+    if not system.exists(path):
+        raise Failed(f"{path} is missing; run gpuprov install")

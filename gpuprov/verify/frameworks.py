@@ -1,0 +1,141 @@
+"""PyTorch's and TensorFlow's own view of the GPUs, in images of the user's, and why they see none."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpuprov.core.commands import Completed
+from gpuprov.verify.containers import Bench
+from gpuprov.verify.cuda.results import result_of
+from gpuprov.verify.cuda_checks import explain_image
+from gpuprov.verify.engines import ALL
+from gpuprov.verify.outcome import Failed, Shown, counted
+
+TORCH, TENSORFLOW = "torch", "tensorflow"
+_SECONDS = 600
+_NOT_FOUND = 127
+_DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
+_LONGEST = 300
+# What PyTorch's warning says instead of a number (c10/cuda/CUDAFunctions.cpp), and the result that it stands for.
+_TORCH_RESULTS = (
+    ("driver on your system is too old", 35),
+    ("Found no NVIDIA driver", 35),
+    ("CUDA driver initialization failed", 3),
+    ("CUDA unknown error", 999),
+    ("no kernel image is available", 209),
+)
+# Other programs use the GPU: no fault of the host's.
+_BUSY = ("out of memory", "busy or unavailable")
+_TORCH_NUMBER = re.compile(r"\bError (\d+):")
+# What TensorFlow logs (stream_executor, cuda_driver and dso_loader), before 2.18 and since.
+_TENSORFLOW_RESULT = re.compile(r"failed call to cuInit:.*?(CUDA_ERROR_\w+|UNKNOWN ERROR \(\d+\))")
+_TENSORFLOW_LIBRARY = re.compile(r"Could not load dynamic library '([^']+)'")
+_TENSORFLOW_VERSIONS = re.compile(r"kernel version (\S+) does not match DSO version (\S+)")
+_TENSORFLOW_LIBRARIES = "Cannot dlopen some GPU libraries"
+
+
+def torch(bench: Bench) -> Shown:
+    """PyTorch must see each of the GPUs, and compute on it."""
+    found, _ = _asked(bench, TORCH)
+    name = f"torch {found.get('version') or '?'}"
+    cuda = str(found.get("cuda") or "")
+    if not cuda:
+        other = f"for ROCm {found['hip']}" if found.get("hip") else "without CUDA"
+        raise Failed(f"{name} in {bench.image} is built {other}; use an image with a CUDA build of PyTorch")
+    said = next(iter(found.get("warnings") or ()), "")
+    if not found.get("available"):
+        raise Failed(_reason(bench, f"{name} for CUDA {cuda} sees no GPU", said, _torch_result(said)))
+    _require_all(bench, found, f"torch.cuda.device_count() of {name}")
+    error = str(found.get("error") or "")
+    if error and not any(text in error for text in _BUSY):
+        raise Failed(
+            _reason(bench, f"{name} for CUDA {cuda} sees the GPUs and can't compute", error, _torch_result(error))
+        )
+    return _shown(bench, found, name, cuda)
+
+
+def tensorflow(bench: Bench) -> Shown:
+    """TensorFlow must see each of the GPUs."""
+    found, done = _asked(bench, TENSORFLOW)
+    name = f"tensorflow {found.get('version') or '?'}"
+    if not found.get("built_with_cuda"):
+        raise Failed(f"{name} in {bench.image} is built without CUDA; use an image such as tensorflow:latest-gpu")
+    if not found.get("count"):
+        raise Failed(_reason(bench, f"{name} sees no GPU", *_tensorflow_cause(done.stderr)))
+    _require_all(bench, found, f"{name}: the number of GPUs")
+    return _shown(bench, found, name, str(found.get("cuda") or ""))
+
+
+def _asked(bench: Bench, framework: str) -> tuple[Mapping[str, Any], Completed]:
+    """Return what a framework's program printed, and how it ended. Raises Failed if it printed nothing."""
+    source = pkgutil.get_data(__package__ or "gpuprov.verify", f"{framework}_program.py")
+    assert source is not None
+    done = _run(bench, "python3", source.decode())
+    if done.returncode == _NOT_FOUND:
+        older = _run(bench, "python", source.decode())
+        done = done if older.returncode == _NOT_FOUND else older
+    for line in reversed(done.stdout.splitlines()):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found, done
+    lines = done.stderr.strip().splitlines() or ["(silent)"]
+    last = next((line for line in reversed(lines) if "rror" in line), lines[-1])
+    raise Failed(f"Python in {bench.image} exited {done.returncode}: {_short(last)}")
+
+
+def _run(bench: Bench, python: str, source: str) -> Completed:
+    image = bench.engine.image(bench.system, bench.image)
+    return bench.engine.run(bench.system, image, (python, "-c", source), ALL, seconds=_SECONDS)
+
+
+def _require_all(bench: Bench, found: Mapping[str, Any], what: str) -> None:
+    divided = any(gpu.mig == _DIVIDED for gpu in bench.host.gpus)
+    if found.get("count") != len(bench.host.gpus) and not divided:
+        raise Failed(f"{what} is {found.get('count')} in {bench.image}, the host has {len(bench.host.gpus)}")
+
+
+def _shown(bench: Bench, found: Mapping[str, Any], name: str, cuda: str) -> Shown:
+    made_for = f" for CUDA {cuda}" if cuda else ""
+    return counted(len(bench.host.gpus)), f"{counted(int(found['count']))}, {name}{made_for}"
+
+
+def _torch_result(said: str) -> str:
+    """Return the number of CUDA's result that a warning of PyTorch's tells, nothing if it tells none."""
+    number = _TORCH_NUMBER.search(said)
+    return number[1] if number else next((str(result) for text, result in _TORCH_RESULTS if text in said), "")
+
+
+def _tensorflow_cause(log: str) -> tuple[str, str]:
+    """Return the line of TensorFlow's log that tells why there is no GPU, and the result of CUDA in it."""
+    for line in log.splitlines():
+        if result := _TENSORFLOW_RESULT.search(line):
+            return result[0], result[1]
+        if versions := _TENSORFLOW_VERSIONS.search(line):
+            return versions[0], "803"
+        if library := _TENSORFLOW_LIBRARY.search(line):
+            return library[0], ""
+        if _TENSORFLOW_LIBRARIES in line:
+            return f"{_TENSORFLOW_LIBRARIES}: the image lacks CUDA's libraries", ""
+    return "", ""
+
+
+def _reason(bench: Bench, what: str, said: str, result: str) -> str:
+    """Return what failed, with the framework's own words, and the cause: the image's libcuda, else CUDA's result."""
+    seen = f"{what} in {bench.image}" + (f": {_short(said)}" if said else "")
+    cause = explain_image(replace(bench, image=bench.engine.image(bench.system, bench.image)))
+    known = result_of(result) if result else None
+    if not cause and known is not None:
+        cause = f"{known.cause}; {known.remedy}"
+    return f"{seen}; {cause}" if cause else seen
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST]
