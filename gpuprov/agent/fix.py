@@ -91,6 +91,7 @@ def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Loo
     if not look.fix.changes:
         # What was cut off has been undone, and nothing else is to be done.
         journal.end("done")
+        return _look(run)
     for _ in range(_MOST_ROUNDS):
         changes = look.without(work.tried)
         if not changes:

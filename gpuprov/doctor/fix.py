@@ -26,8 +26,9 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# What the step is called of a change that is a step of no installation.
+# What the step is called of a change that is a step of no installation; these come before those steps.
 STEP = "fix"
+_ORDER = (STEP, *(step.name for step in PLAN_STEPS))
 _NOT_OURS = "gpuprov has not set up this host"
 # Steps that fit a host which somebody else has set up.
 _ANY_HOSTS = frozenset(("device nodes", "nouveau"))
@@ -37,7 +38,8 @@ _ANY_HOSTS = frozenset(("device nodes", "nouveau"))
 class Fix:
     """The changes, and `left`: a sentence for each cause with a remedy that gpuprov does not apply now.
 
-    `whole`: an installation's whole plan is among them, in which a change builds on those before it.
+    `whole`: an installation's whole plan is among them, in which a change builds on those before it. It resumes a run
+    that was cut off, and may be empty.
     """
 
     changes: tuple[StepChange, ...] = ()
@@ -68,17 +70,16 @@ def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) 
     refused = _install_refused(x, install) if needs_install(causes) else ""
     if x.open_run and refused:
         return Fix((), (f"a run of gpuprov was cut off and must be resumed first: {refused}",))
-    found: dict[str, tuple[Change, ...]] = {}
+    whole = install.changes if install is not None and needs_install(causes) and not refused else ()
+    found: dict[str, tuple[StepChange, ...]] = {}
     reasons: dict[str, str] = {}
-    whole: tuple[StepChange, ...] = ()
     # The explained after what explains them.
     for cause in sorted(causes, key=lambda one: one.follows != ""):
         name, remedies = cause.rule.name, cause.finding.remedies
         if not remedies:
             continue
         if INSTALL in remedies:
-            whole = install.changes if install is not None and not refused else ()
-            found[name], reasons[name] = tuple(one.change for one in whole), refused
+            found[name], reasons[name] = whole, refused
             continue
         reason = next(filter(None, (_refused(x, remedy) for remedy in remedies)), "")
         if cause.follows and not found.get(cause.follows):
@@ -86,14 +87,15 @@ def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) 
         made = () if reason else tuple(change for remedy in remedies for change in _changes(x, remedy))
         found[name], reasons[name] = made, reason
     left = tuple(f"{cause.finding.what}: {reasons[name]}" for cause in causes if reasons.get(name := cause.rule.name))
-    return Fix(_in_order(whole, [one for name in found for one in found[name]]), left, bool(whole))
+    changes = _in_order(whole, [one for name in found for one in found[name]])
+    return Fix(changes, left, needs_install(causes) and not refused)
 
 
-def _in_order(whole: Sequence[StepChange], changes: Sequence[Change]) -> tuple[StepChange, ...]:
-    """Return each change once: the installation's as planned, the others in the order of kinds, restarts last."""
+def _in_order(whole: Sequence[StepChange], changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
+    """Return each change once: a whole installation's as planned, then the others as one would make them."""
     found = {one.change.key: one for one in whole}
-    for change in sorted(changes, key=lambda one: isinstance(one, RestartUnit)):
-        found.setdefault(change.key, StepChange(STEP, change))
+    for one in sorted(changes, key=lambda one: (isinstance(one.change, RestartUnit), _ORDER.index(one.step))):
+        found.setdefault(one.change.key, one)
     restarted = any(isinstance(one.change, ReconfigureDocker) and one.change.restart for one in found.values())
     if restarted:
         found.pop(RestartUnit(DOCKER_UNIT).key, None)
@@ -145,10 +147,16 @@ def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tu
     return found
 
 
-def _changes(x: Examined, remedy: Remedy) -> tuple[Change, ...]:
-    names = remedy.names
+def _changes(x: Examined, remedy: Remedy) -> tuple[StepChange, ...]:
     if remedy.kind == STEPS:
-        return tuple(change for step in PLAN_STEPS if step.name in names for change in step.plan(x.host, x.spec))
+        planned = (step for step in PLAN_STEPS if step.name in remedy.names)
+        return tuple(StepChange(step.name, change) for step in planned for change in step.plan(x.host, x.spec))
+    return tuple(StepChange(STEP, change) for change in _own_changes(x, remedy))
+
+
+def _own_changes(x: Examined, remedy: Remedy) -> tuple[Change, ...]:
+    """Return the changes that no installation makes."""
+    names = remedy.names
     if remedy.kind == UNITS:
         return tuple(map(RestartUnit, names))
     if remedy.kind == FILES:

@@ -110,7 +110,8 @@ def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
     assert packages(main) == packages(twin)
     assert enabled_units(main) == enabled_units(twin)
     checks = verified(site, "twin")
-    assert {check["status"] for check in checks} == {"ok"}
+    # The simulated GPUs compute nothing.
+    assert {check["name"] for check in checks if check["status"] != "ok"} == {"docker, CUDA kernel"}
     assert checks == verified(site, "main")
 
 

@@ -74,7 +74,9 @@ def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) ->
     events = [json.loads(line) for line in lines]
     checks = [event for event in events if event.get("event") == "CheckDone"]
     assert len(checks) >= 8
-    assert {check["status"] for check in checks} == {"ok"}
+    # The simulated GPUs compute nothing, and verify says so.
+    others = {check["name"]: (check["status"], check["reason"]) for check in checks if check["status"] != "ok"}
+    assert others == {"docker, CUDA kernel": ("skipped", "the GPUs are simulated and compute nothing")}
 
 
 # Stand in for PyTorch and TensorFlow, too large for a test: they ask the same libcuda.so.1, found as any program does.

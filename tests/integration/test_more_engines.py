@@ -65,7 +65,9 @@ def test_a_host_with_podman_and_containerd_alone_is_provisioned_and_given_back(s
     lines = gpuprov("verify", "--hosts", inventory, "--json").stdout.splitlines()
     events = [json.loads(line) for line in lines]
     checks = {event["name"]: event for event in events if event.get("event") == "CheckDone"}
-    assert {check["status"] for check in checks.values()} == {"ok"}, checks
+    # The simulated GPUs compute nothing.
+    others = {name: check for name, check in checks.items() if check["status"] != "ok"}
+    assert set(others) == {"containerd, CUDA kernel", "podman, CUDA kernel"}, others
     for engine in ("containerd", "podman"):
         assert checks[f"{engine}, all GPUs"]["in_container"] == "2 GPUs, every field the same"
         assert checks[f"{engine}, one GPU"]["engine"] == engine

@@ -20,11 +20,12 @@ from tests.lab.shell import LabError, wait_for
 from tests.lab.vm_image import build_image
 
 _PROGRAM = "qemu-system-x86_64"
-_BOOT_SECONDS = 180
 
 
 class Vm:
     """A virtual machine; `directory` holds its console's log, its known_hosts, and its disk's changes."""
+
+    boot_seconds = 180
 
     def __init__(self, cache: Path, directory: Path, tell: Callable[[str], None] = lambda message: None) -> None:
         self.image = build_image(cache, tell)
@@ -62,11 +63,13 @@ class Vm:
     def wait_until_up(self, left_boot: str = "") -> None:
         """Wait until another boot than `left_boot` has come to its end."""
         try:
-            wait_for("the boot of the virtual machine", lambda: self.boot_id() not in ("", left_boot), _BOOT_SECONDS)
+            wait_for(
+                "the boot of the virtual machine", lambda: self.boot_id() not in ("", left_boot), self.boot_seconds
+            )
         except LabError as error:
             console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
             raise LabError(f"{error}\nqemu: {self._said()}\nconsole: {console}") from None
-        self.ssh("systemctl is-system-running --wait", check=False, timeout=_BOOT_SECONDS)
+        self.ssh("systemctl is-system-running --wait", check=False, timeout=self.boot_seconds)
 
     def boot_id(self) -> str:
         """Return the boot's id, nothing while the machine does not answer."""

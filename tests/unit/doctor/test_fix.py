@@ -208,6 +208,18 @@ def test_a_change_that_fails_is_told_and_the_others_are_made(host: DoctorHost) -
     assert [entry.state for entry in read_runs(host)[-1].entries] == ["done", "done", "undone"]
 
 
+def test_changes_come_in_the_order_of_an_installation(host: DoctorHost) -> None:
+    stale(host)
+    forget(host)
+    (host.root / LAUNCHER).unlink()
+    (host.root / "dev/nvidia0").unlink()
+    (host.root / "dev/nvidia1").chmod(0o600)
+    events = doctor(host)
+    steps = [change.step for change in of(Planned, events)[-1].changes]
+    assert steps == ["fix", "device nodes", "toolkit", "cdi", "docker"]
+    assert end(events).exit_code == ExitCode.DONE, end(events)
+
+
 def test_a_file_in_a_nodes_place_goes_and_a_folder_stays(host: DoctorHost) -> None:
     for name in ("nvidia0", "nvidia1"):
         (host.root / "dev" / name).unlink()
@@ -220,12 +232,14 @@ def test_a_file_in_a_nodes_place_goes_and_a_folder_stays(host: DoctorHost) -> No
     assert (host.root / "dev/nvidia1").is_dir()
 
 
-def test_a_run_that_was_cut_off_is_resumed(host: DoctorHost) -> None:
+@pytest.mark.parametrize("is_all", [True, False])
+def test_a_run_that_was_cut_off_is_resumed(host: DoctorHost, is_all: bool) -> None:
     before = {"path": "/etc/half", "kind": "missing", "missing_parents": []}
     lines = ({"run": "install", "id": "", "format": 2}, {"begin": 1, "key": "x", "kind": "WriteFile", "before": before})
     (host.root / "var/lib/gpuprov/runs/0002.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (host.root / "etc/half").write_text("half")
-    (host.root / LAUNCHER).unlink()
+    if not is_all:
+        (host.root / LAUNCHER).unlink()
     events = doctor(host)
     assert end(events).exit_code == ExitCode.DONE, end(events)
     assert not (host.root / "etc/half").exists()

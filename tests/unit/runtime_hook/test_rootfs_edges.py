@@ -302,6 +302,8 @@ def test_a_folder_is_made_only_where_something_is_put_into_it(tree: Path, root: 
     assert not (tree / "new").exists()
     os.fstat(root.open_directory("/new/er", make=True))
     assert (tree / "new/er").is_dir()
+    os.fstat(root.open_writable("/another/new"))
+    assert (tree / "another/new").is_dir()
     (tree / "dangling").symlink_to("/made/later")
     root.write_file("/dangling/file", b"", 0o644)
     assert (tree / "made/later/file").exists()

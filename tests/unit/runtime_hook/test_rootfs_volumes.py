@@ -14,7 +14,7 @@ from gpuprov.runtime_hook.root_walk import mount_id
 from gpuprov.runtime_hook.rootfs import Root
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="requires root: mounts")]
-EXDEV = 18
+ENOENT, EXDEV = 2, 18
 ANOTHER = "is on another mount than the container's root file system"
 
 
@@ -153,6 +153,17 @@ def test_a_name_that_a_volume_will_cover_is_refused_and_its_neighbours_are_not(t
         assert (caught.value.errno, caught.value.filename) == (EXDEV, "/etc")
     covered.write_file("/etc/file.d", b"ours", 0o644)
     assert contents(tree / "etc") == {"file": "the image's", "other": "ours", "file.d": "ours"}
+
+
+def test_what_a_volume_to_come_holds_is_not_known(covered: Root) -> None:
+    covered.cover("/etc", "")
+    with pytest.raises(FileNotFoundError, match="nothing is known") as caught:
+        covered.open_writable("/etc")
+    assert caught.value.errno == ENOENT
+
+
+def test_the_root_itself_has_a_name_in_an_error(mounted: Root) -> None:
+    assert mounted.volume_over("") == f"/ {ANOTHER}"
 
 
 def test_each_folder_is_looked_at_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
