@@ -120,7 +120,7 @@ GROUPS = (
             "mkdir -p /etc/nvidia-container-runtime",
             f"printf '[nvidia-container-cli]\\nno-cgroups = true\\n' > {_SETTINGS}",
         ),
-        "environment-refused",
+        "no-cgroups",
         frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"}),
     ),
 )
