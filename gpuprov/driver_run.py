@@ -55,10 +55,11 @@ def source(facts: HostFacts, spec: HostSpec) -> tuple[str, str]:
 
 
 def installs(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the driver will be installed."""
+    """Say whether the driver will be installed: it is of another version, or a file that all need is not whole."""
     if spec.driver != "runfile":
         return False
-    return facts.driver_installed_version != spec.driver_version or INCOMPLETE_MARK in facts.files
+    other = facts.driver_installed_version != spec.driver_version
+    return other or bool(facts.driver_damage) or INCOMPLETE_MARK in facts.files
 
 
 def default_url(version: str, architecture: str) -> str:

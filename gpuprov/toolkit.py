@@ -15,10 +15,11 @@ from gpuprov.core.changes import (
     MakeNode,
     Tell,
     capture_path,
+    file_diff,
     parent_of,
     restore_path,
-    text_diff,
 )
+from gpuprov.core.repairs import SetMode
 from gpuprov.core.system import System
 from gpuprov.driver.cuda_repository import plan_driver
 from gpuprov.driver_run import installs
@@ -29,6 +30,7 @@ from gpuprov.runtime_hook import deploy
 from gpuprov.wire.spec import HostSpec
 
 CDI_SPECIFICATION = PATH
+_MODE = 0o644  # engines of users read it, too
 _HOOK_DIRECTORY = f"{deploy.LIBRARY_PATH}/runtime_hook"
 
 
@@ -38,10 +40,9 @@ def runtime_path(spec: HostSpec) -> str:
 
 
 def plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the device nodes that are missing, as nvidia-modprobe would make them."""
-    return tuple(
-        MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver)
-    )
+    """Return the device nodes that are missing, as nvidia-modprobe would make them, and the modes that are not."""
+    missing = (MakeNode(node.path, node.major, node.minor, node.mode, node.gid) for node in missing_nodes(facts.driver))
+    return (*missing, *(SetMode(node.path, node.mode) for node in facts.driver.closed))
 
 
 def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -144,7 +145,15 @@ class HandOverHook(Change):
 
 
 def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the CDI specifications' writing, if they do not say what is there now."""
+    """Return the CDI specifications' writing, if they do not say what is there now, and their folder's mode."""
+    folder = parent_of(CDI_SPECIFICATION)
+    # Engines of users look there, too.
+    closed = facts.cdi_folder_mode is not None and facts.cdi_folder_mode & 0o555 != 0o555
+    opening = (SetMode(folder, facts.cdi_folder_mode | 0o555),) if closed and facts.cdi_folder_mode is not None else ()
+    return (*opening, *_plan_specifications(facts, spec))
+
+
+def _plan_specifications(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     # Before the driver and its nodes are there, nothing can be said about them.
     if installs(facts, spec) or plan_driver(facts, spec) or missing_nodes(facts.driver):
         return (WriteCdiSpecification(None),)
@@ -157,6 +166,11 @@ def plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if found is not None and found.is_roots(found.content) and not difference(found.content, facts.driver):
         return (WriteCdiSpecification(found.content, others),) if others else ()
     return (WriteCdiSpecification(render_json(specification(facts.driver)), others),)
+
+
+def _now(system: System) -> bytes:
+    """Return the specification of what is there, with what NVML says of it."""
+    return render_json(specification(ask_nvml(system, discover(system))))
 
 
 @dataclass(frozen=True)
@@ -178,19 +192,20 @@ class WriteCdiSpecification(Change):
         return f"write {CDI_SPECIFICATION}"
 
     def diff(self, system: System) -> str:
-        files = (((CDI_SPECIFICATION, self.content),) if self.content else ()) + self.others
-        return "".join(text_diff(path, system.read_bytes(path), content) for path, content in files)
+        files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
+        diffs = (file_diff(system, path, content, _MODE) for path, content in files)
+        return "\n".join(one for one in diffs if one)
 
     def capture(self, system: System) -> Json:
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # Asked only now, because NVML initialises GPUs: seconds for each that no process keeps awake.
-        content = render_json(specification(ask_nvml(system, discover(system))))
+        # Asked only now, because NVML initialises GPUs: seconds for each that nobody keeps awake.
+        content = _now(system)
         # What a driver brings with it (NVSwitches) is there only now, too.
         for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():
             system.make_directory(parent_of(path))
-            system.write(path, wanted, mode=0o644, owner=(0, 0))
+            system.write(path, wanted, mode=_MODE, owner=(0, 0))
         return {}
 
     @classmethod

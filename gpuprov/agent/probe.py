@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpuprov.machine.distros import Distribution
     from gpuprov.package_managers.interface import Commands
 
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
 PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
@@ -34,11 +35,18 @@ echo "cache $HOME/.cache/gpuprov"
 echo "agent $(sha256sum "$HOME/.cache/gpuprov/agent-$digest.pyz" 2>/dev/null | cut -c1-64)"
 ( . /etc/os-release 2>/dev/null &&
   echo "os $ID|$VERSION_ID|$VERSION_CODENAME|$ID_LIKE|$PRETTY_NAME|$UBUNTU_CODENAME|$VARIANT_ID" )
+broken=
 for python in "$@"; do
-  path=$(command -v "$python") || continue
+  case $python in /*) place=$python;; *) place=/usr/bin/$python;; esac
+  path=$(command -v "$python") || { broken="$broken $place"; continue; }
   version=$("$path" -E -s -S -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)
   echo "python ${version:-0.0.0} $path"
-  case $version in 3.9.*|3.[1-9][0-9]*) break;; esac
+  case $version in 3.9.*|3.[1-9][0-9]*) broken=; break;; "") broken="$broken $path";; esac
+done
+# Packages that are installed and whose Python is gone or does not run: to install them again is no work for apt or dnf.
+for place in $broken; do
+  dpkg -S "$place" 2>/dev/null | cut -d: -f1 | sed 's/^/owner /'
+  rpm -q --whatprovides --queryformat 'owner %{NAME}\n' "$place" 2>/dev/null | grep '^owner '
 done
 if [ "$(id -u)" != 0 ]; then
   said=$(sudo -n true 2>&1 </dev/null); code=$?
@@ -65,6 +73,7 @@ class Python:
 class Probe:
     """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root.
 
+    `owners`: installed packages whose Python is gone or does not run, if no Python will do.
     `machine` is the same under every name of a machine, and nothing where that is not known.
     """
 
@@ -77,6 +86,7 @@ class Probe:
     sudo_said: str = ""
     os_release: tuple[str, ...] = ("",) * 7
     machine: str = ""
+    owners: tuple[str, ...] = ()
 
     @property
     def python(self) -> Python | None:
@@ -100,6 +110,7 @@ def parse_probe(text: str) -> Probe | None:
         cache=values.get("cache", [""])[0],
         agent_digest=values.get("agent", [""])[0],
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
+        owners=tuple(dict.fromkeys(name for name in values.get("owner", ()) if _PACKAGE.fullmatch(name))),
         sudo_code=int(code) if code.isdecimal() else None,
         sudo_said=said.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
@@ -152,7 +163,10 @@ def bootstrap_script(probe: Probe) -> str:
     Raises GpuprovError if the distribution is not supported: gpuprov would refuse such a host in any case.
     """
     row = _distribution(probe)
-    installations = " || ".join(f"{{ {_commands(row).script} {name}; }}" for name in row.pythons)
+    commands = _commands(row)
+    again = f"export DEBIAN_FRONTEND=noninteractive; {commands.reinstall} {' '.join(probe.owners)}"
+    tries = (*((again,) if probe.owners else ()), *(f"{commands.script} {name}" for name in row.pythons))
+    installations = " || ".join(f"{{ {one}; }}" for one in tries)
     return f'while IFS= read -r line && [ -n "$line" ]; do export "$line"; done; {installations}'
 
 
@@ -167,17 +181,32 @@ def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTI
     """Return what is wrong with the host's Python, or None. `option`: what makes gpuprov install it."""
     if probe.python is not None:
         return None
-    seen = ", ".join(f"{python.path} is {'.'.join(map(str, python.version))}" for python in probe.pythons)
+    seen = ", ".join(map(_seen, probe.pythons))
     looked = f"looked for {named_python or ', '.join(PYTHONS)}"
     try:
         row = _distribution(probe)
     except GpuprovError as unsupported:
         return unsupported.problems[0]
-    get = f"run again with {option} to install it, or by hand: {_commands(row).install} {row.pythons[0]}"
+    commands = _commands(row)
+    by_hand = (
+        f"{commands.reinstall} {' '.join(probe.owners)}" if probe.owners else f"{commands.install} {row.pythons[0]}"
+    )
+    get = f"run again with {option} to install it, or by hand: {by_hand}"
     if named_python:
         get = f"set ansible_python_interpreter to a Python ≥ 3.9, or leave it out; else {get}"
-    what = "the host's Python is older than 3.9" if seen else "there is no Python on the host"
+    what = "there is no Python on the host"
+    if probe.pythons:
+        runs = any(any(python.version) for python in probe.pythons)
+        what = "the host's Python is older than 3.9" if runs else "the host's Python does not run"
     return Problem(what, seen or looked, get)
+
+
+def _seen(python: Python) -> str:
+    return (
+        f"{python.path} is {'.'.join(map(str, python.version))}"
+        if any(python.version)
+        else f"{python.path} does not run"
+    )
 
 
 def _distribution(probe: Probe) -> Distribution:

@@ -20,7 +20,7 @@ from gpuprov.cdi.files import (
     find_programs,
     find_x_modules,
 )
-from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_present, parse_information
+from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_closed, is_present, parse_information
 from gpuprov.core.system import System
 
 _PROC = "/proc/driver/nvidia"
@@ -67,7 +67,8 @@ class DriverFacts:
     """The driver on a host. `kernel_version`: of the loaded modules, `library_version`: of the libraries; "" if none.
 
     `cuda_version` is what NVML says, "" where it was not asked or does not answer. `nodes` are the device nodes that
-    ought to be there, `capability_nodes` those of MIG's rights; `present` are those that are, with the right numbers.
+    ought to be there, `capability_nodes` those of MIG's rights; `present` are those that are, with the right numbers;
+    `closed` those of them that fewer users may open than the driver says.
     """
 
     kernel_version: str = ""
@@ -82,6 +83,7 @@ class DriverFacts:
     nodes: tuple[Node, ...] = ()
     capability_nodes: tuple[Node, ...] = ()
     present: tuple[str, ...] = ()
+    closed: tuple[Node, ...] = ()
 
 
 def discover(
@@ -113,6 +115,7 @@ def discover(
         nodes=nodes,
         capability_nodes=rights,
         present=tuple(node.path for node in (*nodes, *rights) if is_present(system, node)),
+        closed=tuple(node for node in (*nodes, *rights) if is_closed(system, node)),
     )
 
 

@@ -104,6 +104,12 @@ def is_present(system: System, node: Node) -> bool:
     return _status(system, node) is not None
 
 
+def is_closed(system: System, node: Node) -> bool:
+    """Say whether the device is there, and fewer users may open it than the driver says."""
+    found = _status(system, node)
+    return found is not None and bool(node.mode & ~found.mode)
+
+
 def _as_it_is(system: System, node: Node) -> Node:
     found = _status(system, node)
     return node if found is None else replace(node, mode=found.mode, gid=found.gid)

@@ -108,7 +108,7 @@ class WriteFile(Change):
     def diff(self, system: System) -> str:
         if self.secret:
             return ""
-        return text_diff(self.path, system.read_bytes(self.path), self.content)
+        return file_diff(system, self.path, self.content, self.mode)
 
     def capture(self, system: System) -> Json:
         return capture_path(system, self.path)
@@ -200,6 +200,21 @@ def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
     except UnicodeDecodeError:
         return f"binary file {path} differs"
     return "\n".join(lines)
+
+
+def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
+    """Return how a file's content and mode will change; a new file's mode is not told."""
+    status, before = system.status(path), system.read_bytes(path)
+    diff = text_diff(path, before, content)
+    if before is None or status is None or status.kind != "file" or status.mode == mode:
+        return diff
+    body = [] if diff.startswith("binary") else diff.splitlines()[2:]
+    return "\n".join((*mode_heads(path, status.mode, mode), *body))
+
+
+def mode_heads(path: str, before: int, after: int) -> tuple[str, str]:
+    """Return the first two lines of a diff in which a mode changes."""
+    return f"--- {path} (mode {before:04o})", f"+++ {path} (mode {after:04o})"
 
 
 def capture_path(system: System, path: str) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, restore_path
+from gpuprov.core.changes import Change, Json, Tell, capture_path, mode_heads, restore_path
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 
@@ -22,6 +22,10 @@ class SetMode(Change):
 
     def summary(self) -> str:
         return f"chmod {self.mode:04o} {self.path}"
+
+    def diff(self, system: System) -> str:
+        found = system.status(self.path)
+        return "\n".join(mode_heads(self.path, found.mode, self.mode)) if found is not None else ""
 
     def capture(self, system: System) -> Json:
         found = system.status(self.path)

@@ -16,6 +16,8 @@ from gpuprov.doctor.remedy import remove, restart, steps
 from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
+# NVIDIA's toolkit has it from 1.18 on.
+NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
 _OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -28,9 +30,16 @@ def specifications(x: Examined) -> dict[str, str]:
 
 
 def _anew(x: Examined, path: str) -> str:
-    """Return the command that rewrites a specification."""
-    ctk = "/usr/bin/nvidia-ctk" in x.there
-    return words.refresh_specification(x) if path == PATH or not ctk else f"nvidia-ctk cdi generate --output={path}"
+    """Return the command after which a specification is right or gone; gpuprov writes one alone."""
+    if path == PATH:
+        return words.refresh_specification(x)
+    if words.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
+        return f"systemctl restart {NVIDIAS_REFRESH}"
+    if PATH in x.there:
+        return f"rm {path}"
+    if "/usr/bin/nvidia-ctk" in x.there:
+        return f"nvidia-ctk cdi generate --output={path}"
+    return f"rm {path}; {words.refresh_specification(x)}"
 
 
 def _missing(x: Examined) -> Finding | None:
@@ -76,11 +85,13 @@ def _names_absent(x: Examined) -> Finding | None:
     for path, text in specifications(x).items():
         absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
         if absent:
+            step = _anew(x, path)
+            ours = (remove(path),) if step == f"rm {path}" else ()
             return Finding(
                 f"the CDI specification {path} names {len(absent)} files that are not there",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
-                _anew(x, path),
-                remedies=_OURS if path == PATH else (),
+                step,
+                remedies=_OURS if path == PATH else ours,
             )
     return None
 
@@ -118,9 +129,24 @@ def _covered(x: Examined) -> Finding | None:
     later = [path for path in specifications(x) if path.startswith("/var/run/cdi/")]
     if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
         return None
+    if any(named in x.absent for named, _ in host_paths(x.texts[later[0]])):
+        return None  # a trouble of its own
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
         (remove(later[0]),),
+    )  # fmt: skip
+
+
+def _closed(x: Examined) -> Finding | None:
+    if not x.closed:
+        return None
+    folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
+    files = [path for path in x.closed if path not in folders]
+    steps = (f"chmod a+rx {' '.join(folders)}" if folders else "", f"chmod a+r {' '.join(files)}" if files else "")
+    return Finding(
+        f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
+        "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),
+        "; ".join(filter(None, steps)), LIKELY, remedies=_OURS if {*x.closed} <= {"/etc/cdi", PATH} else (),
     )  # fmt: skip
 
 
@@ -132,12 +158,12 @@ def _docker_without(x: Examined) -> Finding | None:
     off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
     if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
-    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.RESTART_DOCKER}  # "features": {{"cdi": true}}'
+    by_hand = f'${{EDITOR:-vi}} {docker.config_path}; {words.restart_docker(x)}  # "features": {{"cdi": true}}'
     waits = docker_cdi.waits_for_containers(docker)
     return Finding(
         "docker does not read CDI specifications: `--device nvidia.com/gpu=…` is refused",
         f"{docker_cdi.is_off(docker)}\ndocker info: no CDISpecDirs, docker {docker.version}",
-        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.RESTART_DOCKER,
+        by_hand if off else words.gpuprov_install(x) if is_to_be_set else words.restart_docker(x),
         ASIDE if waits else LIKELY,
         () if off or waits else (steps("docker"),) if is_to_be_set else (restart("docker.service"),),
     )
@@ -150,6 +176,7 @@ RULES = (
     Rule("cdi-stale", CDI, "/etc/cdi/nvidia.json does not describe the driver and the GPUs of now", _stale, ROOTS),
     Rule("cdi-names-absent-files", CDI, "a specification names files or nodes that are not there", _names_absent,
          (*ROOTS, "cdi-stale", "runtime-missing", "runtime-files-missing")),
+    Rule("cdi-closed", CDI, "a mode of /etc/cdi, /var/run/cdi or a specification there keeps others out", _closed),
     Rule("cdi-conflict", CDI, "two specifications in one folder have the same devices", _conflict),
     Rule("cdi-covered", CDI, "a specification in /var/run/cdi overrides gpuprov's", _covered),
     Rule("cdi-off-in-docker", CDI, "docker ≥ 25, and `docker info` has no CDISpecDirs",

@@ -43,7 +43,7 @@ def _line_of(x: Examined, word: str) -> str:
 
 
 def _start(x: Examined) -> str:
-    return f"systemctl reset-failed docker; {words.RESTART_DOCKER}"
+    return f"systemctl reset-failed docker; {words.restart_docker(x)}"
 
 
 def _wrong(x: Examined) -> tuple[Problem, ...]:
@@ -176,7 +176,7 @@ def _unit_changed(x: Examined) -> Finding | None:
     return Finding(
         "docker has not been restarted since its unit changed: it reads another configuration file",
         f"systemctl show {_UNIT}: {' '.join(unit.command)}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}",
-        words.RESTART_DOCKER,
+        words.restart_docker(x),
         remedies=_RESTART,
     )
 
@@ -194,7 +194,7 @@ def _not_restarted(x: Examined) -> Finding | None:
     return Finding(
         "docker has not been restarted since its configuration changed",
         f"{_line_of(x, wanted)}: runtime nvidia is {wanted}\ndocker info: the running docker {known}",
-        words.RESTART_DOCKER,
+        words.restart_docker(x),
         remedies=_STEP,
     )
 
@@ -204,7 +204,7 @@ def _unregistered(x: Examined) -> Finding | None:
         return None
     docker, step = x.host.docker, words.gpuprov_install(x)
     if not words.is_gpuprovs(x):
-        step = f"nvidia-ctk runtime configure --runtime=docker; {words.RESTART_DOCKER}"
+        step = f"nvidia-ctk runtime configure --runtime=docker; {words.restart_docker(x)}"
     return Finding(
         "docker does not know the runtime nvidia",
         f"{docker.config_path}: {'no runtimes.nvidia' if docker.config_text is not None else 'No such file'}\n"
@@ -252,7 +252,7 @@ def _hook_missing(x: Examined) -> Finding | None:
     return Finding(
         "`docker run --gpus` has no hook to give containers GPUs by",
         f"ls {NVIDIA_HOOK_PATH}: No such file or directory",
-        f"{again}; {words.RESTART_DOCKER}",
+        f"{again}; {words.restart_docker(x)}",
         remedies=() if packaged else (steps("toolkit"), *_RESTART),
     )
 
@@ -266,14 +266,14 @@ def _hook_unseen(x: Examined) -> Finding | None:
         return Finding(
             "`docker run --gpus` finds no hook: docker looks for it when it starts, and it was not there then",
             f"journalctl -u docker: {found[1][0]}\nls {NVIDIA_HOOK_PATH}: it is there now",
-            words.RESTART_DOCKER,
+            words.restart_docker(x),
             remedies=_RESTART,
         )
     if not begun or hook <= begun:
         return None
     return Finding(
         "the hook of `docker run --gpus` is newer than the running docker, which looks for it when it starts",
-        f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", words.RESTART_DOCKER, ASIDE,
+        f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", words.restart_docker(x), ASIDE,
     )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _hook_not_on_path(x: Examined) -> Finding | None:
         return None
     return Finding(
         "dockerd's PATH is set without /usr/bin, where the hook of `docker run --gpus` is",
-        f"systemctl cat docker: PATH={path[1]}", f"systemctl edit docker; {words.RESTART_DOCKER}", LIKELY,
+        f"systemctl cat docker: PATH={path[1]}", f"systemctl edit docker; {words.restart_docker(x)}", LIKELY,
     )  # fmt: skip
 
 

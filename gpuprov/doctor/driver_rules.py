@@ -18,6 +18,7 @@ ROOTS = (
     "no-gpu", "wsl-without-gpu", "gpu-nouveau", "gpu-vfio", "fallen-off-bus", "init-failed", "power-cables",
     "bar-invalid", "gsp-firmware-missing", "gsp-timeout", "driver-outside", "module-not-loaded", "module-missing",
     "version-mismatch", "driver-missing", "nvml-missing", "nodes-missing", "node-wrong", "gpu-too-old-or-new",
+    "library-hidden", "driver-damaged", "nvidia-smi-missing",
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def _mixed(x: Examined) -> Finding | None:
 
 def _several(x: Examined) -> Finding | None:
     versions = _versions(x)
-    if len(versions) < 2:
+    if len(versions) < 2 or x.host.hiding:
         return None
     wanted = x.driver.kernel_version or x.driver.library_version
     old = [path for path, version in x.library_files.items() if version != wanted]
@@ -154,7 +155,7 @@ def _no_smi(x: Examined) -> Finding | None:
 def _holes(x: Examined) -> Finding | None:
     version = x.driver.library_version
     found = advisories.holes(advisories.DRIVER, version)
-    if found is None or x.host.kernel.wsl:
+    if found is None or x.host.kernel.wsl or x.host.hiding:
         return None
     unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
     step = f"gpuprov install -e gpuprov_driver_version={found.fixed_in}"
@@ -177,13 +178,13 @@ RULES = (
     Rule("nvml-missing", DRIVER, "libcuda is there and libnvidia-ml.so.1 is not, or leads nowhere", _nvml_missing,
          ("driver-incomplete",)),
     Rule("version-mismatch", DRIVER, "/proc/driver/nvidia/version and libnvidia-ml.so.VERSION differ", _mismatch,
-         ("driver-incomplete",)),
+         ("driver-incomplete", "library-hidden")),
     Rule("library-not-in-cache", DRIVER, "/etc/ld.so.cache is missing, or lacks libnvidia-ml.so.1", _not_in_cache),
     Rule("cuda-stub", DRIVER, "the loader's cache has libcuda.so.1 from a folder of stubs or compat", _other_in_cache),
     Rule("cuda-stub-configured", DRIVER, "/etc/ld.so.conf.d names a folder of stubs or compat", _stub_configured),
     Rule("drivers-mixed", DRIVER, "the installer's state, and a driver package", _mixed),
     Rule("drivers-several", DRIVER, "libnvidia-ml or libcuda of several versions", _several),
     Rule("nvidia-smi-missing", DRIVER, "the libraries are there, nvidia-smi is not", _no_smi,
-         ("driver-missing", "nvml-missing", "driver-incomplete")),
+         ("driver-missing", "nvml-missing", "driver-incomplete", "driver-damaged")),
     Rule("driver-old", DRIVER, "the driver has known security holes", _holes),
 )  # fmt: skip

@@ -27,8 +27,21 @@ class Smi:
     reason: str = ""
 
     @property
+    def is_report(self) -> bool:
+        """Whether it ended well and printed its report, and nothing before it."""
+        return self.returncode == 0 and self.text.lstrip().startswith("<")
+
+    @property
     def first_line(self) -> str:
         return next((line.strip() for line in self.text.splitlines() if line.strip()), "(silent)")
+
+
+@dataclass(frozen=True)
+class OtherSmi:
+    """A nvidia-smi that PATH has before the driver's own."""
+
+    path: str
+    smi: Smi
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,9 @@ class Examined:
     `absent`: paths that a configuration or a specification names and that are not. `modified`: path → time.
     `library_files`: driver library → its version. `package_change`: what a package manager did to the driver last.
     `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
-    cut off in. `rootless`: sockets of users' own dockers.
+    cut off in; `runs_now`: one that holds the host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the
+    nvidia-smi that was asked; `other_smi`: one that PATH has before it. `preload_said`: what the loader says of
+    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes.
     """
 
     host: HostFacts
@@ -72,6 +87,12 @@ class Examined:
     open_run: str = ""
     docker_unit: str = ""
     rootless: tuple[str, ...] = ()
+    runs_now: str = ""
+    smi_path: str = ""
+    smi_is_script: bool = False
+    other_smi: OtherSmi | None = None
+    preload_said: str = ""
+    closed: Mapping[str, int] = field(default_factory=dict)
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gpuprov.cdi.discover import DriverFacts, missing_nodes
 from gpuprov.cdi.files import LIBRARY_DIRECTORIES
@@ -15,18 +16,22 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.journal import unfinished_run
+from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
-from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, Smi
+from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
+from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, OtherSmi, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
+from gpuprov.facts.hiding import PRELOAD
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
+from gpuprov.verify.cuda.hiding import gather_hiding
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
@@ -38,7 +43,7 @@ _AUDIT_LOG = "/var/log/audit/audit.log"
 _PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
 _PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
 _LARGEST_TEXT = 1 << 20
-_UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH)
+_UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH)
 # Folders whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
@@ -58,8 +63,11 @@ _WATCHED = (
 def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
     host = gather_host(system, other_engines.names(system, spec))
+    host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
     log, log_error = _kernel_log(system)
-    smi = _smi(system, host.driver)
+    first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
+    is_other = bool(first and own) and system.real_path(first) != own
+    smi = _smi(system, host.driver, own if is_other else "nvidia-smi")
     texts = _texts(system)
     specification = system.read_bytes(PATH)
     return Examined(
@@ -79,7 +87,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         docker_log=_docker_log(system),
         texts=texts,
         there=frozenset(path for path in _WATCHED if system.exists(path)),
-        absent=frozenset(path for path in _named_paths(host, texts) if not system.exists(path)),
+        absent=frozenset(path for path in _named_paths(host, texts) if not _is_there(system, path)),
         modified=_modified(system, host.docker.config_path),
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver) if specification is not None else "",
@@ -91,6 +99,12 @@ def gather(system: System, spec: HostSpec) -> Examined:
         links_missing=_links_missing(system, host.driver),
         not_executable=_not_executable(system, host),
         open_run=_open_run(system),
+        runs_now=runs_now(system),
+        smi_path=own if is_other else first,
+        smi_is_script=bool(first) and system.read_start(own if is_other else system.real_path(first), 2) == b"#!",
+        other_smi=OtherSmi(first, _smi(system, host.driver, first)) if is_other else None,
+        preload_said=_preload_said(system),
+        closed=_closed(system, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
         rootless=_rootless(system),
         selinux=_said(system, ("getenforce",)).strip(),
@@ -125,14 +139,18 @@ def _docker_log(system: System) -> tuple[str, ...]:
     )
 
 
-def _smi(system: System, driver: DriverFacts) -> Smi:
-    if system.which("nvidia-smi") is None:
+def _own_smi(driver: DriverFacts) -> str:
+    return next((one.real_path for one in driver.programs if one.path.endswith("/nvidia-smi")), "")
+
+
+def _smi(system: System, driver: DriverFacts, program: str) -> Smi:
+    if system.which(program) is None and not system.exists(program):
         return Smi(reason="nvidia-smi is not installed")
     if not driver.kernel_version:
         return Smi(reason="no driver is loaded")
     if missing_nodes(driver):
         return Smi(reason="device nodes are missing, which it would make")
-    done = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
+    done = system.run((program, "-q", "-x"), timeout=_SMI_SECONDS)
     return Smi(done.returncode, done.stdout if done.stdout.strip() else done.stderr)
 
 
@@ -171,8 +189,12 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     of_settings = re.findall(
         r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', texts.get(NVIDIA_SETTINGS_PATH, ""), re.MULTILINE
     )
-    named = (*of_specifications, *of_file, *of_settings, *(host.docker.runtimes or {}).values())
-    return tuple(path for path in named if path.startswith("/"))
+    return (*of_specifications, *of_settings, *filter(None, (*of_file, *(host.docker.runtimes or {}).values())))
+
+
+def _is_there(system: System, name: str) -> bool:
+    """Say whether a file is there; a name without a folder is a program's, which docker looks for on its PATH."""
+    return system.exists(name) if name.startswith("/") else system.which(name) is not None
 
 
 def _modified(system: System, docker_file: str) -> Mapping[str, float]:
@@ -231,6 +253,32 @@ def _open_run(system: System) -> str:
     if run is None:
         return ""
     return f" in: {run.interrupted.key}" if run.interrupted is not None else " between two changes"
+
+
+def runs_now(system: System) -> str:
+    """Return the run of gpuprov that is alive on this host beside this one, nothing if none is."""
+    holder = read_holder(system)
+    if holder is None or not holder.alive or holder.pid == system.own_pid():
+        return ""
+    return f"{LOCK_PATH}: pid {holder.pid}: gpuprov {holder.command}, since {holder.since}"
+
+
+def _preload_said(system: System) -> str:
+    """Return what the loader says to each program that starts, of libraries that it can't load before them."""
+    if not (system.read_text(PRELOAD) or "").strip():
+        return ""
+    said = system.run(("/bin/true",), timeout=_SECONDS).stderr
+    return "\n".join(line for line in said.splitlines() if PRELOAD in line)
+
+
+def _closed(system: System, texts: Mapping[str, str]) -> Mapping[str, int]:
+    """Return what others than root can't read of CDI: engines of users look there, too."""
+    files = [path for path, text in texts.items() if path.startswith(SPECIFICATION_FOLDERS) and "nvidia" in text]
+    found = {path: system.status(system.real_path(path)) for path in (*SPECIFICATION_FOLDERS, *files)}
+    wanted = {path: 0o005 if path in SPECIFICATION_FOLDERS else 0o004 for path in found}
+    return {
+        path: one.mode for path, one in found.items() if one is not None and one.mode & wanted[path] != wanted[path]
+    }
 
 
 def _rootless(system: System) -> tuple[str, ...]:

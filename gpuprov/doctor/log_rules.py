@@ -100,6 +100,19 @@ def enrol(x: Examined) -> str:
     )
 
 
+# With what the driver said before it: there the reason stands, where no other rule knows it.
+_PROBE_FAILED = (
+    r".{0,240}(?:The NVIDIA probe routine failed for \d+ device|"
+    r"None of the NVIDIA (?:devices|graphics adapters|graphics devices) were initialized|No NVIDIA devices probed)"
+)
+
+
+def _after_failed_probe(x: Examined) -> str:
+    version = x.module.version or x.driver.library_version
+    released = f" of driver {version}" if version else ""
+    return f"{_REPORT}; systemctl reboot  # if it comes again, these lines{released} are what to search for"
+
+
 _DRIVER_SIGNS = (
     LogSign(
         "fallen-off-bus", GPUS, "`fallen off the bus`, or Xid 79",
@@ -139,6 +152,16 @@ _DRIVER_SIGNS = (
         r"NVIDIA probe routine was not called for (?P<count>\d+) device",
         "another driver has taken {count} GPUs before NVIDIA's", words.keep_nouveau_out,
         follows=("gpu-nouveau", "gpu-vfio", "bound-to-another"),
+    ),
+    LogSign(
+        "probe-failed", MODULE, "`The NVIDIA probe routine failed`, `None of the NVIDIA devices were initialized`",
+        _PROBE_FAILED,
+        "the driver was loaded and could start no GPU, so the kernel did not keep it", _after_failed_probe,
+        follows=(
+            "gpu-nouveau", "gpu-vfio", "bound-to-another", "probe-not-called", "needs-open-modules",
+            "needs-proprietary-modules", "branch-without-gpu", "fallen-off-bus", "power-cables", "bar-invalid",
+            "gsp-firmware-missing", "gsp-timeout", "iommu-fault", "init-failed", "gpu-too-old-or-new",
+        ),
     ),
     LogSign(
         "needs-open-modules", MODULE, "`requires use of the NVIDIA open kernel modules`",

@@ -89,7 +89,7 @@ def _dkms_failed(x: Examined) -> Finding | None:
     folder = "/".join(re.split(r"[/,:]\s*", line)[:2])
     return Finding(
         f"DKMS has not built the driver for the running kernel {kernel}",
-        f"dkms status: {line}\nmodinfo nvidia: not found",
+        f"dkms status: {line}\n/lib/modules/{kernel}: no module of NVIDIA's",
         f"dkms install {folder} -k {kernel}; modprobe nvidia  # where it fails: "
         f"less /var/lib/dkms/{folder}/build/make.log",
     )
@@ -109,7 +109,7 @@ def _module_missing(x: Examined) -> Finding | None:
     what = f"the running kernel {kernel} has no NVIDIA module"
     return Finding(
         f"{what}: it came after the driver" if others else what,
-        f"modinfo nvidia: not found in /lib/modules/{kernel}{elsewhere}",
+        f"/lib/modules/{kernel}: no module of NVIDIA's{elsewhere}",
         words.rebuild_module(x),
     )
 
@@ -144,10 +144,17 @@ def _module_idle(x: Examined) -> Finding | None:
         return None
     return Finding(
         "the driver's module is there and not loaded",
-        f"/proc/driver/nvidia/version is not there\nmodinfo {x.module.name}: {x.module.path or 'found'}",
+        "/proc/driver/nvidia/version is not there\n" + _module_seen(x),
         "modprobe -a nvidia nvidia-uvm; dmesg | grep -i -e nvrm -e nvidia",
         remedies=(LOAD_MODULES,),
     )
+
+
+def _module_seen(x: Examined) -> str:
+    """Return where the module is: as modinfo says, or, without modinfo, as the folder of the kernel's modules shows."""
+    if x.module.path:
+        return f"modinfo {x.module.name}: {x.module.path}"
+    return f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"
 
 
 def _no_uvm(x: Examined) -> Finding | None:
@@ -201,7 +208,8 @@ RULES = (
     Rule("module-not-loaded", MODULE, "the module is there, and /proc/driver/nvidia is not", _module_idle,
          (*_REFUSED, *_ABSENT, "module-vermagic", "module-blacklisted", "gpu-nouveau", "gpu-vfio", "bound-to-another",
           "probe-not-called", "needs-open-modules", "needs-proprietary-modules", "branch-without-gpu",
-          "gpu-too-old-or-new")),
+          "gpu-too-old-or-new", "probe-failed", "fallen-off-bus", "power-cables", "bar-invalid", "gsp-firmware-missing",
+          "init-failed")),
     Rule("uvm-not-loaded", MODULE, "/proc/devices has no nvidia-uvm", _no_uvm),
     Rule("next-kernel", MODULE, "the newest installed kernel has no NVIDIA module, or no headers to come",
          _next_kernel),

@@ -10,7 +10,6 @@ from gpuprov.doctor.remedy import open_nodes, restart, steps
 from gpuprov.facts.boot_files import NODES as NODES_UNIT
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
-_WORLD = 0o006
 _LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
 # What opening a node gives (open(2)), in the C locale's words, and what it means of a device.
 _ERRORS = {
@@ -60,16 +59,16 @@ def _wrong(x: Examined) -> Finding | None:
 
 
 def _closed(x: Examined) -> Finding | None:
-    expected = {node.path: node.mode for node in x.driver.nodes}
-    closed = [
-        p for p, mode in x.node_modes.items() if expected.get(p, 0) & _WORLD == _WORLD and mode & _WORLD != _WORLD
-    ]
+    closed = [node.path for node in x.driver.closed]
     if not closed:
         return None
+    by_mode: dict[int, list[str]] = {}
+    for node in x.driver.closed:
+        by_mode.setdefault(node.mode, []).append(node.path)
     return Finding(
-        f"{_listed(closed)} requires root, so containers of other users get nothing",
+        f"other users than root may not open {_listed(closed)}, so their containers get nothing",
         "\n".join(f"stat -c %a {path}: {x.node_modes[path]:o}" for path in closed[:4]),
-        f"chmod 0666 {' '.join(closed)}",
+        "; ".join(f"chmod {mode:04o} {' '.join(paths)}" for mode, paths in by_mode.items()),
         LIKELY,
         (open_nodes(*closed),),
     )
@@ -92,9 +91,17 @@ def _no_links(x: Examined) -> Finding | None:
         "running containers lose their GPUs at the next `systemctl daemon-reload` (Failed to initialize NVML: Unknown "
         "Error): systemd finds the devices by links in /dev/char, and they are missing",
         "\n".join(f"ls {path}: No such file or directory" for path in x.links_missing[:4]),
-        "nvidia-ctk system create-dev-char-symlinks --create-all",
+        _make_links(x),
         LIKELY,
     )
+
+
+def _make_links(x: Examined) -> str:
+    if "/usr/bin/nvidia-ctk" in x.there:
+        return "nvidia-ctk system create-dev-char-symlinks --create-all"
+    numbers = {node.path: f"{node.major}:{node.minor}" for node in x.driver.nodes}
+    wanted = [path.rpartition("/")[2] for path in x.links_missing]
+    return "; ".join(f"ln -s {path} /dev/char/{number}" for path, number in numbers.items() if number in wanted)
 
 
 def _unit_failed(x: Examined) -> Finding | None:

@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """nvidia.ko as modinfo describes it; `signer` is nothing for an unsigned one."""
+    """The driver's module as modinfo describes it; `signer` is nothing for an unsigned one."""
 
     path: str = ""
     version: str = ""

@@ -11,6 +11,7 @@ from gpuprov.doctor import (
     docker_rules,
     driver_rules,
     engine_rules,
+    library_rules,
     log_rules,
     machine_rules,
     module_rules,
@@ -20,11 +21,13 @@ from gpuprov.doctor import (
 )
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, DOCKER, GPUS, MODULE, Finding, Rule
+from gpuprov.doctor.remedy import STEPS, WHOLE
+from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 
 RULES: tuple[Rule, ...] = (
-    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *smi_rules.RULES,
-    *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES, *access_rules.RULES,
-    *engine_rules.RULES,
+    *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
+    *smi_rules.RULES, *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES,
+    *access_rules.RULES, *engine_rules.RULES,
 )  # fmt: skip
 
 
@@ -42,16 +45,31 @@ def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     # A docker that the specification leaves alone is not examined.
     looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
     found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
+    if not any(_installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
+        # Who needs no installation may have a full disk, or a read-only one.
+        found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
-    return tuple(sorted((Cause(rule, finding, _root(rule, roots)) for rule, finding in found), key=_rank))
+    causes = (Cause(rule, finding, _obstacle(finding, roots) or _root(rule, roots)) for rule, finding in found)
+    return tuple(sorted(causes, key=_rank))
+
+
+def _installs(finding: Finding) -> bool:
+    return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
+
+
+def _obstacle(finding: Finding, roots: Sequence[Rule]) -> str:
+    """Return the rule that keeps an installation from repairing this, nothing if none does."""
+    obstructed = any(rule.name == INSTALL_OBSTRUCTED for rule in roots)
+    return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
 
 
 def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:
     """Return the finding with where to type its command: a system container's kernel is the machine's outside."""
     inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
-    if not inside or "  # " in finding.next_step:
+    if not inside or "on the host" in finding.next_step:
         return finding
-    return replace(finding, next_step=f"{finding.next_step}  # on the host")
+    step, _, comment = finding.next_step.partition("  # ")
+    return replace(finding, next_step=f"{step}  # on the host" + (f"; {comment}" if comment else ""))
 
 
 def _root(rule: Rule, found: Sequence[Rule]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Callable
 
 from gpuprov.doctor import words
@@ -133,6 +134,15 @@ def _fabric_packages(x: Examined, version: str) -> tuple[str, ...]:
     return tuple(manager.typed(name) for name in fabric_manager.packages(version, manager, x.host.fabric))
 
 
+def _fabric_state(x: Examined) -> Finding | None:
+    finding = _of_gpus("fabric/state", "In Progress|Not Started", "it is not in the NVLink fabric (CUDA error 802)",
+                       f"systemctl restart {UNIT}; nvidia-smi -q -i {{gpu}} | grep -A4 Fabric", LIKELY)(x)  # fmt: skip
+    if finding is None or words.has_unit(x, UNIT):
+        return finding
+    elsewhere = "nvidia-smi -q | grep -A4 Fabric  # the fabric manager runs outside: on the container host, or the VM's"
+    return replace(finding, next_step=elsewhere)
+
+
 _REMAP: Callable[[str], str] = "remapped_rows/remapped_row_{}".format
 RULES = (
     *(_exit_rule(*row) for row in _EXITS),
@@ -152,8 +162,7 @@ RULES = (
          _of_gpus(_REMAP("pending"), "^Yes", "broken memory rows wait for a reset to be replaced",
                   "nvidia-smi -i {gpu} --gpu-reset", ASIDE)),
     Rule("fabric-state", DRIVER, "nvidia-smi: the fabric's state is In Progress or Not Started",
-         _of_gpus("fabric/state", "In Progress|Not Started", "it has not joined the NVLink fabric (CUDA error 802)",
-                  "systemctl restart nvidia-fabricmanager; nvidia-smi -q -i {gpu} | grep -A4 Fabric", LIKELY),
+         _fabric_state,
          ("fabric-manager-missing", "fabric-manager-version")),
     Rule("fabric-manager-missing", DRIVER, "NVSwitches, and nvidia-fabricmanager does not run", _fabric_missing,
          ("fabric-manager-version",)),

@@ -11,12 +11,14 @@ from gpuprov.doctor.examined import OPERATORS_RUNTIME, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, LIKELY, TOOLKIT, Finding, Rule
 from gpuprov.doctor.parse import lines_that_match
 from gpuprov.doctor.remedy import INSTALL, Remedy, steps
-from gpuprov.facts.interpreter import MISSING
+from gpuprov.facts.interpreter import MISSING, packages_of_pythons
+from gpuprov.plan import preflight
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from gpuprov.wire import advisories
 from gpuprov.wire.spec import HostSpec
 
+INSTALL_OBSTRUCTED = "install-obstructed"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _OURS = (steps("toolkit"),)
 _PACKAGES = (
@@ -40,9 +42,12 @@ def _runtime_missing(x: Examined) -> Finding | None:
     source, path = next(((source, path) for source, path in named if path in x.absent), ("", ""))
     if not path:
         return None
+    is_default = x.host.docker.config.get("default-runtime") == "nvidia"
+    effect = ": no container starts, for it is docker's default runtime" if is_default else ""
+    looked = f"ls {path}: No such file or directory" if path.startswith("/") else f"command -v {path}: nothing"
     return Finding(
-        f"the container runtime {path} is missing",
-        f"{source}: runtime nvidia is {path}\nls {path}: No such file or directory",
+        f"the container runtime {path} is missing{effect}",
+        f"{source}: runtime nvidia is {path}\n{looked}",
         _again(x, path),
         remedies=_OURS if path == LAUNCHER_PATH else (),
     )
@@ -112,7 +117,9 @@ def _another_python(x: Examined) -> str:
     if x.host.interpreter.path:
         return words.gpuprov_install(x)
     row = x.host.distribution
-    return f"{words.install_packages(x, row.pythons[0] if row else 'python3')}; {words.gpuprov_install(x)}"
+    names = packages_of_pythons(x.host.packages.installed)
+    again = words.reinstall_packages(x, *names) if names else ""
+    return f"{again or words.install_packages(x, row.pythons[0] if row else 'python3')}; {words.gpuprov_install(x)}"
 
 
 def _with_python(x: Examined) -> tuple[Remedy, ...]:
@@ -132,7 +139,8 @@ def _settings_broken(x: Examined) -> Finding | None:
         return None
     path = SETTINGS_PATH if SETTINGS_PATH in x.settings_fault else NVIDIA_SETTINGS_PATH
     line = re.search(r"line (\d+)", x.settings_fault)
-    aside = f"nvidia-ctk config default --output={path}" if _uses_nvidias(x) else f"mv {path} {path}.broken"
+    nvidias = _uses_nvidias(x) and "/usr/bin/nvidia-ctk" in x.there
+    aside = f"nvidia-ctk config default --output={path}" if nvidias else f"mv {path} {path}.broken"
     return Finding(
         f"the runtime's settings can't be read, so no GPU container starts: {path}",
         x.settings_fault,
@@ -148,11 +156,13 @@ def _setting(x: Examined, pattern: str) -> tuple[str, str] | None:
 
 def _no_cgroups(x: Examined) -> Finding | None:
     found = _setting(x, r"no-cgroups\s*=\s*true")
-    if found is None or not x.host.docker.active or not _uses_nvidias(x):
+    # gpuprov's hook reads NVIDIA's settings, too.
+    hook_alone = in_daemon(x) == LAUNCHER_PATH
+    if found is None or not x.host.docker.active or not (hook_alone or _if_nvidias(x) == CERTAIN):
         return None
+    which = "each container of `docker run --gpus`" if hook_alone else "every container of a docker that runs as root"
     return Finding(
-        "no-cgroups = true keeps the devices closed in every container of a docker that runs as root (NVML: Unknown "
-        "Error); it is for rootless engines alone",
+        f"no-cgroups = true keeps the devices closed in {which} (NVML: Unknown Error): only rootless engines need it",
         f"{found[0]}: {found[1]}", words.comment_out(found[0]), LIKELY,
     )  # fmt: skip
 
@@ -186,8 +196,14 @@ def _driver_root(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"NVIDIA's toolkit looks for the driver below {path}, which is not there",
-        f"{found[0]}: {found[1]}", words.comment_out(found[0]),
+        f"{found[0]}: {found[1]}", words.comment_out(found[0]), _if_nvidias(x),
     )  # fmt: skip
+
+
+def _if_nvidias(x: Examined) -> str:
+    """Return how sure a trouble with a setting is that NVIDIA's runtime alone reads: a leftover prevents nothing."""
+    there = _NVIDIA_RUNTIME in x.there or OPERATORS_RUNTIME in x.there
+    return CERTAIN if _uses_nvidias(x) and there else ASIDE
 
 
 def _ldconfig(x: Examined) -> Finding | None:
@@ -199,6 +215,7 @@ def _ldconfig(x: Examined) -> Finding | None:
     return Finding(
         f"NVIDIA's toolkit is configured to run {path}, which does not exist", f"{found[0]}: {found[1]}",
         f"""sed -i '{number}s|=.*|= "@/sbin/ldconfig"|' {NVIDIA_SETTINGS_PATH}""",
+        _if_nvidias(x),
     )  # fmt: skip
 
 
@@ -236,8 +253,23 @@ def _retired(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
+def _obstructed(x: Examined) -> Finding | None:
+    problems = (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host))
+    return Finding(problems[0].what, problems[0].evidence, problems[0].next_step) if problems else None
+
+
+def _run_alive(x: Examined) -> Finding | None:
+    found = re.search(r"pid (\d+): (gpuprov [\w-]+)", x.runs_now)
+    if found is None:
+        return None
+    return Finding(
+        f"{found[2]} runs on this host now: what is found may be on its way", x.runs_now,
+        f"tail --pid={found[1]} -f /dev/null  # ends when that run does", ASIDE,
+    )  # fmt: skip
+
+
 def _cut_off(x: Examined) -> Finding | None:
-    if not x.open_run:
+    if not x.open_run or x.runs_now:
         return None
     return Finding(
         f"a run of gpuprov was cut off{x.open_run}", "/var/lib/gpuprov/runs", words.gpuprov_install(x), LIKELY,
@@ -256,6 +288,9 @@ def _reboot_asked(x: Examined) -> Finding | None:
 
 
 RULES = (
+    Rule(INSTALL_OBSTRUCTED, TOOLKIT, "something must be installed, and a file system is full or read-only, or the "
+         "clock was never set", _obstructed),
+    Rule("run-alive", TOOLKIT, "a process holds gpuprov's lock, /run/gpuprov.lock", _run_alive),
     Rule("run-cut-off", TOOLKIT, "gpuprov's journal has a run without an end", _cut_off),
     Rule("reboot-asked-for", TOOLKIT, "gpuprov has asked for a reboot, and there was none since", _reboot_asked),
     Rule("toolkit-missing", TOOLKIT, "neither gpuprov's runtime nor NVIDIA's is there", _toolkit_missing),

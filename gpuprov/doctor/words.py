@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuprov.doctor.examined import Examined
 from gpuprov.driver.precompiled import module_package
-from gpuprov.facts.boot_files import NODES, REFRESH
+from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.initramfs import BLACKLIST
 from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -67,6 +67,14 @@ def refresh_specification(x: Examined) -> str:
     return "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 
+def restart_docker(x: Examined) -> str:
+    """Return the command that restarts docker; where systemd does not run it, the one that shows how it was started."""
+    unit = x.units.get("docker.service")
+    if unit is None or unit.load != "not-found":
+        return RESTART_DOCKER
+    return "ps -o args= -p $(cat /run/docker.pid)  # restart docker as it was started: systemd has no docker.service"
+
+
 def make_nodes(x: Examined) -> str:
     """Return the command that makes missing device nodes, and their links in /dev/char."""
     if has_unit(x, NODES):
@@ -119,7 +127,8 @@ def same_versions(x: Examined) -> str:
         version = x.driver.kernel_version
         wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
         return f"gpuprov install{kind}{wanted}"
+    stop = f"systemctl stop {PERSISTENCE}; " if has_unit(x, PERSISTENCE) else ""
     return (
-        "systemctl reboot  # or, with nothing on the GPUs: systemctl stop nvidia-persistenced; "
+        f"systemctl reboot  # or, with nothing on the GPUs: {stop}"
         "modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
     )

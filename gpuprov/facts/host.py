@@ -24,6 +24,7 @@ from gpuprov.facts.boot_files import BootFacts, gather_boot
 from gpuprov.facts.chips import Chips
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
+from gpuprov.facts.hiding import HidingLibrary, damage
 from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
@@ -43,6 +44,7 @@ from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.apt_pins import PinnedOut
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 
@@ -95,6 +97,10 @@ class HostFacts:
     gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
     has the proxy that is asked for, None if none runs. `served`: what the driver file that is at hand says of GPUs, by
     device id. `kubernetes`: what makes it a Kubernetes node.
+    `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
+    `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
+    installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
+    preferences keep out.
     """
 
     os: OperatingSystem
@@ -127,6 +133,11 @@ class HostFacts:
     offers: Offers | None = None
     docker_proxy_in_use: bool | None = None
     served: Chips = field(default_factory=dict)
+    driver_damage: str = ""
+    cdi_folder_mode: int | None = None
+    hiding: tuple[HidingLibrary, ...] = ()
+    read_only: Mapping[str, str] = field(default_factory=dict)
+    pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
 
     @cached_property
@@ -190,8 +201,25 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         clock=system.clock(),
         fabric=gather_fabric(system),
         cuda=gather_cuda(system),
+        driver_damage=damage(system, driver),
+        cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
+        read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=kubernetes.gather(system),
     )
+
+
+def read_only_places(mountinfo: str) -> Mapping[str, str]:
+    """Return the written places on read-only mounts, of /proc/self/mountinfo (proc(5)): place → the mount."""
+    # Of several mounts at one place the last one counts. A file system that met an error is read-only itself, while
+    # its mounts are not.
+    mounts = {words[4]: f"{words[5]},{words[-1]}" for words in map(str.split, mountinfo.splitlines()) if len(words) > 9}
+    found = {}
+    for place in _WRITTEN_PLACES:
+        above = [one for one in mounts if one == "/" or place == one or place.startswith(f"{one}/")]
+        mount = max(above, key=len, default="")
+        if mount and "ro" in mounts[mount].split(","):
+            found[place] = f"{mount} ({mounts[mount]})"
+    return found
 
 
 def recorded_python(system: System) -> str:

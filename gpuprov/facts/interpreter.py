@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ OLDEST = (3, 9)
 # As a login's PATH may have them; the newest first after the distribution's default.
 NAMES = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)))
 PLATFORM_PYTHON = "/usr/libexec/platform-python"
+# Debian's and Ubuntu's have the programs in packages of their own.
+_PACKAGES = re.compile(r"python3(\.\d+)?-minimal|python3(\d{1,2}|\.\d+)?|platform-python")
 MISSING = "it is missing"
 _CANDIDATES = (*(f"/usr/bin/{name}" for name in NAMES), PLATFORM_PYTHON)
 # The path stands unquoted in shell scripts and units.
@@ -69,6 +72,11 @@ def gather_interpreter(system: System, deployed: str) -> Interpreter:
         faults[path] = fault
     broken = faults[system.real_path(deployed)] if deployed else ""
     return Interpreter(deployed=deployed, fault=broken, refused=_sentences(faults))
+
+
+def packages_of_pythons(installed: Iterable[str]) -> tuple[str, ...]:
+    """Return the installed packages that bring a Python: where it is gone all the same, they must be reinstalled."""
+    return tuple(sorted(name for name in installed if _PACKAGES.fullmatch(name)))
 
 
 def _sentences(faults: dict[str, str]) -> tuple[str, ...]:

@@ -230,7 +230,7 @@ _FACTS = {
     "system": ("os", "name"),
     "kernel": ("kernel", "release"),
     "GPUs": ("gpus",),
-    "driver": ("driver_installed_version",),
+    "driver": ("driver", "library_version"),
     "docker": ("docker", "version"),
 }
 

@@ -61,7 +61,7 @@ def _spread(name: str, results: Sequence[HostResult]) -> Spread:
 def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the versions in a host's facts, under the names that a run uses; facts come from hosts: any shape may."""
     places = {
-        "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver_installed_version",),
+        "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver", "library_version"),
         "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),
     }  # fmt: skip
     found = {name: fact(facts, path) for name, path in places.items()}

@@ -18,7 +18,8 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_gpus, gather_os
-from gpuprov.plan import with_bundle
+from gpuprov.packaging import apt_pins
+from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
 from gpuprov.plan.steps import repository_changes
 from gpuprov.wire.events import Note, Sink
@@ -71,6 +72,7 @@ def gather_for(
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
+    facts = _with_obstacles(system, facts, spec, steps)
     if spec.mig_layout:
         facts = replace(facts, mig=gather_mig(system))
     if driver_run.installs(facts, spec) and spec.driver_version:
@@ -78,6 +80,21 @@ def gather_for(
     if bundle is not None:
         return replace(facts, bundle=with_bundle.gather(system, bundle.manifest, with_bundle.image_engine(spec)))
     return _asked(system, facts, spec, steps or ("repositories", "packages"), sink)
+
+
+def _with_obstacles(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str]) -> HostFacts:
+    """Return the facts with what would leave the host as it is after an installation that seems to go well."""
+    installs = driver_run.installs(facts, spec)
+    if installs or facts.driver_installed_version != facts.driver_loaded_version:
+        # Most hosts have the driver that they shall have.
+        from gpuprov.verify.cuda.hiding import gather_hiding
+
+        version = spec.driver_version if installs else facts.driver_loaded_version
+        facts = replace(facts, hiding=gather_hiding(system, version))
+    packages = facts.package_manager.missing(facts.packages, software.wanted(facts, spec)) if not facts.bundle else ()
+    if packages and facts.package_manager.name == "apt" and (not steps or "packages" in steps):
+        facts = replace(facts, pinned_out=apt_pins.gather_pinned_out(system, packages))
+    return facts
 
 
 def _asked(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str], sink: Sink) -> HostFacts:

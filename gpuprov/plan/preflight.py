@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from gpuprov import driver_run, toolkit
 from gpuprov.boot import reboot
+from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
     cuda_runfile,
     distribution,
     distribution_plan,
+    driver_install,
     driver_problems,
     fabric_plan,
     kernel,
@@ -19,8 +22,9 @@ from gpuprov.driver import (
 )
 from gpuprov.engines import docker, other_engines
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.interpreter import NAMES
+from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
+from gpuprov.packaging import apt_pins
 from gpuprov.plan import availability, software, with_bundle
 from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.driver_releases import support_end
@@ -33,6 +37,10 @@ _LEAST_FREE_BYTES = 100 << 20
 _EARLIEST_CLOCK = 1767225600
 # 2041-01-01: fifteen years later, as systemd bounds a clock (CLOCK_VALID_RANGE_USEC_MAX).
 _LATEST_CLOCK = 2240611200
+# Besides packages.
+_WRITES_USR = (
+    toolkit.InstallRuntime, driver_install.InstallDriver, cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
+)  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 
@@ -44,9 +52,9 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         or _bundle_problems(facts, spec)
         or (
             *_gpu_problems(facts),
-            *_room_problems(facts),
-            *_clock_problems(facts),
+            *host_problems(facts),
             *_python_problems(facts),
+            *_hiding_problems(facts),
             *kernel.problems(facts, spec),
             *precompiled.problems(facts, spec),
             *availability.problems(facts, spec),
@@ -59,11 +67,17 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *fabric_plan.plan_problems(facts, spec),
             *mig.problems(facts, spec),
             *software.problems(facts, spec),
+            *apt_pins.problems(facts.pinned_out),
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )
+
+
+def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """Return what prevents any run on a host, whatever it is to install."""
+    return (*_room_problems(facts), *_clock_problems(facts))
 
 
 def _repository_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -130,12 +144,45 @@ def _python_problems(facts: HostFacts) -> tuple[Problem, ...]:
     if facts.interpreter.path:
         return ()
     names = facts.distribution.pythons if facts.distribution is not None else ("python3",)
+    installed, commands = packages_of_pythons(facts.packages.installed), facts.package_manager.commands
+    get = f"{commands.reinstall} {' '.join(installed)}" if installed else f"{commands.install} {names[0]}"
     return (
         Problem(
             "no Python on this host can run the container runtime: it must be 3.9 or later, and only root may write it",
             "\n".join(facts.interpreter.refused) or f"there is no {', '.join(NAMES)} in /usr/bin",
-            f"install the distribution's own: {facts.package_manager.commands.install} {names[0]}",
+            f"install the distribution's own: {get}",
         ),
+    )
+
+
+def _hiding_problems(facts: HostFacts) -> tuple[Problem, ...]:
+    """Behind another library, no installation makes programs load the driver's: each run would repeat it in vain."""
+    commands = facts.package_manager.commands
+    return tuple(
+        Problem(f"the loader takes another library than the driver's: {one.what}", one.reason, one.way_out(commands))
+        for one in facts.hiding
+        if not one.is_by_environment
+    )
+
+
+def read_only_problems(facts: HostFacts, changes: Iterable[Change]) -> tuple[Problem, ...]:
+    """Return the read-only file systems that the changes would write to."""
+    changes = tuple(changes)
+    writes_usr = any(one.uses_package_manager or isinstance(one, _WRITES_USR) for one in changes)
+    # Every change is noted in /var/lib, and most write to /etc.
+    places = {*facts.read_only} - (set() if writes_usr else {"/usr"}) if changes else set()
+    return read_only(facts, places)
+
+
+def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
+    """Return a problem for each place that is on a read-only file system."""
+    return tuple(
+        Problem(
+            f"{place} is on a file system that is mounted read-only",
+            f"/proc/self/mountinfo: {facts.read_only[place]}",
+            f"mount -o remount,rw {facts.read_only[place].partition(' ')[0]}",
+        )
+        for place in sorted(places)
     )
 
 

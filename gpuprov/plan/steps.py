@@ -35,7 +35,7 @@ from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, Refres
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
 from gpuprov.plan import images, software
-from gpuprov.plan.preflight import preflight, security_warnings
+from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
@@ -153,7 +153,7 @@ STEPS = (
 CHANGE_KINDS: dict[str, type[Change]] = {
     kind.__name__: kind
     for kind in (
-        WriteFile, RemoveFile, MakeNode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
+        WriteFile, RemoveFile, MakeNode, SetMode, InstallKey, RefreshPackageIndex, InstallPackages, HoldPackages,
         rpm_repos.InstallRpmKey, rpm_packages.RefreshRpmIndex, rpm_packages.InstallRpmPackages, HoldRpmPackages,
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
@@ -179,6 +179,9 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     if problems:
         return Plan((), problems, urls=_urls(facts, spec, chosen))
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(facts, spec))
+    problems = read_only_problems(facts, (one.change for one in changes))
+    if problems:
+        return Plan((), problems)
     notes = (
         derivative_note(facts.os),
         kernel.note(facts, spec),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from gpuprov.cdi.discover import discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference
+from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric
-from gpuprov.facts.host import gather_software
+from gpuprov.facts.host import gather_software, manager_on
 from gpuprov.facts.kernels import fault, gather_kernels, newest
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
+from gpuprov.verify.cuda.hiding import gather_hiding
 from gpuprov.verify.engine_checks import Subject, check_engines
 from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict, counted
 from gpuprov.verify.smi import SmiReport, parse_smi
@@ -28,10 +31,13 @@ _SMI_HINTS = {
     9: "the driver is not loaded: modprobe nvidia; dmesg | grep -i nvrm",
     12: "libnvidia-ml.so.1 is missing: run gpuprov install",
     15: "a GPU has fallen off the bus: reboot; if it comes back, look at power and seating",
-    18: "libraries and kernel modules are of different versions: reboot, or run gpuprov install",
+    18: "libraries and kernel modules are of different versions: run gpuprov install, which says if a reboot is needed",
     124: "a GPU may hang: dmesg | grep -i -e nvrm -e xid",
     127: "nvidia-smi is not installed: run gpuprov install",
 }
+
+# What the kernel does, which a system container has not.
+_OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|bus: reboot")
 
 
 def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
@@ -67,24 +73,42 @@ def known_holes(versions: Mapping[str, str]) -> tuple[Holes, ...]:
 
 def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
     done = system.run(("nvidia-smi", "-q", "-x"), timeout=_SMI_SECONDS)
+    said = ((done.stdout.strip() or done.stderr.strip()).splitlines() or ["(silent)"])[0]
+    path = system.which("nvidia-smi") or "nvidia-smi"
     if not done.ok:
-        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        hidden = gather_hiding(system, discover(system).kernel_version)
+        if hidden:
+            commands = manager_on(system).commands
+            raise Failed(f"{path} exited {done.returncode}: {said}; {hidden[0].what}: {hidden[0].reason}; "
+                         f"{hidden[0].way_out(commands)}")  # fmt: skip
         hint = _SMI_HINTS.get(done.returncode, "run nvidia-smi on the host")
-        raise Failed(f"nvidia-smi exited {done.returncode}: {said[0] if said else '(silent)'}; {hint}")
+        raise Failed(f"{path} exited {done.returncode}: {said}; {_where(system, hint)}")
+    if not done.stdout.lstrip().startswith("<"):
+        raise Failed(f"{path} prints no report, but: {said}; is it the driver's own program? run gpuprov doctor")
     report = parse_smi(done.stdout)
     if not report.gpus:
-        raise Failed("nvidia-smi sees no GPU; dmesg | grep -i nvrm")
+        raise Failed(f"nvidia-smi sees no GPU; {_where(system, 'dmesg | grep -i nvrm')}")
     reports.append(report)
     return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus))}", ""
+
+
+def _where(system: System, hint: str) -> str:
+    """Return the hint with where to type it: a system container's kernel is the container host's."""
+    manager = gather_kernel(system).container
+    return f"{hint} (outside {manager}, on the container host)" if manager and _OF_KERNEL.search(hint) else hint
 
 
 def _device_nodes(system: System) -> Shown:
     driver = discover(system)
     if not driver.nodes:
-        raise Failed("no driver with a GPU is loaded, so there are no nodes: modprobe nvidia; dmesg | grep -i nvrm")
+        hint = "modprobe nvidia; dmesg | grep -i nvrm"
+        raise Failed(f"no driver with a GPU is loaded, so there are no nodes: {_where(system, hint)}")
     missing = missing_nodes(driver)
     if missing:
         raise Failed(f"{', '.join(node.path for node in missing)} is missing; run gpuprov install, which makes it")
+    if driver.closed:
+        modes = ", ".join(f"{node.path} (it should be {node.mode:04o})" for node in driver.closed)
+        raise Failed(f"other users than root may not open {modes}; run gpuprov install, which opens it")
     return f"{len(driver.nodes)} present", ""
 
 
@@ -108,6 +132,13 @@ def _cdi(system: System) -> Shown:
     if different:
         reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")
+    for place, needed in ((parent_of(path), 0o555), (path, 0o444)):
+        status = system.status(place)
+        if status is not None and status.mode & needed != needed:
+            raise Failed(
+                f"{place} has mode {status.mode:04o}: engines of other users than root can't read it; "
+                "run gpuprov install, which opens it"
+            )
     return path, ""
 
 

@@ -27,6 +27,7 @@ from gpuprov.packaging.apt_packages import (
     plan_holds,
     repair,
 )
+from gpuprov.packaging.apt_pins import gather_pinned_out, problems
 from gpuprov.plan.software import plan
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.repos import plan_repositories
@@ -124,6 +125,17 @@ def test_what_would_be_removed_is_named_and_stays(host: ChrootHost) -> None:
     assert problem.evidence.endswith("The following packages will be REMOVED: old-tool")
     assert "apt-get remove old-tool" in problem.next_step
     assert "old-tool" in installed(host)
+
+
+def test_a_pin_that_keeps_a_package_out_is_told_with_its_line(host: ChrootHost) -> None:
+    host.write("/etc/apt/preferences.d/ours", b"# nothing of it\nPackage: old-*\nPin: release *\nPin-Priority: -1\n")
+    host.write("/etc/apt/preferences.d/ignored.bak", b"Package: *\nPin: release *\nPin-Priority: -1\n")
+    (one,) = gather_pinned_out(host, ("old-tool", "new-tool", "pinned=1.0"))
+    assert (one.name, one.places) == ("old-tool", ("/etc/apt/preferences.d/ours:2",))
+    (problem,) = problems((one,))
+    assert "apt-cache policy old-tool: Candidate: (none), of 1.0" in problem.evidence
+    host.remove("/etc/apt/preferences.d/ours")
+    assert gather_pinned_out(host, ("old-tool",)) == ()
 
 
 def test_a_virtual_package_of_several_asks_for_one_and_of_one_settles(host: ChrootHost) -> None:

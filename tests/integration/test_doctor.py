@@ -1,4 +1,7 @@
-"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type fixes it."""
+"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it.
+
+Of groups of troubles (doctor_cases.py), every `next:` is typed, one after the other, each asked for again.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,28 @@ import pytest
 
 from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
+from tests.integration.doctor_cases import GROUPS, LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, Group
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
-_LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 _KEPT = "/root/kept"
 _START = "systemctl reset-failed docker; systemctl restart docker"
-_OTHER = "libnvidia-ml.so.535.261.03"
+# More than any group has: a loop never ends.
+_MOST_STEPS = 12
 # What a host's own log-ins, clock and daemons change by themselves.
-# What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first.
+# What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first (on
+# an overlay the folders above it change with it).
 _VOLATILE = re.compile(
-    r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-"
+    r"/root/containers|/root$|/var/log|/var/lib/systemd|/run|/dev/(tty|console|pts|ptmx)|/var/cache/gpuprov/agent-|"
+    r"/var(/cache(/gpuprov)?)?$"
 )
+
+
+# Asides about the simulated driver's age and about when docker was started.
+_ALWAYS = ("driver-old", "hook-unseen")
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,9 @@ TROUBLES = (
     Trouble("driver-outside", "umount /proc/driver", "modprobe -a nvidia nvidia-uvm; nvidia-smi  # on the host",
             "mount --bind /usr/lib/simgpu/proc/driver /proc/driver"),
     Trouble("nodes-missing", "rm /dev/nvidia0", "systemctl restart gpuprov-nodes.service"),
-    Trouble("nvml-missing", f"mv {_LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
+    Trouble("nvml-missing", f"mv {LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
     Trouble("version-mismatch",
-            f"cd {_LIBRARIES}; cp /root/{_OTHER} .; ln -sf {_OTHER} libnvidia-ml.so.1",
+            f"cd {LIBRARIES}; cp /root/{OTHER} .; ln -sf {OTHER} libnvidia-ml.so.1",
             "gpuprov install"),
     Trouble("library-not-in-cache", "rm /etc/ld.so.cache", "ldconfig"),
     # NVML's code 15, GPU is lost, as this host's NVML gives it.
@@ -75,8 +85,22 @@ def host(site: Site) -> Host:
     host = site.installed("main")
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
-    (host.root / "root" / _OTHER).write_bytes((simgpu.build_libraries("535.261.03") / _OTHER).read_bytes())
+    give_libraries(host)
     return host
+
+
+def give_libraries(host: Host) -> None:
+    """Lay libraries of another driver on the host."""
+    for name in (OTHER, OTHER_CUDA):
+        (host.root / "root" / name).write_bytes((simgpu.build_libraries(OTHER_VERSION) / name).read_bytes())
+
+
+def causes_on(host: Host) -> list[dict[str, Any]]:
+    """Return the causes that the doctor finds when asked on the host itself, without those that are always there."""
+    said = host.ssh(f"{REPOSITORY}/.venv/bin/gpuprov doctor --json", check=False).stdout
+    events = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert events, said
+    return [event for event in events if event.get("event") == "CauseFound" and event["rule"] not in _ALWAYS]
 
 
 def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
@@ -91,12 +115,14 @@ def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
 def fix(site: Site, host: Host, command: str) -> None:
     """Type what the doctor said: on the host, or here if it is an installation."""
     words = re.sub(r"  # .*", "", command)
-    if words.startswith("gpuprov install "):
-        assert "--limit main" in words
-        done = gpuprov(*words.split()[1:])
+    before, found, install = words.partition("gpuprov install")
+    if before:
+        host.ssh(before)
+    if found:
+        # As a rule tells it, or as the last line does, with the inventory.
+        rest = install.split() if "--hosts" in install else ("--hosts", str(site.inventory("main")), *install.split())
+        done = gpuprov("install", *rest)
         assert done.returncode == 0, done.stdout
-    else:
-        host.ssh(words)
 
 
 def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(site: Site, host: Host) -> None:
@@ -129,6 +155,39 @@ def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: H
         fix(site, host, step)
     done = gpuprov("verify", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: Host, group: Group) -> None:
+    """Type what is said first, ask again, until the doctor is silent; nothing is typed twice for the same cause."""
+    try:
+        host.ssh("systemctl reset-failed docker")
+        for line in group.breaking:
+            host.ssh(line)
+        type_until_silent(site, host, group)
+    except BaseException:
+        # Only this test fails.
+        give_libraries(site.installed("main"))
+        raise
+
+
+def type_until_silent(site: Site, host: Host, group: Group) -> None:
+    seen: set[str] = set()
+    typed: list[tuple[str, str, str]] = []
+    causes = causes_on(host)
+    assert causes and causes[0]["rule"] == group.first, [(cause["rule"], cause["follows"]) for cause in causes]
+    while causes and len(typed) < _MOST_STEPS:
+        seen |= {cause["rule"] for cause in causes}
+        rule, step = causes[0]["rule"], causes[0]["next_step"]
+        assert (rule, causes[0]["what"], step) not in typed, f"a loop: {typed}"
+        typed.append((rule, causes[0]["what"], step))
+        instead = group.by_hand.get(rule)
+        host.ssh(instead) if instead else fix(site, host, step)
+        causes = causes_on(host)
+    assert not causes, f"typed: {typed}; left: {causes}"
+    assert group.rules <= seen, typed
+    done = host.ssh(f"{REPOSITORY}/.venv/bin/gpuprov verify", check=False)
+    assert done.returncode == 0, f"typed: {typed}\n{done.stdout}"
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:
@@ -178,7 +237,7 @@ def test_fix_does_what_gpuprov_can_proves_it_and_is_taken_back_by_a_rollback(sit
     assert host.ssh("ls /dev/nvidia0", check=False).returncode != 0
 
     # A library that is gone takes a whole installation, in a playbook too.
-    host.ssh(f"mv {_LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}")
+    host.ssh(f"mv {LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}")
     checked = play("doctor", site.inventory("main"), "--check", "--diff", "-e", "gpuprov_play_fix=true")
     assert "535.261.03" in checked.stdout
     assert host.ssh("test -e /dev/nvidia0", check=False).returncode == 1

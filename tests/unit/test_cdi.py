@@ -35,6 +35,7 @@ def host(root: Path, gpus: int = 1, *, library_directory: str = DEBIAN, nodes: b
         path = root / node.path.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         os.mknod(path, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+        path.chmod(node.mode)
     return System(str(root))
 
 

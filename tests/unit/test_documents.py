@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from gpuprov.doctor.rules import RULES
 from gpuprov.fleet.agent_build import _HOST_FILES, _HOST_FOLDERS
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.runtime_hook.settings import _KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
+from tests.integration.doctor_cases import GROUPS
 from tools import cli_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,35 @@ def test_example_inventory_is_valid() -> None:
     assert hosts["train01.example.org"].spec.kernel_module_type == "open"
     assert hosts["infer03.example.org"].spec.docker == "preinstalled"
     assert hosts["infer02.example.org"].port == 2222
+
+
+@pytest.mark.parametrize("page", ["docker-cases.md", "host-cases.md"])
+def test_the_tables_of_cases_name_tests_that_exist(page: str) -> None:
+    rows = [row.split(" | ") for row in (ROOT / "docs" / page).read_text().splitlines() if row.startswith("| ")]
+    file = ""
+    for row in rows:
+        for word in re.findall(r"`([^`]+)`", row[-1]):
+            if word.endswith(".py"):
+                file = _test_file(word)
+            else:
+                assert f"def {word.removesuffix('…')}" in file, f"{row}: {word}"
+
+
+def _test_file(name: str) -> str:
+    """Return the text of a test file: its path below tests/unit or tests, or its name alone."""
+    tests = ROOT / "tests"
+    places = (tests / "unit" / name, tests / name, *sorted(tests.glob(f"**/{name}")))
+    return next(path for path in places if path.exists()).read_text()
+
+
+def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() -> None:
+    page = (ROOT / "docs/host-cases.md").read_text()
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ") and "---" not in row]
+    named = {word for row in rows for word in re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", row[1])}
+    rules = {rule.name for rule in RULES}
+    assert named - rules <= {"gpuprov-refresh"}, named - rules
+    typed = {word for row in rows if row[-1].startswith("typed") for word in re.findall(r"`([a-z0-9-]+)`", row[1])}
+    assert typed & rules <= {rule for group in GROUPS for rule in group.rules}
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:

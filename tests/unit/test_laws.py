@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,9 +141,9 @@ def test_check_changes_nothing(host: FakeHost, spec: HostSpec, name: str) -> Non
     systemd = {command[1] for command in host.commands if command[0] == "systemctl"}
     assert systemd <= {"show"}
     programs = {command[0] for command in host.commands}
-    # The package sources are read in a copy.
+    # NVML is asked, for a diff shows what it says; the package sources are read in a copy.
     copying = {"cp", "apt-get", "apt-cache"}
-    assert programs <= {"dpkg-query", "docker", "systemctl", f"/usr/bin/{PYTHON}", *copying}
+    assert programs <= {"dpkg-query", "docker", "systemctl", f"/usr/bin/{PYTHON}", *copying, sys.executable}
     assert all("update" in command and "-c" in command for command in host.commands if command[0] == "apt-get")
 
 

@@ -203,6 +203,7 @@ def host(tmp_path: Path) -> RecordedHost:
         place = tmp_path / node.path.lstrip("/")
         place.parent.mkdir(exist_ok=True)
         os.mknod(place, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+        place.chmod(node.mode)
     made = RecordedHost(tmp_path)
     for path, content in (
         (toolkit.CDI_SPECIFICATION, render_json(specification(discover(made)))),
@@ -255,10 +256,14 @@ def test_a_host_that_is_well(host: RecordedHost) -> None:
     [
         ((9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", ""), "modprobe nvidia"),
         ((12, "", "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."), "run gpuprov install"),
-        ((18, "Failed to initialize NVML: Driver/library version mismatch\n", ""), "of different versions: reboot"),
+        (
+            (18, "Failed to initialize NVML: Driver/library version mismatch\n", ""),
+            "of different versions: run gpuprov install",
+        ),
         ((127, "", "nvidia-smi: command not found"), "nvidia-smi is not installed"),
         ((1, "", ""), "(silent)"),
-        ((0, "garbage", ""), "is no XML report"),
+        ((0, "garbage", ""), "prints no report, but: garbage; is it the driver's own program?"),
+        ((0, "<garbage", ""), "is no XML report"),
         ((0, "<nvidia_smi_log/>", ""), "nvidia-smi sees no GPU"),
     ],
 )

@@ -11,6 +11,7 @@ from gpuprov.doctor.finding import CERTAIN
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.facts.fabric import FabricFacts
+from gpuprov.facts.hiding import HidingLibrary
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.machine import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -157,6 +158,18 @@ def nvidias(x: Examined) -> Examined:
     names = {**x.host.packages.installed, "nvidia-container-toolkit-base": "1.19.0-1"}
     x = replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
     return replace(x, there=x.there - {LAUNCHER_PATH} | {NVIDIA_RUNTIME, "/usr/bin/nvidia-ctk"})
+
+
+def hidden(reason: str = "/etc/ld.so.conf.d/libc.conf:2 names /usr/local/lib", package: str = "") -> Change:
+    """An older NVML in a folder that the loader searches before the driver's."""
+    paths = tuple(f"/usr/local/lib/libnvidia-ml.so.{end}" for end in ("1", "535.261.03"))
+    one = HidingLibrary(
+        "libnvidia-ml.so.1", paths, "535.261.03", reason, f"{LIBRARIES}/libnvidia-ml.so.1", package
+    )  # fmt: skip
+    return both(
+        host(hiding=(one,)),
+        lambda x: replace(with_driver(x, library_version="535.261.03"), smi=Smi(18, "version mismatch")),
+    )
 
 
 def divided_without_instances(x: Examined) -> Examined:

@@ -64,6 +64,45 @@ CONTAINER_ROWS = (
         "apt-get install -y --reinstall nvidia-container-toolkit-base",
     ),
     Row(
+        "runtime-missing",
+        both(
+            docker(
+                runtimes={"runc": "runc", "nvidia": "nvidia-container-runtime"},
+                config_text=json.dumps(
+                    {
+                        "default-runtime": "nvidia",
+                        "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "runtimeArgs": []}},
+                    }
+                ),
+            ),
+            text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
+            lambda x: replace(x, absent=x.absent | {"nvidia-container-runtime"}),
+        ),
+        "command -v nvidia-container-runtime: nothing",
+        "gpuprov install",
+    ),
+    Row(
+        "install-obstructed",
+        both(
+            without(LAUNCHER_PATH),
+            host(read_only={"/usr": "/usr (ro,relatime,rw)"}),
+            lambda x: replace(x, absent=frozenset({LAUNCHER_PATH})),
+        ),
+        "/proc/self/mountinfo: /usr (ro,relatime,rw)",
+        "mount -o remount,rw /usr",
+    ),
+    Row(
+        "run-alive",
+        lambda x: replace(
+            x,
+            open_run=" in: install packages",
+            runs_now="/run/gpuprov.lock: pid 4711: gpuprov install, since 2026-11-22 09:30:00",
+        ),
+        "pid 4711",
+        "tail --pid=4711 -f /dev/null",
+        ASIDE,
+    ),
+    Row(
         "runtime-not-executable",
         lambda x: replace(x, not_executable={LAUNCHER_PATH: 0o644}),
         ": 644",
@@ -121,6 +160,14 @@ CONTAINER_ROWS = (
         f"sed -i '2s/^/#/' {NVIDIA_SETTINGS_PATH}",
         LIKELY,
     ),
+    # What nvidia-docker2 left counts for gpuprov's own hook.
+    Row(
+        "no-cgroups",
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format("no-cgroups = true")),
+        f"{NVIDIA_SETTINGS_PATH}:2: no-cgroups = true",
+        f"sed -i '2s/^/#/' {NVIDIA_SETTINGS_PATH}",
+        LIKELY,
+    ),
     Row(
         "environment-refused",
         text(SETTINGS_PATH, "accept-nvidia-visible-devices-envvar-when-unprivileged = false\n"),
@@ -137,13 +184,27 @@ CONTAINER_ROWS = (
     ),
     Row(
         "driver-root-missing",
-        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
+        both(
+            nvidias,
+            text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
+        ),
         f"{NVIDIA_SETTINGS_PATH}:2",
         "sed -i '2s/^/#/'",
     ),
+    # What nvidia-docker2 left prevents nothing where another runtime is used.
+    Row(
+        "driver-root-missing",
+        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('root = "/run/nvidia/driver"'), "/run/nvidia/driver"),
+        f"{NVIDIA_SETTINGS_PATH}:2",
+        "sed -i '2s/^/#/'",
+        ASIDE,
+    ),
     Row(
         "ldconfig-missing",
-        text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('ldconfig = "@/sbin/ldconfig.real"'), "/sbin/ldconfig.real"),
+        both(
+            nvidias,
+            text(NVIDIA_SETTINGS_PATH, CONFIG_TOML.format('ldconfig = "@/sbin/ldconfig.real"'), "/sbin/ldconfig.real"),
+        ),
         "ldconfig.real",
         """= "@/sbin/ldconfig"|' """,
     ),
@@ -183,11 +244,39 @@ CONTAINER_ROWS = (
             "/usr/lib64/libcuda.so.535.261.03",
         ),
         "/etc/cdi/nvidia.yaml:2: /usr/lib64/libcuda.so.535.261.03",
-        "gpuprov install",
+        "rm /etc/cdi/nvidia.yaml",
     ),
     Row(
         "cdi-names-absent-files",
-        both(nvidias, text("/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n- hostPath: /gone\n", "/gone")),
+        text(
+            "/var/run/cdi/nvidia.json",
+            '{"kind": "nvidia.com/gpu", "x": [{"hostPath": "/gone"}]}',
+            "/gone",
+        ),
+        "/var/run/cdi/nvidia.json:1: /gone",
+        "rm /var/run/cdi/nvidia.json",
+    ),
+    Row(
+        "cdi-names-absent-files",
+        both(
+            unit("nvidia-cdi-refresh.service", active="inactive"),
+            text("/var/run/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n- hostPath: /gone\n", "/gone"),
+        ),
+        "/var/run/cdi/nvidia.yaml:2: /gone",
+        "systemctl restart nvidia-cdi-refresh.service",
+    ),
+    Row(
+        "cdi-closed",
+        lambda x: replace(x, closed={"/etc/cdi": 0o700, PATH: 0o600}),
+        "stat -c %a /etc/cdi: 700",
+        f"chmod a+rx /etc/cdi; chmod a+r {PATH}",
+        LIKELY,
+    ),
+    Row(
+        "cdi-names-absent-files",
+        both(
+            nvidias, without(PATH), text("/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n- hostPath: /gone\n", "/gone")
+        ),
         ":2: /gone",
         "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
     ),

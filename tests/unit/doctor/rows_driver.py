@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpuprov.doctor.examined import Smi
+from gpuprov.doctor.examined import OtherSmi, Smi
 from gpuprov.doctor.finding import ASIDE, LIKELY
-from tests.unit.doctor.host import with_driver, with_kernel
+from tests.unit.doctor.host import SMI, with_driver, with_kernel
 from tests.unit.doctor.ill import (
     FABRIC,
     LIBRARIES,
@@ -19,7 +19,9 @@ from tests.unit.doctor.ill import (
     both,
     divided_without_instances,
     docker,
+    hidden,
     host,
+    installed,
     mismatched,
     nvidias,
     report,
@@ -31,6 +33,11 @@ from tests.unit.doctor.ill import (
     without,
 )
 
+# glibc 2.36's words.
+PRELOAD_SAID = (
+    "ERROR: ld.so: object '/opt/none.so' from /etc/ld.so.preload cannot be preloaded (cannot open shared object file): "
+    "ignored."
+)
 DRIVER_ROWS = (
     # -- driver libraries
     Row("driver-incomplete", there("/var/lib/gpuprov/driver-incomplete"), "driver-incomplete", "gpuprov install"),
@@ -197,12 +204,25 @@ DRIVER_ROWS = (
     ),
     Row(
         "fabric-state",
+        both(
+            unit(FABRIC),
+            report(
+                "<compute_mode>Default</compute_mode>",
+                "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>",
+            ),
+        ),
+        "state",
+        "systemctl restart nvidia-fabricmanager",
+        LIKELY,
+    ),
+    Row(
+        "fabric-state",
         report(
             "<compute_mode>Default</compute_mode>",
             "<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>",
         ),
         "state",
-        "nvidia-fabricmanager",
+        "nvidia-smi -q | grep -A4 Fabric  # the fabric manager runs outside",
         LIKELY,
     ),
     Row(
@@ -247,7 +267,10 @@ DRIVER_ROWS = (
     ),
     Row(
         "nodes-closed",
-        lambda x: replace(x, node_modes={**x.node_modes, "/dev/nvidiactl": 0o600}),
+        lambda x: replace(
+            with_driver(x, closed=tuple(node for node in x.driver.nodes if node.path == "/dev/nvidiactl")),
+            node_modes={**x.node_modes, "/dev/nvidiactl": 0o600},
+        ),
         "stat -c %a /dev/nvidiactl: 600",
         "chmod 0666 /dev/nvidiactl",
         LIKELY,
@@ -258,5 +281,98 @@ DRIVER_ROWS = (
         "/dev/char/195:0",
         "create-dev-char-symlinks",
         LIKELY,
+    ),
+    Row(
+        "dev-char-links",
+        both(
+            nvidias,
+            without("/usr/bin/nvidia-ctk"),
+            docker(cgroup_driver="systemd"),
+            lambda x: replace(x, links_missing=("/dev/char/195:0",)),
+        ),
+        "/dev/char/195:0",
+        "ln -s /dev/nvidia0 /dev/char/195:0",
+        LIKELY,
+    ),
+    # -- what programs get in place of the driver's files
+    Row(
+        "library-hidden",
+        hidden(),
+        "/etc/ld.so.conf.d/libc.conf:2 names /usr/local/lib",
+        "rm /usr/local/lib/libnvidia-ml.so.1 /usr/local/lib/libnvidia-ml.so.535.261.03; ldconfig",
+    ),
+    Row(
+        "library-hidden",
+        hidden(package="stale-driver"),
+        "/usr/local/lib/libnvidia-ml.so.535.261.03",
+        "apt-get purge stale-driver; ldconfig",
+    ),
+    Row(
+        "library-hidden",
+        hidden(reason="/etc/ld.so.preload:1 names /opt/libnvidia-ml.so.1"),
+        "/etc/ld.so.preload:1",
+        "sed -i 's|/opt/libnvidia-ml.so.1||' /etc/ld.so.preload",
+    ),
+    Row(
+        "library-hidden",
+        hidden(reason="/etc/environment:3 sets LD_LIBRARY_PATH"),
+        "/etc/environment:3",
+        "sed -i '/^[[:space:]]*LD_LIBRARY_PATH=/d' /etc/environment",
+        LIKELY,
+    ),
+    Row(
+        "preload-broken",
+        lambda x: replace(x, preload_said=PRELOAD_SAID),
+        "/bin/true: ERROR: ld.so: object '/opt/none.so'",
+        "sed -i 's|/opt/none.so||' /etc/ld.so.preload",
+    ),
+    Row(
+        "driver-damaged",
+        host(driver_damage=f"{LIBRARIES}/libcuda.so.550.163.01: its end is missing (file too short)"),
+        "file too short",
+        "gpuprov install",
+    ),
+    Row(
+        "driver-damaged",
+        both(
+            installed(libcuda1="550.163.01-2", nvidia_smi="550.163.01-2", nvidia_kernel_dkms="550.163.01-2"),
+            host(driver_damage="the loader's folders: no libcuda.so.550.163.01"),
+        ),
+        "no libcuda.so.550.163.01",
+        "apt-get install -y --reinstall libcuda1 nvidia-smi",
+    ),
+    Row(
+        "nvidia-smi-hidden",
+        lambda x: replace(
+            x,
+            smi_path="/usr/bin/nvidia-smi",
+            other_smi=OtherSmi("/usr/local/bin/nvidia-smi", Smi(13, "library version does not match")),
+        ),
+        "/usr/local/bin/nvidia-smi -q -x exited 13",
+        "mv /usr/local/bin/nvidia-smi /usr/local/bin/nvidia-smi.old",
+    ),
+    Row(
+        "nvidia-smi-hidden",
+        lambda x: replace(x, smi_path="/usr/bin/nvidia-smi", other_smi=OtherSmi("/usr/local/bin/nvidia-smi", x.smi)),
+        "command -v nvidia-smi: /usr/local/bin/nvidia-smi",
+        "mv /usr/local/bin/nvidia-smi",
+        ASIDE,
+    ),
+    Row(
+        "nvidia-smi-replaced",
+        lambda x: replace(
+            x, smi=Smi(0, f"Welcome to our cluster\n{SMI}"), smi_path="/usr/bin/nvidia-smi", smi_is_script=True
+        ),
+        "Welcome to our cluster",
+        "mv /usr/bin/nvidia-smi /usr/bin/nvidia-smi.old; gpuprov install",
+    ),
+    Row(
+        "nvidia-smi-replaced",
+        both(
+            installed(nvidia_smi="550.163.01-2"),
+            lambda x: replace(x, smi=Smi(127, "exec: gone"), smi_path="/usr/bin/nvidia-smi", smi_is_script=True),
+        ),
+        "/usr/bin/nvidia-smi -q -x exited 127",
+        "apt-get install -y --reinstall nvidia-smi",
     ),
 )

@@ -30,6 +30,7 @@ from tests.unit.doctor.ill import (
 )
 from tests.unit.fake_host import RELEASE
 
+UPDATES = f"/lib/modules/{RELEASE}/updates/dkms"
 KERNEL_ROWS = (
     # -- GPUs
     Row(
@@ -288,6 +289,14 @@ KERNEL_ROWS = (
         "/etc/modprobe.d/no.conf:2: blacklist nvidia",
         "sed -i '2s/^/#/' /etc/modprobe.d/no.conf",
     ),
+    # Debian's packages have the module by the name of nvidia-current.
+    Row(
+        "module-not-loaded",
+        on_metal(module=ModuleFile(f"{UPDATES}/nvidia-current.ko", RELEASE)),
+        f"modinfo nvidia-current: {UPDATES}/nvidia-current.ko",
+        "modprobe -a nvidia nvidia-uvm",
+    ),
+    Row("module-not-loaded", on_metal(module=ModuleFile()), "a module of NVIDIA's is there", "modprobe -a nvidia"),
     Row("module-not-loaded", on_metal(), "/proc/driver/nvidia/version is not there", "modprobe -a nvidia nvidia-uvm"),
     Row(
         "uvm-not-loaded",
@@ -324,6 +333,23 @@ KERNEL_ROWS = (
         log("NVRM: The NVIDIA probe routine was not called for 1 device(s)."),
         "1 device",
         "blacklist",
+    ),
+    # NVIDIA's open kernel modules, kernel-open/nvidia/nv.c (nvidia_init_module): what comes of every failed start.
+    Row(
+        "probe-failed",
+        kernel_says(
+            "NVRM: GPU 0000:01:00.0: some reason that no rule knows.",
+            "NVRM: The NVIDIA probe routine failed for 1 device(s).",
+            "NVRM: None of the NVIDIA devices were initialized.",
+        ),
+        "NVRM: GPU 0000:01:00.0: some reason that no rule knows.",
+        "nvidia-bug-report.sh; systemctl reboot",
+    ),
+    Row(
+        "probe-failed",
+        kernel_says("NVRM: None of the NVIDIA graphics adapters were initialized!"),
+        "NVRM: None of the NVIDIA graphics adapters were initialized!",
+        "systemctl reboot",
     ),
     Row(
         "needs-open-modules",

@@ -79,7 +79,8 @@ def test_it_changes_nothing(host: DoctorHost) -> None:
 
 # All that the doctor ever runs; none of these changes anything.
 HARMLESS = (
-    ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("dkms", "status"), ("systemctl", "show"),
+    ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("modinfo", "nvidia-current"), ("dkms", "status"),
+    ("systemctl", "show"),
     ("systemctl", "cat"), ("journalctl",), ("docker", "info"), ("docker", "ps"), ("getenforce",), ("getsebool",),
     ("tail",), ("grep",), ("head", "-c", "0"), ("dpkg-query",), ("dpkg",), ("rpm",),
     (f"/usr/bin/{PYTHON}", "-I", "-S", "-E", "-B", "-c", "import os, sys; print('%d.%d.%d' % sys.version_info[:3], "

@@ -16,7 +16,21 @@ from gpuprov.doctor.rules import RULES, diagnose
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import examined, healthy, with_driver
-from tests.unit.doctor.ill import NODES, Change, Row, both, bound_to, docker, mismatched, text, unit
+from tests.unit.doctor.ill import (
+    NODES,
+    Change,
+    Row,
+    both,
+    bound_to,
+    docker,
+    hidden,
+    host,
+    kernel_says,
+    mismatched,
+    text,
+    unit,
+    without,
+)
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS
 from tests.unit.doctor.rows_engines import ENGINE_ROWS
@@ -34,6 +48,29 @@ def x(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examined]:
 
 # What else is found there follows from these, and is told after them: (rule, what makes the host ill, the first cause).
 CONSEQUENCES = (
+    ("version-mismatch", hidden(), "library-hidden"),
+    (
+        "module-not-loaded",
+        kernel_says("NVRM: The NVIDIA probe routine failed for 2 device(s)."),
+        "probe-failed",
+    ),
+    (
+        "probe-failed",
+        kernel_says(
+            "NVRM: GPU 0000:17:00.0: RmInitAdapter failed! (0x24:0xffff:1220)",
+            "NVRM: The NVIDIA probe routine failed for 2 device(s).",
+        ),
+        "init-failed",
+    ),
+    (
+        "runtime-missing",
+        both(
+            without(LAUNCHER_PATH),
+            host(read_only={"/usr": "/usr (ro)"}),
+            lambda x: replace(x, absent=frozenset({LAUNCHER_PATH})),
+        ),
+        "install-obstructed",
+    ),
     (
         "node-does-not-open",
         lambda x: replace(mismatched(x), node_errors={"/dev/nvidia0": "Input/output error"}),
@@ -138,9 +175,10 @@ def test_what_a_rule_follows_from_exists(rule: Any) -> None:
 # What a step may begin with: programs of a GPU host, its package managers, and gpuprov.
 PROGRAMS = {
     "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "dkms", "dmesg", "docker", "echo", "gpuprov",
-    "grep", "journalctl", "ldconfig", "ls", "lspci", "modprobe", "mokutil", "mv", "nvidia-bug-report.sh", "nvidia-ctk",
+    "grep", "journalctl", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
+    "nvidia-bug-report.sh", "nvidia-ctk",
     "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "snap",
-    "systemctl", "uname", "update-grub", "update-initramfs", "wsl",
+    "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def test_facts_tell_versions() -> None:
         "os": {"name": "Debian 12"},
         "kernel": None,
         "gpus": [{}, {}],
-        "driver_installed_version": "550",
+        "driver": {"library_version": "550"},
         "packages": {"installed": {"nvidia-container-toolkit": "1.19.1-1"}},
     }
     assert versions_of_facts(facts) == {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,20 @@ def test_probe_of_this_machine_is_read() -> None:
     assert probe.os_release[0] == gather_os(System()).id
 
 
+def test_probe_names_the_packages_of_a_python_that_is_gone(tmp_path: Path) -> None:
+    for tool in ("uname", "id", "sha256sum", "cut", "sed", "grep", "head", "dpkg", "dpkg-query"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    done = subprocess.run(
+        ("/bin/sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=30,
+        env={"PATH": str(tmp_path), "HOME": "/root"},
+    )  # fmt: skip
+    probe = parse_probe(done.stdout)
+    assert probe is not None
+    assert (probe.python, probe.owners) == (None, ("python3-minimal",))
+
+
 ANSWER = (
     "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/a b/.cache/gpuprov\nagent \n"
     "os debian|12|bookworm||Debian GNU/Linux 12 (bookworm)||\n{}\nend\n"
@@ -225,6 +241,26 @@ def test_a_python_that_is_new_enough_is_installed(os_release: tuple[str, ...], c
     problem = python_problem(probe, "")
     assert problem is not None
     assert problem.next_step.endswith(f"{command.partition(' ')[0]} install -y {names[0]}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "what", "seen"),
+    [
+        ("", "there is no Python on the host", "looked for python3"),
+        ("python 0.0.0 /usr/bin/python3", "the host's Python does not run", "/usr/bin/python3 does not run"),
+    ],
+)
+def test_a_python_whose_package_is_there_is_installed_again(lines: str, what: str, seen: str) -> None:
+    answer = ANSWER.format(f"{lines}\nowner python3-minimal\nowner python3.11-minimal\nowner a;b")
+    probe = parse_probe(answer)
+    assert probe is not None and probe.owners == ("python3-minimal", "python3.11-minimal")
+    probe = replace(probe, os_release=("debian", "12", "bookworm", "", "", "", ""))
+    problem = python_problem(probe, "")
+    assert problem is not None and problem.what == what and seen in problem.evidence
+    assert problem.next_step.endswith("apt-get install -y --reinstall python3-minimal python3.11-minimal")
+    first, others = bootstrap_script(probe).split(" || ", 1)
+    assert "apt-get install -y --reinstall python3-minimal python3.11-minimal" in first
+    assert others == bootstrap_script(replace(probe, owners=()))
 
 
 def test_of_several_packages_the_first_that_a_repository_has_is_enough(tmp_path: Path) -> None:
