@@ -200,7 +200,7 @@ class WriteCdiSpecification(Change):
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # Asked only now, because NVML initialises GPUs: seconds for each that nobody keeps awake.
+        # Asked only now, because NVML initialises GPUs: seconds for each that no process keeps awake.
         content = _now(system)
         # What a driver brings with it (NVSwitches) is there only now, too.
         for path, wanted in {CDI_SPECIFICATION: content, **other_devices.specifications(system)}.items():

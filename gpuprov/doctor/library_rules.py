@@ -73,7 +73,7 @@ def _other_smi(x: Examined) -> Finding | None:
     other = x.other_smi
     if other is None:
         return None
-    what = f"{other.path} stands before the driver's own nvidia-smi, {x.smi_path}"
+    what = f"{other.path} hides the driver's own nvidia-smi, {x.smi_path}"
     step = f"mv {other.path} {other.path}.old"
     if other.smi.is_report or not x.smi.is_report:
         return Finding(what, f"command -v nvidia-smi: {other.path}", step, ASIDE)

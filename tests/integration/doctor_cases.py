@@ -1,6 +1,6 @@
 """What breaks hosts for test_doctor.py: the libraries, programs and leftovers of docs/host-cases.md, by groups.
 
-The troubles of a group are there at once. Whoever types what the doctor says first, and asks again, until it is silent,
+The troubles of a group are there at once. A user who types what the doctor says first, and runs it again, until it is silent,
 has typed each of them.
 """
 

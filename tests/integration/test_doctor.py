@@ -1,4 +1,4 @@
-"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type mends it.
+"""The doctor on a real host: each trouble made for real comes first, and what the doctor says to type fixes it.
 
 Of groups of troubles (doctor_cases.py), every `next:` is typed, one after the other, each asked for again.
 """
@@ -159,7 +159,7 @@ def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: H
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_every_next_step_that_is_typed_changes_what_is_found(site: Site, host: Host, group: Group) -> None:
-    """Type what is said first, ask again, until the doctor is silent; nothing is typed twice for the same cause."""
+    """Type what is said first, run it again, until the doctor is silent; nothing is typed twice for the same cause."""
     try:
         host.ssh("systemctl reset-failed docker")
         for line in group.breaking:
