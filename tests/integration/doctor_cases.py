@@ -1,7 +1,7 @@
 """What breaks hosts for test_doctor.py: the libraries, programs and leftovers of docs/host-cases.md, by groups.
 
-The troubles of a group are there at once. A user who types what the doctor says first, and runs it again, until it is silent,
-has typed each of them.
+The troubles of a group are there at once. A user who types what the doctor says first, and runs it again until it is
+silent, has typed each of them.
 """
 
 from __future__ import annotations
