@@ -19,7 +19,7 @@ from gpuprov.wire.spec import HostSpec
 if TYPE_CHECKING:
     from gpuprov.core.changes import FileFact
     from gpuprov.machine.distros import ExtraRepository
-    from gpuprov.wire.spec import SiteRepository
+    from gpuprov.wire.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
 # Debian's name of an architecture, from `uname -m`.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Callable, TypeVar
+from typing import TYPE_CHECKING, Callable, TypeVar
 
 from gpuprov.core.changes import Tell
 from gpuprov.core.commands import first_match
+from gpuprov.core.http_session import HOOKS, certificates, proxy_for, session, through
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -28,10 +28,6 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 _CHUNK = 1 << 16
 _SMALL = 1 << 20
 _PROGRESS_SECONDS = 0.5
-# The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
-_CA_BUNDLES = (
-    "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
-)  # fmt: skip
 
 
 def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell) -> None:
@@ -119,9 +115,9 @@ def _ask(system: System, url: str) -> Problem | None:
     import requests
 
     try:
-        with _session(system) as session:
-            status = session.head(
-                url, timeout=_ASKING_TIMEOUTS, verify=_certificates(system), allow_redirects=True, hooks=_HOOKS
+        with session(system) as opened:
+            status = opened.head(
+                url, timeout=_ASKING_TIMEOUTS, verify=certificates(system), allow_redirects=True, hooks=HOOKS
             ).status_code
     except GpuprovError as error:
         return error.problems[0]
@@ -130,7 +126,7 @@ def _ask(system: System, url: str) -> Problem | None:
     # Other refusals may be of the question itself (HEAD): the download will tell.
     if status not in _HTTP_HINTS or status == 403:
         return None
-    return Problem(f"{masked(url)} can't be had", f"HTTP {status}{_through(system, url)}", _HTTP_HINTS[status])
+    return Problem(f"{masked(url)} can't be had", f"HTTP {status}{through(system, url)}", _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -230,8 +226,8 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     """Return the open response. Raises GpuprovError for an HTTP error, _Busy for one that may pass."""
     # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
-    response = _session(system).get(
-        url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=_certificates(system), hooks=_HOOKS
+    response = session(system).get(
+        url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=certificates(system), hooks=HOOKS
     )
     if response.status_code in ((200, 206, 416) if start else (200,)):
         return response
@@ -239,24 +235,12 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     asked = response.headers.get("Retry-After", "")
     response.close()
     next_step = _HTTP_HINTS.get(status, "try again later")
-    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}{_through(system, url)}", next_step)
+    error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}{through(system, url)}", next_step)
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
     raise error
 
 
-def _refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
-    """Raise GpuprovError for a redirect from https to http: anybody on the way could then answer."""
-    target = response.headers.get("Location", "")
-    if response.is_redirect and response.url.startswith("https:") and target.lower().startswith("http:"):
-        raise GpuprovError(
-            f"{masked(response.url)} leads from https to http",
-            f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",
-        )  # fmt: skip
-
-
-# Called for each answer before a redirect is followed.
-_HOOKS = {"response": _refuse_downgrade}
 LOG_IN = "the proxy requires a login: set gpuprov_proxy to http://USER:PASSWORD@PROXY:PORT"
 _HTTP_HINTS = {
     401: "the server requires a login: put it into the URL; behind a proxy, gpuprov_proxy may lack the right one",
@@ -264,11 +248,6 @@ _HTTP_HINTS = {
     404: "there is no such file: check version and URL",
     407: LOG_IN,
 }
-
-
-def _certificates(system: System) -> str | bool:
-    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
-    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
 
 
 def _require_room(system: System, path: str, size: int, url: str) -> None:
@@ -307,48 +286,12 @@ _CAUSES = (
 
 
 def _explained(system: System, url: str, error: Exception) -> GpuprovError:
-    proxy, said = _proxy_for(system, url), masked(str(error))
+    proxy, said = proxy_for(system, url), masked(str(error))
     if proxy and "connect to proxy" in said.lower() and "Tunnel connection failed" not in said:
         return GpuprovError.several((Proxy(proxy).problem(said[-200:]),))
-    seen = f"{said[-200:]}{_through(system, url)}"
+    seen = f"{said[-200:]}{through(system, url)}"
     found = first_match(_CAUSES, lambda row: row[0], [said])
     if found is not None:
         (_, meaning, next_step), _ = found
         return GpuprovError(f"{masked(url)} can't be reached: {meaning}", seen, next_step)
     return GpuprovError(f"{masked(url)} can't be reached", seen, "check network and proxy, then run this again")
-
-
-def _proxy_for(system: System, url: str) -> str:
-    """Return the URL of the proxy that a request to `url` goes through: gpuprov_proxy, else the environment's."""
-    from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
-
-    try:
-        if not system.proxy.url:
-            return select_proxy(url, get_environ_proxies(url)) or ""
-        # An empty list would make requests read the environment's.
-        return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
-    except ValueError:
-        # Not a URL: the request itself says so.
-        return ""
-
-
-def _through(system: System, url: str) -> str:
-    proxy = _proxy_for(system, url)
-    return f"\nthrough the proxy {Proxy(proxy).address}" if proxy else ""
-
-
-def _session(system: System) -> requests.Session:
-    """Return a session whose every request, those after a redirect too, takes the proxy of its own URL."""
-    import requests
-    from requests.adapters import HTTPAdapter
-
-    class _Proxied(HTTPAdapter):
-        def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
-            proxy = _proxy_for(system, request.url or "")
-            proxies = {"http": proxy, "https": proxy} if proxy else {}
-            return super().send(request, *args, **{**kwargs, "proxies": proxies})
-
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, _Proxied())
-    return session

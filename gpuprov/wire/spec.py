@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from marshmallow import RAISE, Schema, ValidationError, post_load, validate
+from marshmallow import RAISE, Schema, ValidationError, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.wire import driver_releases, tables
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.site_repository import RepositorySchema, SiteRepository
 from gpuprov.wire.spec_fields import (
     ENGINES,
     FINGERPRINT,
     HTTP_URL,
     MIG_LAYOUT,
-    NAME,
     NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
@@ -32,8 +32,6 @@ from gpuprov.wire.spec_fields import (
     SHA256,
     URL_OR_PATH,
     VERSION,
-    WORDS,
-    OrEmpty,
     TextOrList,
     choice,
     flag,
@@ -49,36 +47,6 @@ PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
      "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix")
 )  # fmt: skip
-
-
-class _RepositorySchema(Schema):
-    """One more package repository of the site's own."""
-
-    class Meta:
-        unknown = RAISE
-
-    name = schema_fields.String(required=True, validate=NAME)
-    uri = schema_fields.String(required=True, validate=HTTP_URL)
-    suite = schema_fields.String(load_default="./", validate=WORDS)
-    components = schema_fields.String(load_default="", validate=OrEmpty(WORDS))
-    key_url = schema_fields.String(required=True, validate=HTTP_URL)
-    key_fingerprint = schema_fields.String(required=True, validate=FINGERPRINT)
-
-    @post_load
-    def _make(self, data: dict[str, Any], **_: Any) -> SiteRepository:
-        return SiteRepository(**data)
-
-
-@dataclass(frozen=True)
-class SiteRepository:
-    """A signed package repository: the key at `key_url` counts only if it has the full `key_fingerprint`."""
-
-    name: str
-    uri: str
-    key_url: str
-    key_fingerprint: str
-    suite: str = "./"
-    components: str = ""
 
 
 @dataclass(frozen=True)
@@ -257,7 +225,7 @@ class HostSpec:
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     repositories: tuple[SiteRepository, ...] = option(
-        schema_fields.List(schema_fields.Nested(_RepositorySchema)),
+        schema_fields.List(schema_fields.Nested(RepositorySchema)),
         (),
         "More signed package repositories: a list of `name`, `uri`, `suite` (default `./`), `components`, `key_url`, "
         "`key_fingerprint`. `suite` and `components` are apt's alone.",

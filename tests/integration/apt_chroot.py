@@ -14,7 +14,8 @@ import pytest
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.site_repository import SiteRepository
+from gpuprov.wire.spec import HostSpec
 from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE

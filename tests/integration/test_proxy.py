@@ -21,7 +21,8 @@ from gpuprov.package_managers.apt import APT
 from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.repos import plan_repositories
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.site_repository import SiteRepository
+from gpuprov.wire.spec import HostSpec
 from tests.integration import rpm_repositories
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.loopback import served

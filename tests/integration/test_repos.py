@@ -24,7 +24,8 @@ from gpuprov.packaging.apt_packages import InstallPackages, RefreshPackageIndex
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.repos import AptRepository, plan_repositories
 from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.site_repository import SiteRepository
+from gpuprov.wire.spec import HostSpec
 from tests.integration.loopback import QuietHandler, served
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run

@@ -14,7 +14,8 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.machine.distros import find_distribution
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.spec import HostSpec, SiteRepository
+from gpuprov.wire.site_repository import SiteRepository
+from gpuprov.wire.spec import HostSpec
 
 MIRROR = mirror_at("http://mirror.example/debian/")
 WANTED = Wanted("debian-12", "x86_64", mirror=MIRROR)

@@ -1,0 +1,76 @@
+"""HTTP sessions of downloads: the host's certificates, the proxy of each request, no way from https to http."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from gpuprov.core.proxy import Proxy
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.secrets import masked
+
+if TYPE_CHECKING:
+    import requests
+
+# The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
+_CA_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
+)  # fmt: skip
+
+
+def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
+    """Raise GpuprovError for a redirect from https to http: anybody on the way could then answer."""
+    target = response.headers.get("Location", "")
+    if response.is_redirect and response.url.startswith("https:") and target.lower().startswith("http:"):
+        raise GpuprovError(
+            f"{masked(response.url)} leads from https to http",
+            f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",
+        )  # fmt: skip
+
+
+# Called for each answer before a redirect is followed.
+HOOKS = {"response": refuse_downgrade}
+
+
+def certificates(system: System) -> str | bool:
+    """Return the file of trusted certificates: the environment's, the host's, or True for those that requests has."""
+    named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
+
+
+def proxy_for(system: System, url: str) -> str:
+    """Return the URL of the proxy that a request to `url` goes through: gpuprov_proxy, else the environment's."""
+    from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
+
+    try:
+        if not system.proxy.url:
+            return select_proxy(url, get_environ_proxies(url)) or ""
+        # An empty list would make requests read the environment's.
+        return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
+    except ValueError:
+        # Not a URL: the request itself says so.
+        return ""
+
+
+def through(system: System, url: str) -> str:
+    """Return a line for an error's evidence that names the proxy; nothing if there is none."""
+    proxy = proxy_for(system, url)
+    return f"\nthrough the proxy {Proxy(proxy).address}" if proxy else ""
+
+
+def session(system: System) -> requests.Session:
+    """Return a session whose every request, those after a redirect too, takes the proxy of its own URL."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class _Proxied(HTTPAdapter):
+        def send(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> requests.Response:
+            proxy = proxy_for(system, request.url or "")
+            proxies = {"http": proxy, "https": proxy} if proxy else {}
+            return super().send(request, *args, **{**kwargs, "proxies": proxies})
+
+    made = requests.Session()
+    for scheme in ("http://", "https://"):
+        made.mount(scheme, _Proxied())
+    return made
