@@ -66,10 +66,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
         return
     kept = _kept(container, bundle)
     if kept is not None:
-        running = (
-            _libraries(lambda: _of_container(container)) if container else _libraries(lambda: _of_kept(bundle or ""))
-        )
-        _show(kept, _kept_lines(kept), running, as_json=as_json)
+        _show(kept, _kept_lines(kept), _libraries(lambda: _of_running(container, kept)), as_json=as_json)
         return
     config = _config(bundle)
     settings, trouble = read_settings(own=settings_file, nvidia="") if settings_file else read_settings()
@@ -95,21 +92,23 @@ def _libraries(look: Callable[[], Survey]) -> Survey | str:
     try:
         return look()
     except GpuprovError as error:
-        return " ".join(str(error).split())
+        return error.problems[0].what
 
 
-def _of_container(container: str) -> Survey:
+def _of_running(container: str, kept: dict[str, Any]) -> Survey:
+    """Return what a container that runs loads: by its engine, or by its bundle where no engine is asked or knows it."""
     from gpuprov.core.system import System
+    from gpuprov.runtime_hook.settings import read_settings
     from gpuprov.verify.cuda.search import Program
     from gpuprov.verify.cuda.survey import survey
 
-    return survey(System("/"), container, Program())
-
-
-def _of_kept(bundle: str) -> Survey:
-    from gpuprov.runtime_hook.settings import read_settings
-
-    return _of_bundle(_config(bundle), bundle, read_settings()[0])
+    try:
+        if container:
+            return survey(System("/"), container, Program())
+    except GpuprovError:
+        if not Path(str(kept.get("bundle", ""))).is_dir():
+            raise
+    return _of_bundle(_config(str(kept.get("bundle", ""))), str(kept.get("bundle", "")), read_settings()[0])
 
 
 def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:

@@ -82,8 +82,9 @@ def _files_missing(x: Examined) -> Finding | None:
         return None
     missing = [path for path, _, _ in change.files if path not in x.host.files]
     if missing:
+        files = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
         return Finding(
-            f"{len(missing)} files of gpuprov's container runtime are missing", f"ls {missing[0]}: No such file",
+            f"gpuprov's container runtime is incomplete: {files}", f"ls {missing[0]}: No such file",
             words.gpuprov_install(x), remedies=_OURS,
         )  # fmt: skip
     return Finding(
@@ -127,11 +128,14 @@ def _with_python(x: Examined) -> tuple[Remedy, ...]:
 
 
 def _no_low_level(x: Examined) -> Finding | None:
-    if not x.host.docker.installed or any(x.programs.get(name) for name in ("runc", "crun")):
+    if any(x.programs.get(name) for name in ("runc", "crun")):
         return None
-    return Finding(
-        "neither runc nor crun is installed", "command -v runc crun: nothing", words.install_packages(x, "runc")
-    )
+    # A package whose program was removed by hand is installed all the same; containerd.io brings runc.
+    owner = next((name for name in ("runc", "crun", "containerd.io") if name in x.host.packages.installed), "")
+    if not x.host.docker.installed and not owner:
+        return None
+    step = words.reinstall_packages(x, owner) if owner else words.install_packages(x, "runc")
+    return Finding("neither runc nor crun is there", "command -v runc crun: nothing", step)
 
 
 def _settings_broken(x: Examined) -> Finding | None:
@@ -302,7 +306,8 @@ RULES = (
          _python_missing),
     Rule("python-unfit", TOOLKIT, "that Python is older than 3.9, does not run, or others than root can write it",
          _python_unfit),
-    Rule("low-level-runtime-missing", TOOLKIT, "docker is there, neither runc nor crun is", _no_low_level),
+    Rule("low-level-runtime-missing", TOOLKIT, "docker or a package of runc is there, neither runc nor crun is",
+         _no_low_level),
     Rule("settings-broken", TOOLKIT, f"`{SETTINGS_PATH}` or `{NVIDIA_SETTINGS_PATH}` can't be read", _settings_broken),
     Rule("no-cgroups", TOOLKIT, "no-cgroups = true, and docker runs as root with NVIDIA's runtime", _no_cgroups),
     Rule("environment-refused", TOOLKIT, "accept-nvidia-visible-devices-envvar-when-unprivileged = false",

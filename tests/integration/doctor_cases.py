@@ -123,4 +123,56 @@ GROUPS = (
         "no-cgroups",
         frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"}),
     ),
+    Group(
+        "files that gpuprov deployed are gone",
+        (
+            "rm /etc/cdi/nvidia.json /usr/bin/nvidia-container-runtime-hook /usr/lib/gpuprov/runtime_hook/mounts.py",
+            "systemctl stop gpuprov-refresh.path",
+        ),
+        "runtime-files-missing",
+        frozenset({"cdi-missing", "hook-missing", "runtime-files-missing"}),
+    ),
+    Group(
+        "docker is masked, its client talks to another one",
+        (
+            "docker context create away --docker host=tcp://192.0.2.1:2375; docker context use away",
+            "systemctl mask --now docker.service",
+        ),
+        "docker-masked",
+        frozenset({"docker-masked", "docker-context"}),
+    ),
+    Group(
+        "the configuration is emptied, docker not restarted yet",
+        (
+            "systemctl stop gpuprov-refresh.path; echo '{' > /etc/cdi/nvidia.json",
+            "echo '{}' > /etc/docker/daemon.json",
+        ),
+        "cdi-broken",
+        frozenset({"cdi-broken", "runtime-unsaved"}),
+    ),
+    Group(
+        "the loader's cache has a stub",
+        (
+            f"mkdir -p /usr/local/cuda/lib64/stubs; cp /root/{OTHER_CUDA} /usr/local/cuda/lib64/stubs/libcuda.so.1",
+            "echo /usr/local/cuda/lib64/stubs > /etc/ld.so.conf.d/000-cuda.conf; ldconfig",
+        ),
+        "cuda-stub",
+        frozenset({"cuda-stub"}),
+    ),
+    Group(
+        "programs that docker needs are gone",
+        ("mv /usr/sbin/runc /root/kept-runc; apt-get purge -y -qq docker.io",),
+        "low-level-runtime-missing",
+        frozenset({"docker-missing", "low-level-runtime-missing"}),
+    ),
+    Group(
+        "units that run at boot have failed",
+        (
+            "systemctl stop gpuprov-refresh.path; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
+            "systemctl restart gpuprov-nodes.service; systemctl restart gpuprov-refresh.service; true",
+            "mv /root/kept-boot /usr/lib/gpuprov/boot.pyz",
+        ),
+        "nodes-unit-failed",
+        frozenset({"nodes-unit-failed", "refresh-unit-failed"}),
+    ),
 )

@@ -59,7 +59,7 @@ OUTCOMES = [
     ("babbles", ExitCode.FAILED, "the agent ended without a result", '{"event": "Finished"}'),
     ("endless", ExitCode.FAILED, "the host sends no events but a flood", "without a line end"),
     ("killed", ExitCode.FAILED, "the agent ended without a result", "killed by a signal"),
-    ("no-shell", ExitCode.FAILED, "the host's shell does not answer as a shell should", "currently not available"),
+    ("no-shell", ExitCode.UNREACHABLE, "the account may not log in: its shell is nologin", "currently not available"),
     ("old-python", ExitCode.FAILED, "the host's Python is older than 3.9", "3.6.8"),
     ("sudo", ExitCode.FAILED, "sudo on the host wants a password", "a password is required"),
     ("full-home", ExitCode.FAILED, "the agent cannot be stored on the host", "No space left on device"),

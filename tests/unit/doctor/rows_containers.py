@@ -10,6 +10,7 @@ import json
 from dataclasses import replace
 
 from gpuprov.cdi.generate import PATH
+from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, LIKELY
 from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.reboot_state import RebootFacts
@@ -28,6 +29,12 @@ from tests.unit.doctor.ill import (
     unit,
     without,
 )
+
+
+def _without_package(x: Examined, name: str) -> Examined:
+    names = {one: version for one, version in x.host.packages.installed.items() if one != name}
+    return replace(x, host=replace(x.host, packages=replace(x.host.packages, installed=names)))
+
 
 CONTAINER_ROWS = (
     # -- container toolkit
@@ -138,6 +145,12 @@ CONTAINER_ROWS = (
     Row(
         "low-level-runtime-missing",
         lambda x: replace(x, programs={}),
+        "command -v runc crun",
+        "apt-get install -y --reinstall runc",
+    ),
+    Row(
+        "low-level-runtime-missing",
+        lambda x: replace(_without_package(x, "runc"), programs={}),
         "command -v runc crun",
         "apt-get install -y runc",
     ),

@@ -260,7 +260,7 @@ def test_a_python_whose_package_is_there_is_installed_again(lines: str, what: st
     assert problem.next_step.endswith("apt-get install -y --reinstall python3-minimal python3.11-minimal")
     first, others = bootstrap_script(probe).split(" || ", 1)
     assert "apt-get install -y --reinstall python3-minimal python3.11-minimal" in first
-    assert others == bootstrap_script(replace(probe, owners=()))
+    assert bootstrap_script(replace(probe, owners=())).endswith(f"; done; {others}")
 
 
 def test_of_several_packages_the_first_that_a_repository_has_is_enough(tmp_path: Path) -> None:
