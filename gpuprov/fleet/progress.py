@@ -21,6 +21,7 @@ from gpuprov.fleet.display_text import counted, one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
     SCHEMA,
+    CauseFound,
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -50,7 +51,8 @@ def words_for(event: Event, *, verbose: bool) -> str:
     if isinstance(event, ChangeStarted):
         return f"[{event.index}/{event.total}] {event.summary}"
     if isinstance(event, CheckDone):
-        return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason else "")
+        # The report at the end has the reason, with evidence and next step.
+        return f"{event.status} {event.name}" + (f": {event.reason}" if event.reason and verbose else "")
     if isinstance(event, Finished):
         return _ending(event)
     if isinstance(event, ChangeProgress) and verbose:
@@ -60,8 +62,9 @@ def words_for(event: Event, *, verbose: bool) -> str:
     return ""
 
 
-def _ending(event: Finished) -> str:
-    if event.problems:
+def _ending(event: Finished, *, examined: bool = False) -> str:
+    """Return how a run ended. `examined`: the doctor found causes, which is no failure of its own."""
+    if event.problems and not (examined and event.summary):
         return f"failed: {event.problems[0].what}"
     return event.summary or ("done" if event.exit_code == ExitCode.DONE else f"ended with exit code {event.exit_code}")
 
@@ -88,10 +91,15 @@ class PlainLines:
         self._verbose = verbose
         self._lock = threading.Lock()
         self._plans = Plans(diff=diff)
+        self._examined: set[str] = set()
 
     def __call__(self, host: str, event: Event) -> None:
         words = words_for(event, verbose=self._verbose)
         with self._lock:
+            if isinstance(event, CauseFound):
+                self._examined.add(host)
+            elif isinstance(event, Finished):
+                words = _ending(event, examined=host in self._examined)
             if isinstance(event, Planned):
                 self._console.print(self._plans.text(host, event.changes), soft_wrap=True)
             elif words:
@@ -141,6 +149,7 @@ class _Row:
     # Within a change that takes long: done and total, in bytes for instance.
     part: tuple[int, int] = field(default=(0, 0))
     failed: bool = False
+    examined: bool = False
 
     @property
     def state(self) -> str:
@@ -266,12 +275,14 @@ def _update(row: _Row, event: Event) -> None:
         row.message, row.part = event.message, (event.done, event.total)
     elif isinstance(event, CheckDone):
         row.step = event.name
+    elif isinstance(event, CauseFound):
+        row.examined = True
     elif isinstance(event, Note) and event.level == "debug":
         row.step = event.message
     elif isinstance(event, Note):
         row.message = event.message
     elif isinstance(event, Finished):
         row.ended, row.message = time.monotonic(), ""
-        row.step = _ending(event)
+        row.step = _ending(event, examined=row.examined)
         row.failed = event.exit_code not in (ExitCode.DONE, ExitCode.REBOOT_NEEDED)
         row.style = "red" if row.failed else "green"

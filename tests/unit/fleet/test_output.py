@@ -21,6 +21,7 @@ from gpuprov.fleet.result import HostResult
 from gpuprov.verify.outcome import all_gpus_check
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import (
+    CauseFound,
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
@@ -88,7 +89,7 @@ def test_pipe_gets_prefixed_lines() -> None:
         "lab-a: 1 change",
         "   1. write /etc/docker/daemon.json",
         "lab-a: [1/1] write /etc/docker/daemon.json",
-        "lab-a: failed gpus: no device nodes",
+        "lab-a: failed gpus",
         "lab-a: 1 change made",
     ]
 
@@ -99,7 +100,18 @@ def test_verbose_tells_progress_and_diff_shows_it() -> None:
     for event in RUN:
         lines("lab-a", event)
     assert "lab-a: half\nlab-a: a: done in 0.5 s\n" in output(to)
+    assert "lab-a: failed gpus: no device nodes\n" in output(to)
     assert "      -{}\n      +{}\n" in output(to)
+
+
+def test_a_doctor_that_found_causes_has_not_failed_itself() -> None:
+    to = console()
+    lines = PlainLines(to)
+    ending = Finished(1, problems=(Problem("no driver", "ls", "install"),), summary="causes found: 1")
+    lines("lab-a", CauseFound(1, "driver-missing", "driver", "no driver", "ls", "install", "certain"))
+    lines("lab-a", ending)
+    lines("lab-b", ending)
+    assert output(to).splitlines() == ["lab-a: causes found: 1", "lab-b: failed: no driver"]
 
 
 def test_diff_is_coloured_on_a_terminal() -> None:
