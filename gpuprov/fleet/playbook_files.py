@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gpuprov
 from gpuprov.fleet.agent_build import build_agent
-from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 
 _AGENT = "files/gpuprov-agent.pyz"
 _COLLECTION = "collections/ansible_collections/gpuprov/host"
@@ -21,18 +21,25 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
     """Write playbooks/, inventories/example and ansible.cfg into `folder`; return what was written.
 
     playbooks/ of an earlier version is replaced. An inventory or ansible.cfg that exists is the user's and stays.
-    Raises GpuprovError if another playbooks/ is there.
+    Raises GpuprovError if another playbooks/ is there, or if the folder can't be written.
     """
-    source = _source()
     playbooks = folder / "playbooks"
-    if playbooks.exists() and not (playbooks / _AGENT).is_file():
+    if playbooks.is_symlink() or (playbooks.exists() and not (playbooks / _AGENT).is_file()):
         raise GpuprovError(
             f"{playbooks} exists and was not written by gpuprov",
-            "it lacks " + _AGENT,
+            f"it is a link, or lacks {_AGENT}",
             "name another folder",
             exit_code=ExitCode.USAGE,
         )
-    shutil.rmtree(playbooks, ignore_errors=True)
+    try:
+        return _written(_source(), folder, playbooks)
+    except OSError as error:
+        raise from_os_error(f"the playbooks can't be written into {folder}", error) from None
+
+
+def _written(source: Path, folder: Path, playbooks: Path) -> tuple[Path, ...]:
+    if playbooks.exists():
+        shutil.rmtree(playbooks)
     shutil.copytree(source / "playbooks", playbooks, ignore=_LEFT_OUT)
     (playbooks / _AGENT).parent.mkdir()
     (playbooks / _AGENT).write_bytes(build_agent().content)

@@ -107,6 +107,19 @@ def test_somebody_elses_playbooks_stay(tmp_path: Path) -> None:
     assert (tmp_path / "playbooks/site.yml").exists()
 
 
+def test_a_link_is_not_followed_and_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    write_playbooks(tmp_path / "elsewhere")
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "hosts/playbooks").symlink_to(tmp_path / "elsewhere/playbooks")
+    with pytest.raises(GpuprovError, match="was not written by gpuprov"):
+        write_playbooks(tmp_path / "hosts")
+    assert (tmp_path / "elsewhere/playbooks/site.yml").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(GpuprovError, match="can't be written into"):
+        write_playbooks(tmp_path / "file")
+
+
 def test_a_folder_that_is_not_empty_gets_no_release(tmp_path: Path) -> None:
     (tmp_path / "old.whl").touch()
     done = subprocess.run(
