@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.lab import Host
-from tests.lab.fixtures import Site
+from tests.lab.fixtures import GPUPROV, Site
 from tests.lab.shell import LabError
 from tests.simgpu import BuildError, cache
 from tests.simgpu.debian import fetch
@@ -76,6 +76,13 @@ buildah run --network=none %s "$name" {_SMI}; code=$?; buildah rm "$name" >/dev/
 """
 # Without --cpu-shares=0, ctr asks for a controller that the lab's machine lacks.
 _CTR = f"ctr run --rm --cpu-shares=0 %s docker.io/library/small:1 gpus {_SMI}"
+# The clone's own Python is Debian 12's.
+_FLAGS = f"{GPUPROV} docker-args --gpus 1"
+_COMPOSE_FLAGS = f"""
+printf 'services: {{one: {{image: "small:1", network_mode: none}}}}\n' >/root/compose/plain.yml
+{_FLAGS} --format compose --service one >/root/compose/flags.yml
+docker-compose -f /root/compose/plain.yml -f /root/compose/flags.yml run --rm -T one {_SMI}
+"""
 BOTH = ("main", "trixie")
 
 
@@ -112,6 +119,8 @@ ROWS = {
     "podman 5.4, --gpus all": Row(_PODMAN % ("", "--gpus all"), (0, 1), ("trixie",)),
     # The number is that of a GPU, not how many.
     "podman 5.4, --gpus 1": Row(_PODMAN % ("", "--gpus 1"), (1,), ("trixie",)),
+    "podman, plain flags": Row(_PODMAN % ("--runtime runc", f"$({_FLAGS})"), (1,), ("main",)),
+    "compose, plain flags": Row(_COMPOSE_FLAGS, (1,), ("main",)),
     "podman without root": Row(f"su pod -s /bin/sh -c '{_ROOTLESS}'", (1,)),
     "buildah, --runtime": Row(
         _BUILDAH % "--runtime /usr/bin/gpuprov-container-runtime --env NVIDIA_VISIBLE_DEVICES=1", (1,)
