@@ -314,6 +314,7 @@ def test_dockers_own_repository() -> None:
     assert (debian.uri, debian.suite) == ("https://download.docker.com/linux/debian", "bookworm")
     rocky = docker_repository(row("rocky", "9.5"), "aarch64")
     assert rocky is not None and rocky.uri == "https://download.docker.com/linux/centos/9/aarch64/stable"
+    assert rocky.key_fingerprint == "060A61C51B558A7F742B77AAC52FEB6B621E9F35"
     assert rocky.key_fingerprint != debian.key_fingerprint
     assert docker_repository(row("sles", "15"), "x86_64") is None
 
