@@ -47,6 +47,7 @@ class FakeHost(System):
         # systemd starts a unit a few times in a row, and then no more until reset-failed.
         self.docker_starts_left = 3
         self.commands: list[tuple[str, ...]] = []
+        self.slept = 0.0
         self.failing_unit = "no unit"
         self.python_version = ".".join(map(str, sys.version_info[:3]))
         self.initramfs_error = ""
@@ -106,7 +107,11 @@ class FakeHost(System):
         return 10 << 30
 
     def sleep(self, seconds: float) -> None:
-        """Nobody waits in a test."""
+        """Nobody waits in a test: the clock goes on instead, so that a wait reaches its end."""
+        self.slept += seconds
+
+    def now(self) -> float:
+        return super().now() + self.slept
 
     def sync(self) -> None:
         """Nobody waits for the machine's disk; integration/test_power_cut.py has one of its own."""
