@@ -244,9 +244,10 @@ def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_
     if failed:
         by_word: dict[str, list[str]] = {}
         for result in failed:
-            by_word.setdefault(result.word, []).append(plain(result.host))
-        words = {"failed": _FAILED_ON[command]} if command in _FAILED_ON else {}
-        reasons = "; ".join(f"{words.get(word, word)}: {listed(hosts)}" for word, hosts in by_word.items())
+            # A command that came to its end has a summary; one that a lock or a broken host stopped found nothing.
+            found = _FAILED_ON.get(command) if result.word == "failed" and result.summary else None
+            by_word.setdefault(found or result.word, []).append(plain(result.host))
+        reasons = "; ".join(f"{word}: {listed(hosts)}" for word, hosts in by_word.items())
         done = len(results) - len(failed)
         ill = command == "verify" and any(result.exit_code == ExitCode.FAILED for result in failed)
         follow_up = f"; next: {next_command}" if next_command and ill else ""

@@ -254,6 +254,7 @@ DONE = HostResult("lab-a", ExitCode.DONE, changed=9, seconds=41.0, summary="9 ch
 SAME = HostResult("lab-b", ExitCode.DONE, seconds=2.0, summary="0 changes")
 FAULT = Problem("no disk space", "df says 100 %", "free some")
 FAILED = HostResult("lab-c", ExitCode.FAILED, problems=(FAULT,))
+ILL = HostResult("lab-e", ExitCode.FAILED, problems=(FAULT,), summary="causes found: 1")
 GONE = HostResult("lab-d", ExitCode.UNREACHABLE, problems=(Problem("no answer"),))
 
 
@@ -287,7 +288,8 @@ LAST_LINES = [
     ("doctor", (SAME, SAME), False, "2 hosts: nothing found wrong in all that was looked at"),
     ("doctor", (DONE, SAME), False, "2 hosts: 9 changes made; nothing found wrong in all that was looked at"),
     ("doctor", (DONE,), True, "1 host: 9 changes would be made; nothing found wrong in all that was looked at"),
-    ("doctor", (DONE, FAILED), False, "1 of 2 hosts healthy; causes found on: lab-c"),
+    ("doctor", (DONE, FAILED), False, "1 of 2 hosts healthy; failed: lab-c"),
+    ("doctor", (DONE, ILL, FAILED), False, "1 of 3 hosts healthy; causes found on: lab-e; failed: lab-c"),
     ("verify", (HostResult("a", ExitCode.DONE, checks=(CheckDone("x", "ok"), CheckDone("y", "skipped"))),), False,
      "1 host ready: 1 check ok, 1 skipped"),
     ("rollback", (DONE,), False, "1 host rolled back: 9 changes"),
