@@ -28,9 +28,10 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
         if note.note:
             sink(Note(f"{note.what}; {note.next_step}", "warning"))
     problems = tuple(_problem(found, number) for number, one in enumerate(found.findings) if not one.note)
-    if problems:
-        return Finished(int(ExitCode.FAILED), problems=problems)
     where = f"{found.kind} {found.name}" if found.name else "the host"
+    if problems:
+        summary = f"not all libraries that programs of {where} load fit the driver"
+        return Finished(int(ExitCode.FAILED), problems=problems, summary=summary)
     return Finished(int(ExitCode.DONE), summary=f"the libraries that programs of {where} load fit the driver")
 
 
