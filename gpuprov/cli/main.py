@@ -16,6 +16,7 @@ import click
 
 from gpuprov import __version__
 from gpuprov.cli.advisories import advisories
+from gpuprov.cli.agent import agent
 from gpuprov.cli.bundle import bundle
 from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
@@ -23,8 +24,9 @@ from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
+from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
-from gpuprov.fleet.options import FILE, options_of, text_option
+from gpuprov.fleet.options import options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -158,34 +160,6 @@ def uninstall(**options: Any) -> None:
     _run("uninstall", options)
 
 
-@cli.command()
-@click.option("--list", "as_list", is_flag=True, help="One line for each run that is kept; the last 50 are.")
-@text_option("--run", "identifier", metavar="ID", help="This run, by its name in the list or the "
-              "beginning of it. Default: the last.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@text_option("--html", type=FILE, help="Write it as one HTML page instead.")
-@click.option("--verbose", "-v", is_flag=True, help="Every host, however many there are.")
-def report(as_list: bool, identifier: str, as_json: bool, html: str, verbose: bool) -> None:
-    """Show again what came of a run.
-
-    \b
-    Examples:
-      gpuprov report
-      gpuprov report --list
-      gpuprov report --run 20261121T0815 --html report.html
-    """
-    from gpuprov.fleet import report_command
-    from gpuprov.fleet.command import make_console
-    from gpuprov.fleet.history import load
-
-    if as_list:
-        report_command.show_list(make_console(), as_json=as_json)
-    elif html:
-        report_command.write_page(load(identifier), html)
-    else:
-        report_command.show_run(make_console(), load(identifier), as_json=as_json, verbose=verbose)
-
-
 @cli.command("options")
 @click.option("--json", "form", flag_value="json", help="As JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
@@ -202,40 +176,6 @@ def list_options(form: str | None) -> None:
     renderers = {"json": reference.as_json, "markdown": reference.as_markdown}
     columns = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else 0
     click.echo(renderers[form]() if form else reference.as_text(columns))
-
-
-@cli.group()
-def agent() -> None:
-    """The program that runs on the hosts.
-
-    \b
-    Example:
-      gpuprov agent build -o agent.pyz
-    """
-
-
-@agent.command()
-@click.option("--output", "-o", metavar="FILE", required=True, type=click.Path(dir_okay=False, writable=True),
-              help="The file to write.")  # fmt: skip
-def build(output: str) -> None:
-    """Write the agent as one file that runs on Python 3.9 and later.
-
-    \b
-    Example:
-      gpuprov agent build -o agent.pyz
-      echo '{"command": "facts"}' | sudo python3 -I agent.pyz
-    """
-    from pathlib import Path
-
-    from gpuprov.fleet.agent_build import build_agent
-    from gpuprov.wire.errors import from_os_error
-
-    made = build_agent()
-    try:
-        Path(output).write_bytes(made.content)
-    except OSError as error:
-        raise from_os_error(f"the agent {output} can't be written", error, "name another file with -o") from None
-    click.echo(f"{output}: {len(made.content)} bytes, SHA-256 {made.digest}")
 
 
 @cli.command()
@@ -257,12 +197,14 @@ def completion(shell: str) -> None:
 
 
 cli.add_command(advisories)
+cli.add_command(agent)
 cli.add_command(bundle)
 cli.add_command(cdi)
 cli.add_command(cuda)
 cli.add_command(docker_args)
 cli.add_command(hook)
 cli.add_command(playbooks)
+cli.add_command(report)
 cli.add_command(runtime)
 
 

@@ -1,7 +1,8 @@
 """HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts/host.py).
 
-The dataclass below is the one place where an option is written down: its inventory variable is the field's name with
-`gpuprov_` before it, its marshmallow field checks what comes in, its `help` becomes the configuration reference.
+The dataclass below and its base (driver_options.py) are the one place where an option is written down: its inventory
+variable is the field's name with `gpuprov_` before it, its marshmallow field checks what comes in, its `help` becomes
+the configuration reference.
 Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
 """
 
@@ -16,23 +17,21 @@ from marshmallow import RAISE, Schema, ValidationError, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.wire import driver_releases, tables
+from gpuprov.wire.driver_options import DriverOptions
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.site_repository import RepositorySchema, SiteRepository
 from gpuprov.wire.spec_fields import (
     ENGINES,
     FINGERPRINT,
     HTTP_URL,
-    MIG_LAYOUT,
     NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
-    PATH,
     PREFIX,
     PROXY,
     SHA256,
     URL_OR_PATH,
     VERSION,
-    TextOrList,
     choice,
     flag,
     flat,
@@ -50,120 +49,9 @@ PLAY_VARIABLES = frozenset(
 
 
 @dataclass(frozen=True)
-class HostSpec:
+class HostSpec(DriverOptions):
     """What a host shall be."""
 
-    driver: str = choice(
-        "runfile",
-        "Where the driver comes from: `runfile` installs NVIDIA's .run file, `packages` NVIDIA's packages from its "
-        "CUDA repository, `distribution` the distribution's own packages (Debian, Ubuntu, SUSE, Amazon Linux), "
-        "`preinstalled` takes what is there.",
-        "runfile", "packages", "distribution", "preinstalled",
-    )  # fmt: skip
-    driver_version: str = text(
-        "",
-        "The driver's version, such as 580.178.04, or a branch: 580 is its newest release that this gpuprov knows (by "
-        "its digest), `latest` that of the long-term branch. Needed with `driver: runfile`; with `packages` it is what "
-        "they are pinned to, where the repository can (branch or version; default: its newest); with `distribution` a "
-        "branch that the distribution has.",
-        VERSION,
-    )
-    driver_url: str = text(
-        "",
-        "Where the .run file lies: a URL, or an absolute path on the host. Default: NVIDIA's download server, "
-        "us.download.nvidia.com/XFree86 (data-centre releases that are not there: …/tesla/VERSION/, with the digest).",
-        URL_OR_PATH,
-    )
-    driver_sha256: str = text(
-        "",
-        "The SHA-256 of the .run file. Default: the one that this gpuprov knows, else the `.sha256sum` file beside it.",
-        SHA256,
-    )
-    driver_mirror: str = text(
-        "",
-        "A mirror of NVIDIA's .run files, by its index: a page with links or a text, below which lie "
-        "VERSION/NVIDIA-Linux-ARCH-VERSION.run, or the files. A branch, or `latest`, is then the newest one that it "
-        "lists.",
-        HTTP_URL,
-    )
-    driver_releases: str = text(
-        "",
-        "A table of driver releases that counts instead of the one in this gpuprov (gpuprov/wire/driver_releases.json "
-        "has its form): a URL, or an absolute path on the machine where gpuprov or Ansible runs. Needs its digest.",
-        URL_OR_PATH,
-    )
-    driver_releases_sha256: str = text("", "The SHA-256 of that table.", SHA256)
-    refuse_advisories: str = choice(
-        "none",
-        "From which CVSS score on a driver, or a toolkit of NVIDIA's, with known security holes is not installed: "
-        "`high` (7.0), `critical` (9.0), or `none`, which only warns.",
-        "none", "high", "critical",
-    )  # fmt: skip
-    kernel_modules: str = choice(
-        "auto",
-        "Who brings the kernel's half of the driver: `build` compiles it for the running kernel, `precompiled` takes "
-        "packages of modules that are compiled for it (`gpuprov_driver: packages`), `none` installs the libraries "
-        "only. `auto` means `none` inside a system container (LXC, systemd-nspawn), whose kernel belongs to the "
-        "host; else `precompiled` where repositories have such packages, and `build` where they have none.",
-        "auto", "build", "precompiled", "none",
-    )  # fmt: skip
-    kernel_module_type: str = choice(
-        "auto",
-        "Which kernel modules are built: NVIDIA's open or proprietary ones. `auto` takes those that the GPUs found "
-        "need, and leaves it to the installer where both would do.",
-        "auto", "open", "proprietary",
-    )  # fmt: skip
-    kernel_archive: bool = flag(
-        False,
-        "Add the distribution's archive of the running kernel's release (the vaults of Rocky Linux and AlmaLinux), "
-        "for headers that the repositories no longer have.",
-    )
-    epel: bool = flag(
-        True,
-        "Where the distribution has no DKMS (Red Hat's family, SLES) and modules are built: take it, and nothing else, "
-        "from EPEL or SUSE's Package Hub. `false`: add neither.",
-    )
-    epel_repository: str = text(
-        "",
-        "A mirror of EPEL (the folder with 8, 9 and 10) or of openSUSE:Backports. Default: "
-        "dl.fedoraproject.org/pub/epel, download.opensuse.org.",
-        HTTP_URL,
-    )
-    epel_key_fingerprint: str = text(
-        "", "The fingerprint of the key that signs it. Default: the one that this gpuprov knows.", FINGERPRINT
-    )
-    module_signing_key: str = text(
-        "",
-        "With Secure Boot: the private key, a path on the host, that signs the kernel modules, those too that DKMS "
-        "builds later. Its certificate must be enrolled in the firmware.",
-        PATH,
-    )
-    module_signing_certificate: str = text("", "The certificate (DER) of that key, a path on the host.", PATH)
-    reboot: str = choice(
-        "never",
-        "Whether gpuprov may reboot a host that needs it, and go on afterwards: `never` (the run ends with exit code 3 "
-        "and says why), or `if-needed`. This machine is never rebooted in the midst of a run over other hosts.",
-        "never", "if-needed",
-    )  # fmt: skip
-    stop_containers: bool = flag(
-        False,
-        "Whether containers that use a GPU may be stopped while a loaded driver is replaced; they are started again. "
-        "The driver's own services (nvidia-persistenced, fabric manager, DCGM) are stopped and started in any case.",
-    )
-    stop_display_manager: bool = flag(False, "Whether the display manager may be stopped for it, and started again.")
-    fabric_manager: str = choice(
-        "auto",
-        "On machines with NVSwitches: `auto` installs NVIDIA's fabric manager of the driver's very version, from its "
-        "CUDA repository, and runs it; `preinstalled` leaves it to the site and only compares versions.",
-        "auto", "preinstalled",
-    )  # fmt: skip
-    mig_layout: tuple[str, ...] = option(
-        TextOrList(MIG_LAYOUT),
-        (),
-        "How GPUs are divided by MIG: one text for all, or a list with one for each GPU by index: `disabled`, "
-        "`all-1g.10gb` (as many as there is room for), or profiles such as `3g.40gb,2g.20gb,2g.20gb`. Default: as "
-        "they are.",
-    )
     docker: str = choice(
         "distribution",
         "Where docker comes from if it is missing: the `distribution`'s package, `docker-ce` (Docker's own repository: "
