@@ -34,6 +34,8 @@ from gpuprov.facts.boot_files import (
     PERSISTENCE,
     PERSISTENCE_PROGRAM,
     REFRESH,
+    SERVE,
+    SERVE_SOCKET,
     UDEV_RULES,
     UNITS,
     WANTS,
@@ -52,6 +54,10 @@ _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
     "core/files", "core/lock", "core/proxy", "core/system",
     "driver/__init__", "driver/load", "wire/__init__", "wire/errors",
+    # nvidia-docker and `gpuprov serve`.
+    "boot/gpu_report", "boot/gpu_report_child", "boot/gpu_report_text", "boot/plain_gpus", "boot/serve_answers",
+    "boot/serve_main",
+    "engines/__init__", "engines/docker_line", "engines/nvidia_docker", "engines/plain_flags",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
@@ -71,7 +77,9 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         for path, content in wanted.items()
         if (found := facts.files.get(path)) is None or not found.is_roots(content)
     )
-    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
+    units = tuple(
+        name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SERVE_SOCKET) if f"{UNITS}/{name}" in wanted
+    )
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
         path
@@ -96,6 +104,9 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
+    if spec.serve:
+        texts[f"{UNITS}/{SERVE}"] = boot_files.serve_text(python)
+        texts[f"{UNITS}/{SERVE_SOCKET}"] = boot_files.SERVE_SOCKET_TEXT
     if _has_persistence(facts, spec):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
     return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}

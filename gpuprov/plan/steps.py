@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import prepare, reboot
+from gpuprov.boot import nvidia_docker, prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -120,6 +120,11 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
+def _plan_toolkit(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    # Behind what each boot brings: the command's modules come with it.
+    return (*toolkit.plan_runtime(facts, spec), *nvidia_docker.plan(facts, spec))
+
+
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
@@ -142,7 +147,7 @@ STEPS = (
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", prepare.plan),
     Step("device nodes", toolkit.plan_device_nodes),
-    Step("toolkit", toolkit.plan_runtime),
+    Step("toolkit", _plan_toolkit),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
@@ -158,7 +163,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
-        toolkit.InstallRuntime, toolkit.HandOverHook,
+        toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
@@ -190,7 +195,8 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
+    kept = nvidia_docker.warning(facts, spec)
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept)))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 
