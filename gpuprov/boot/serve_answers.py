@@ -83,6 +83,8 @@ class Answers:
             return Answer(400, f"{failed(str(error))}\n")
         except GpuprovError as error:
             return Answer(500, f"{failed(error.problems[0].what)}\n")
+        except OSError as error:  # a full /tmp, say
+            return Answer(500, f"{failed(str(error))}\n")
 
     def _cli(self, query: Query) -> Answer:
         # `vol` chose among the plugin's volumes; the driver's files are single mounts here.

@@ -54,6 +54,9 @@ def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[
         made.bind(address)
         made.listen(MOST_AT_ONCE)
         return [made, _unix_socket(path)] if os.geteuid() == 0 else [made]
+    except GpuprovError:
+        made.close()
+        raise
     except OSError as error:
         made.close()
         where = f"{address[0]}:{address[1]}"

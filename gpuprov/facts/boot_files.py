@@ -106,7 +106,6 @@ SocketGroup=root
 SocketMode=0600
 DirectoryMode=0755
 RemoveOnStop=yes
-MaxConnections=64
 IPAddressDeny=any
 IPAddressAllow=localhost
 
