@@ -183,7 +183,10 @@ class PrepareBoot(Change):
     def capture(self, system: System) -> Json:
         links = (f"{WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
         paths = (*(path for path, _ in self.files), *self.stale, *links)
-        return {"files": [capture_path_itself(system, path) for path in paths], "units": list(self.units)}
+        files = [capture_path_itself(system, path) for path in paths]
+        # A unit that goes now runs again once its file and its link are back.
+        going = [name for name in map(_name_of, self.stale) if name and system.status(f"{WANTS}/{name}") is not None]
+        return {"files": files, "units": [*self.units, *going]}
 
     def apply(self, system: System, tell: Tell) -> Json:
         for path, content in self.files:

@@ -92,7 +92,8 @@ Restart=on-failure
 [Install]
 WantedBy=multi-user.target
 """
-# systemd makes the sockets, so the service needs no right to: it runs as a user of its own without a network.
+# systemd makes the sockets, so the service needs no right to: it runs as a user of its own without a network. Some of
+# these settings mount another /proc, and in a system container /proc/driver may be a mount: it is taken along.
 SERVE_SOCKET_TEXT = f"""\
 {_MARK}: the addresses of nvidia-docker-plugin's REST interface, for this host alone.
 [Unit]
@@ -135,13 +136,14 @@ IPAddressDeny=any
 IPAddressAllow=localhost
 DevicePolicy=closed
 DeviceAllow=char-nvidia* rw
+ProtectProc=invisible
+BindReadOnlyPaths=-/proc/driver -/proc/devices
 ProtectKernelTunables=yes
 ProtectKernelModules=yes
 ProtectKernelLogs=yes
 ProtectControlGroups=yes
 ProtectClock=yes
 ProtectHostname=yes
-ProtectProc=invisible
 RestrictNamespaces=yes
 RestrictRealtime=yes
 RestrictSUIDSGID=yes

@@ -49,9 +49,9 @@ chmod 755 /usr/local/bin/ask
 _RUN = "nvidia-docker run --rm --network=none"
 
 
-def both(site: Site) -> Path:
+def both(site: Site, name: str = "main") -> Path:
     """Return an inventory that asks for the command and the service."""
-    return site.inventory("main", gpuprov_nvidia_docker=True, gpuprov_serve=True)
+    return site.inventory(name, gpuprov_nvidia_docker=True, gpuprov_serve=True)
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +256,7 @@ def test_the_unix_socket_is_roots_and_the_service_nobodys(host: Host) -> None:
     exposure = re.search(r"Overall exposure level for gpuprov-serve.service: ([\d.]+)", rated)
     assert exposure is not None, rated
     assert float(exposure[1]) < 2.0, rated
+    print(exposure[0])
 
 
 def test_it_loads_nothing_where_the_driver_is_not_whole(host: Host) -> None:
@@ -269,6 +270,19 @@ def test_it_loads_nothing_where_the_driver_is_not_whole(host: Host) -> None:
         assert host.ssh("ls /dev/nvidia1", check=False).returncode != 0
     finally:
         host.ssh("mv /dev/moved /dev/nvidia1")
+
+
+@pytest.mark.parametrize("name", ["bullseye", "trixie"])
+def test_other_releases_have_other_pythons_and_another_systemd(site: Site, name: str) -> None:
+    other = site.installed(name)
+    done = gpuprov("install", "--hosts", both(site, name))
+    assert done.returncode == 0, done.stdout
+    other.ssh(_IMAGES)
+    last = len(gpus(other.ssh(_SMI).stdout)) - 1
+    assert seen(other, f"NV_GPU={last} {_RUN} small:1 {_SMI}") == [last]
+    assert len(json.loads(other.ssh("ask /gpu/info/json").stdout)["Devices"]) == last + 1
+    line = f"docker run --rm --network=none --runtime=runc $(ask /docker/cli?dev={last}) small:1 {_SMI}"
+    assert seen(other, line) == [last]
 
 
 # -- the ways back -------------------------------------------------------------------------------------------------

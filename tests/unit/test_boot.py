@@ -94,8 +94,15 @@ def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(
     assert prepare.plan(gather(host), spec(serve=True)) == ()
     change = prepared(gather(host), spec())
     assert set(change.stale) == {f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}"}
+    before = change.capture(host)
     change.apply(host, lambda *words: None)
     assert not [path for path in host.root.rglob("gpuprov-serve*") if path.exists() or path.is_symlink()]
+    host.commands.clear()
+    prepare.PrepareBoot.undo(host, before, {})
+    (restart,) = (command for command in host.commands if command[:2] == ("systemctl", "restart"))
+    assert SERVE_SOCKET in restart
+    assert SERVE not in restart
+    assert prepare.plan(gather(host), spec(serve=True)) == ()
 
 
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:
