@@ -19,7 +19,7 @@ _CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from gpuprov.boot.gpu_report_
 
 
 class GpuReport:
-    """The answers of NVML, asked again once they are older than a second. Safe for threads."""
+    """The answers of NVML, no older than a second. Safe for threads."""
 
     def __init__(self, system: System) -> None:
         self._system = system

@@ -56,7 +56,7 @@ class Answers:
             "/docker/cli": self._cli,
             "/docker/cli/json": self._cli_json,
             "/gpu/info": lambda _: Answer(200, info_text(report.read())),
-            "/gpu/info/json": lambda _: _json({key: report.read()[name] for key, name in _INFO_KEYS}),
+            "/gpu/info/json": lambda _: _json(_info(report.read())),
             "/gpu/status": lambda _: Answer(200, status_text(report.read())),
             "/gpu/status/json": lambda _: _json({"Devices": report.read()["Status"]}),
         }
@@ -116,7 +116,8 @@ class Answers:
         return self._flags("all" if not gpus or "*" in gpus else ",".join(gpus))
 
 
-_INFO_KEYS = (("Version", "Version"), ("Devices", "Info"))
+def _info(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {"Version": report["Version"], "Devices": report["Info"]}
 
 
 def _words(query: Query, name: str) -> list[str]:
