@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_what_is_inside_is_pinned_whole_and_runs_on_the_oldest_python() -> None:
             other = canonicalize_name(needed.name)
             if other not in _LEFT_OUT and (needed.marker is None or needed.marker.evaluate(environment)):
                 assert needed.specifier.contains(versions[other]), f"{name} needs {line}"
+
+
+def test_the_versions_are_those_that_the_package_asks_for() -> None:
+    asked = tomllib.loads((Path(host_program.__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    locked = host_program.locked()
+    needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, asked)}
+    assert set(needed) - set(locked) == {"ansible-core", "fabric"}
+    assert [name for name, specifier in needed.items() if name in locked and locked[name][0] not in specifier] == []
 
 
 def test_each_package_brings_its_licence_and_nothing_is_compiled(program: Path) -> None:
