@@ -83,6 +83,7 @@ docs: setup  ## Write the references of configuration and command line, the page
 	$(BIN)/python -m tests.distributions_page
 	$(BIN)/python -m tests.doctor_page
 	$(BIN)/python -m tools.cli_page
+	$(BIN)/python -m tools.ansible_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
 

@@ -29,9 +29,9 @@ _BEFORE = re.compile(r"(?:sudo |\.venv/bin/)+")
 # What a command of a page may begin with, behind a prompt and sudo. A block that begins so has commands alone; of one
 # with prompts the rest is output.
 PROGRAMS = frozenset((
-    "gpuprov", "ansible-playbook", "ansible-galaxy", "make", "docker", "podman", "ctr", "nerdctl", "apptainer", "kubectl",
-    "python3", "systemctl", "journalctl", "tar", "echo", "install", "curl", "git", "cd", "eval", "buildah", "crictl",
-    "apt-get", "pip", "nvidia-smi", "docker-compose", "pre-commit",
+    "ansible-galaxy", "ansible-playbook", "apptainer", "apt-get", "buildah", "cd", "crictl", "ctr", "curl", "docker",
+    "docker-compose", "echo", "eval", "git", "gpuprov", "install", "journalctl", "kubectl", "make", "nerdctl",
+    "nvidia-smi", "pip", "podman", "pre-commit", "python3", "systemctl", "tar",
 ))  # fmt: skip
 
 _INSTALL = ("integration/test_install.py", "integration/test_host_program.py", "unit/test_cli.py")

@@ -135,18 +135,13 @@ def test_ansible_parses_each_playbook_command() -> None:
     playbooks: set[str] = set()
     for command in _COMMANDS:
         for words in calls(command, "ansible-playbook"):
-            program = PlaybookCLI(["ansible-playbook", *words])
-            program.parse()
-            named = program.post_process_args(program.parser.parse_args(words)).args
+            parser = PlaybookCLI(["ansible-playbook", *words])
+            parser.parse()
+            named = parser.post_process_args(parser.parser.parse_args(words)).args
             playbooks.update(re.sub(r"gpuprov\.host\.(\w+)", r"playbooks/\1.yml", name) for name in named)
     assert len(playbooks) >= 3
-    argv = (
-        Path(sys.executable).with_name("ansible-playbook"),
-        "--syntax-check",
-        "-i",
-        "localhost,",
-        *sorted(playbooks),
-    )
+    program = str(Path(sys.executable).with_name("ansible-playbook"))
+    argv = [program, "--syntax-check", "-i", "localhost,", *sorted(playbooks)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -42,6 +42,12 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_bytes(host_program.build())
     path.chmod(0o755)
     return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a home in which the program has been unpacked once for all tests."""
+    return tmp_path_factory.mktemp("home")
 
 
 def run(python: str, program: Path, *words: object, home: Path) -> subprocess.CompletedProcess[str]:
@@ -114,19 +120,19 @@ def test_every_module_can_be_imported(python: str, program: Path) -> None:
 
 
 @pytest.mark.parametrize("python", _EACH)
-def test_it_answers(python: str, program: Path, tmp_path: Path) -> None:
-    shown = run(python, program, "--help", home=tmp_path)
+def test_it_answers(python: str, program: Path, home: Path) -> None:
+    shown = run(python, program, "--help", home=home)
     assert shown.returncode == 0, shown.stderr
     assert all(f"\n  {name} " in shown.stdout for name in cli.commands)
-    facts = run(python, program, "facts", "-e", "gpuprov_engines='[docker]'", home=tmp_path)
+    facts = run(python, program, "facts", "-e", "gpuprov_engines='[docker]'", home=home)
     assert facts.returncode == 2
     assert "gpuprov_engines" in facts.stderr
     facts = run(python, program, "facts", "-e", "gpuprov_driver_version=580.178.04", "--report", "page.html",
-                "--metrics", "run.prom", home=tmp_path)  # fmt: skip
+                "--metrics", "run.prom", home=home)  # fmt: skip
     assert facts.returncode == 0, facts.stderr
     assert "facts of 1 host" in facts.stdout
-    assert "</html>" in (tmp_path / "page.html").read_text()
-    assert "gpuprov_host_" in (tmp_path / "run.prom").read_text()
+    assert "</html>" in (home / "page.html").read_text()
+    assert "gpuprov_host_" in (home / "run.prom").read_text()
 
 
 @pytest.mark.parametrize(
@@ -140,23 +146,23 @@ def test_it_answers(python: str, program: Path, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_what_needs_the_whole_program_says_so(words: tuple[str, ...], program: Path, tmp_path: Path) -> None:
-    done = run(PYTHONS[0], program, *words, home=tmp_path)
+def test_what_needs_the_whole_program_says_so(words: tuple[str, ...], program: Path, home: Path) -> None:
+    done = run(PYTHONS[0], program, *words, home=home)
     assert done.returncode == 2
     assert "the whole gpuprov" in done.stderr.splitlines()[0]
     assert "next: on a machine with Python 3.11 or later: pip install" in done.stderr
 
 
-def test_an_extra_variable_for_ansible_alone_says_so(program: Path, tmp_path: Path) -> None:
-    done = run(PYTHONS[0], program, "facts", "-e", "gpuprov_toolkit={{ other }}", home=tmp_path)
+def test_an_extra_variable_for_ansible_alone_says_so(program: Path, home: Path) -> None:
+    done = run(PYTHONS[0], program, "facts", "-e", "gpuprov_toolkit={{ other }}", home=home)
     assert done.returncode == 2
     assert "templates and vaults need the whole gpuprov" in done.stderr
 
 
 @pytest.mark.skipif(not TOO_OLD, reason="no Python older than 3.9 in /usr/bin, /usr/local/bin, ~/.pyenv")
-def test_an_older_python_is_told_what_is_needed(program: Path, tmp_path: Path) -> None:
+def test_an_older_python_is_told_what_is_needed(program: Path, home: Path) -> None:
     for python in TOO_OLD:
-        done = run(python, program, "facts", home=tmp_path)
+        done = run(python, program, "facts", home=home)
         assert done.returncode == 1
         assert done.stderr.startswith("gpuprov needs Python 3.9 or later\n  seen: ")
         assert "  next: install a newer Python" in done.stderr
