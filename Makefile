@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs bench agent pyz collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -86,6 +86,9 @@ docs: setup  ## Write the references of configuration and command line, the page
 	$(BIN)/python -m tools.ansible_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
+
+pictures: demo  ## Write the README's pictures from the demo's own output; needs chromium.
+	$(BIN)/python -m tools.pictures docs/pictures
 
 bench: setup  ## Measure what is claimed of speed: container starts, first runs, runs that change nothing, a thousand hosts (half an hour).
 	$(BIN)/python -m benchmarks.container_start

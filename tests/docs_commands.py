@@ -6,6 +6,7 @@ says why, and holds for all commands of the block:
     <!-- example: needs a GPU -->
 
 - `gpuprov SUBCOMMAND`: executed if the test files of the subcommand (TESTS) have each of its options.
+- Tutorials: executed, each command of a `console` block.
 - Commands that need no host: HERE, by pattern; they are executed as they stand in the page.
 - All other programs: OTHERS, by pattern.
 - The examples of `--help` (docs/cli.md) can't be marked there: EXAMPLES, by pattern.
@@ -20,7 +21,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
+# Its tests type the pages in docs/tutorials, block by block.
+TUTORIALS = ROOT / "tests/integration/test_tutorials.py"
 _FENCE = re.compile(r" *```(\w*)")
 _MARK = re.compile(r"<!-- example: (.+) -->")
 _PROMPT = re.compile(r"[\w-]*[$#] ")
@@ -153,7 +156,9 @@ def commands(page: Path) -> Iterator[Command]:
         if fence[1] in ("", "sh", "console"):
             above = next((line for line in reversed(lines[: number - 1]) if line.strip()), "")
             mark = _MARK.fullmatch(above)
-            yield from _of_block(page.name, number + 1, lines[number:end], mark[1] if mark else "")
+            is_typed = fence[1] == "console" and page.parent.name == "tutorials"
+            example = "typed by the tutorials' tests" if is_typed else mark[1] if mark else ""
+            yield from _of_block(page.name, number + 1, lines[number:end], example)
         number = end + 1
 
 

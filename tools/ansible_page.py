@@ -25,8 +25,8 @@ _ROLES = ("preflight", "repos", "driver", "toolkit", "engine", "verify")
 _HEAD = f"""\
 # The Ansible collection: module and roles
 
-Written by `make docs` from what `ansible-doc` says of the module, and from the roles. How to use them: [ansible.md](ansible.md).
-The roles take the variables in [configuration.md](configuration.md).
+Written by `make docs` from what `ansible-doc` says of the module, and from the roles. How to use them:
+[ansible.md](ansible.md). The roles take the variables in [configuration.md](configuration.md).
 
 ## Module `{_MODULE}`
 """

@@ -15,6 +15,7 @@ import click
 from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
@@ -128,7 +129,9 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
     contents = _create(system, recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
-    click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
+    click.echo(
+        f"{output}: {size} bytes, {counted(len(contents.manifest.packages), 'package')}, digest {contents.digest}"
+    )
 
 
 def _sha256(file: str) -> str:
@@ -298,4 +301,6 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
         click.echo(json.dumps({"ok": True, "digest": contents.digest, "files": count, "signed_by": bundle_key}))
         return
     signed = "signed by the pinned key" if bundle_key else "signature not looked at (--bundle-key)"
-    click.echo(f"{file}: whole, {count} files, for {contents.manifest.target}, {signed}; digest {contents.digest}")
+    click.echo(
+        f"{file}: whole, {counted(count, 'file')}, for {contents.manifest.target}, {signed}; digest {contents.digest}"
+    )

@@ -17,11 +17,12 @@ from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.verify.cuda.hiding import gather_hiding
 from gpuprov.verify.engine_checks import Subject, check_engines
-from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict, counted
+from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.events import Sink
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.words import counted
 
 _SMI_SECONDS = 120
 # nvidia-smi's exit codes and what to do; its message comes on stdout.
@@ -89,7 +90,7 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
     if not report.gpus:
         raise Failed(f"nvidia-smi sees no GPU; {_where(system, 'dmesg | grep -i nvrm')}")
     reports.append(report)
-    return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus))}", ""
+    return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus), 'GPU')}", ""
 
 
 def _where(system: System, hint: str) -> str:

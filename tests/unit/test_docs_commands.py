@@ -25,13 +25,16 @@ from tests.docs_commands import (
     ROOT,
     SHARED,
     TESTS,
+    TUTORIALS,
     Command,
     commands,
     matching,
 )
 
 _COMMANDS = tuple(command for page in PAGES for command in commands(page))
-_CALL = re.compile(r"(?:^|\$\(|\| |&& )((?:gpuprov|ansible-playbook|make)\b[^|)]*?) *(?=\)|\||&&|$)")
+_PROGRAM = r"(?:gpuprov|ansible-playbook|make)\b"
+# In $(…), and at the beginning of a command.
+_CALL = re.compile(rf"\$\(({_PROGRAM}[^)|]*)|(?:^|\| |&& )({_PROGRAM}.*?)(?= \| | && |$)")
 # The options that each command over hosts has.
 _OF_ALL = {name for one in cli.commands["facts"].params for name in one.opts}
 _HOW = """\
@@ -41,8 +44,8 @@ next: let a test execute it and name its file in TESTS or OTHERS of tests/docs_c
 
 def calls(command: Command, program: str) -> Iterator[list[str]]:
     """Yield the arguments of each call of a program in a line of the shell, redirections left out."""
-    for text in _CALL.findall(command.text):
-        words = shlex.split(text)
+    for inner, outer in _CALL.findall(command.text):
+        words = shlex.split(inner or outer)
         if words[0] == program:
             for sign in ("<", ">"):
                 if sign in words:
@@ -166,6 +169,13 @@ def test_the_tables_name_what_is_there() -> None:
     for table in (OTHERS, EXAMPLES, HERE):
         unused = [pattern for pattern in table if not any(matching(one.text, {pattern: ""}) == "" for one in _COMMANDS)]
         assert unused == []
+
+
+def test_each_tutorial_is_typed_by_a_test() -> None:
+    text = TUTORIALS.read_text("utf-8")
+    pages = [page.name for page in PAGES if page.parent.name == "tutorials"]
+    assert pages
+    assert [name for name in pages if f'"{name}"' not in text] == []
 
 
 def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
