@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.words import counted
@@ -109,6 +110,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --driver 580.178.04 --kernel 6.1.0-37-amd64 -o bundle.tar
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
+    one_file.require_whole_program("`gpuprov bundle create`")
     from gpuprov.bundling.recipe import Wanted, make_recipe
     from gpuprov.bundling.sources import machine_mirror, mirror_at
     from gpuprov.core.system import System
