@@ -56,16 +56,13 @@ class StopPlugin(Change):
         return f"stop and disable {self.unit}"
 
     def capture(self, system: System) -> Json:
-        active, enabled = (
-            system.run(("systemctl", verb, "--quiet", self.unit)).ok for verb in ("is-active", "is-enabled")
-        )
-        return {"unit": self.unit, "active": active, "enabled": enabled}
+        was = {verb: system.run(("systemctl", f"is-{verb}", "--quiet", self.unit)).ok for verb in ("active", "enabled")}
+        return {"unit": self.unit, **was}
 
     def apply(self, system: System, tell: Tell) -> Json:
+        words = ("systemctl", "disable", "--now", self.unit)
         what = f"{self.unit} can't be stopped"
-        system.require(
-            ("systemctl", "disable", "--now", self.unit), what, f"systemctl status {self.unit}", timeout=_SECONDS
-        )
+        system.require(words, what, f"systemctl status {self.unit}", timeout=_SECONDS)
         return {}
 
     @classmethod

@@ -25,7 +25,8 @@ _FILES = (
     "/usr/bin/nvidia-docker", "/usr/bin/nvidia-docker-plugin",
     "/usr/local/bin/nvidia-docker", "/usr/local/bin/nvidia-docker-plugin",
     f"/etc/systemd/system/{UNIT}", f"/lib/systemd/system/{UNIT}", "/etc/init/nvidia-docker.conf",
-    "/etc/default/nvidia-docker", "/etc/docker/plugins/nvidia-docker.spec", "/usr/lib/docker/plugins/nvidia-docker.spec",
+    "/etc/default/nvidia-docker", "/etc/docker/plugins/nvidia-docker.spec",
+    "/usr/lib/docker/plugins/nvidia-docker.spec",
 )  # fmt: skip
 _OLD_SETTINGS = re.compile(r"config\.toml\.(rpmsave|rpmnew|rpmorig|dpkg-(old|dist|new|bak))")
 # As nvidia-docker 1 names them; a volume of a site's own may begin in the same way.

@@ -18,7 +18,8 @@ from gpuprov.packaging.apt_packages import PackageFacts, pinned
 from gpuprov.packaging.keys import place_keys, with_placed_keys
 from gpuprov.packaging.pgp import armored
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packaging.rpm_repos import Host, InstallRpmKey
+from gpuprov.wire.spec import HostSpec
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"

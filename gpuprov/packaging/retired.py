@@ -67,7 +67,7 @@ def retired_sources(files: Mapping[str, FileFact]) -> tuple[str, ...]:
 
 
 def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...]:
-    """Return the keyrings that hold the key of the retired repositories and that no source of apt's needs after them."""
+    """Return the keyrings with the key of the retired repositories that no other source of apt's needs."""
     keyrings = [path for path in files if _FOR_ALL.fullmatch(path) or _NAMED.fullmatch(path)]
     holding = [path for path in keyrings if fingerprint in _fingerprints(files[path].content)]
     left = [

@@ -115,7 +115,7 @@ class HostSpec(DriverOptions):
     migrate_nvidia_docker: bool = flag(
         False,
         "Remove what nvidia-docker 1 and 2 have left: packages, plugin, unused volumes, repositories and their key, "
-        "entries of daemon.json without a program. Containers, and what they use, stay (docs/nvidia-docker-migration.md).",
+        "entries of daemon.json without a program. Containers, and what they use, stay.",
     )
     repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
