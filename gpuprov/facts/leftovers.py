@@ -57,7 +57,7 @@ class Leftovers:
     /etc/nvidia-container-runtime, and config.toml if no package owns it; `settings_count`: it says what gpuprov's
     runtime heeds. `dead_runtimes`: NVIDIA's in docker's configuration whose program is missing. `users`: file → the
     programs of NVIDIA's that an engine shall use by it. `running`: containers that run with one. `needed_by`: package →
-    others that need it. `volumes` is None where docker was not asked; `unasked`: those that are there where docker does
+    others that need it. `volumes` is None where docker was not asked; `unseen`: those that are there where docker does
     not run. `folder_users`: containers that mount something below /var/lib/nvidia-docker by its path.
     """
 
@@ -72,7 +72,7 @@ class Leftovers:
     running: tuple[str, ...] = ()
     needed_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     volumes: tuple[Volume, ...] | None = None
-    unasked: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
     folder_users: tuple[str, ...] = ()
 
     @property
@@ -108,7 +108,7 @@ def with_docker(
     Docker is asked where there is a trace of nvidia-docker, or `always`.
     """
     if not docker.active:
-        return replace(found, unasked=_local_volumes(system))
+        return replace(found, unseen=_local_volumes(system))
     hints = always or found.has_plugin or PLUGIN in packages.installed or _local_volumes(system)
     names = (*retired.retired_packages(packages.installed), *retired.old_toolkit(packages.installed))
     running = _running(system) if names and docker.running_containers else ()

@@ -149,7 +149,7 @@ def _copy_control(system: System, name: str, part: str, folder: str) -> None:
     if content is None:
         return
     if part == "conffiles":
-        # One that an administrator has deleted is none that can be packed.
+        # One that an administrator has deleted can not be packed.
         lines = content.decode("utf-8", "replace").splitlines()
         content = "".join(f"{line}\n" for line in lines if system.status(line.split()[-1])).encode()
     system.write(f"{folder}/{part}", content, mode=0o755 if "inst" in part or "rm" in part else 0o644)

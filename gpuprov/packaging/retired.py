@@ -132,7 +132,7 @@ def _repo_files(files: Mapping[str, FileFact], *, ours: bool = False) -> Iterabl
 
 
 def _sections(text: str) -> list[tuple[str, bool]]:
-    """Return the sections of a .repo file, what stands before the first one too, and whether each is a retired one."""
+    """Return the sections of a .repo file, what comes ahead of the first one too, and whether each is a retired one."""
     parts = re.split(r"(?m)^(?=\[)", text)
     return [(part, _is_retired(part)) for part in parts if part]
 

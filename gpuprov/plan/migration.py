@@ -198,7 +198,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     """Return what prevents a migration: only docker knows which containers refer to a volume."""
     found, docker = facts.leftovers, facts.docker
     is_asked = spec.migrate_nvidia_docker and spec.docker != "none" and docker.installed and not docker.active
-    traces = (*found.unasked, *found.files, *((PLUGIN,) if PLUGIN in facts.packages.installed else ()))
+    traces = (*found.unseen, *found.files, *((PLUGIN,) if PLUGIN in facts.packages.installed else ()))
     if not is_asked or docker.is_unreachable or not traces:
         return ()
     return (
