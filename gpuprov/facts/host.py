@@ -28,6 +28,7 @@ from gpuprov.facts.hiding import HidingLibrary, damage
 from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
+from gpuprov.facts.leftovers import Leftovers, gather_leftovers
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.machine.distros import Distribution, distribution_of
@@ -42,7 +43,7 @@ from gpuprov.machine.machine import (
 )
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import rpm_repos
+from gpuprov.packaging import retired, rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.apt_pins import PinnedOut
 from gpuprov.runtime_hook import deploy
@@ -58,6 +59,7 @@ PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    retired.TRUSTED,
     BLACKLIST,
     DKMS_SIGNING,
     PREFERENCES,
@@ -100,7 +102,7 @@ class HostFacts:
     `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out.
+    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left.
     """
 
     os: OperatingSystem
@@ -139,6 +141,7 @@ class HostFacts:
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
+    leftovers: Leftovers = field(default_factory=Leftovers)
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -176,6 +179,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     driver = discover(system)
     files = gather_files(system)
     interpreter = gather_interpreter(system, _deployed_python(files))
+    docker = gather_docker(system)
     return HostFacts(
         os=os,
         architecture=system.architecture(),
@@ -188,7 +192,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         other_specifications=specifications(system),
         driver_packaged=_driver_package(packages),
         packages=packages,
-        docker=gather_docker(system),
+        docker=docker,
         engines=gather_engines(system, engines),
         files=files,
         downloads=gather_downloads(system),
@@ -205,6 +209,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=kubernetes.gather(system),
+        leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
     )
 
 

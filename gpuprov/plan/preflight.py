@@ -25,7 +25,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packaging import apt_pins
-from gpuprov.plan import availability, software, with_bundle
+from gpuprov.plan import availability, migration, software, with_bundle
 from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.driver_releases import support_end
 from gpuprov.wire.errors import Problem
@@ -70,6 +70,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *apt_pins.problems(facts.pinned_out),
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
+            *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )

@@ -28,13 +28,15 @@ from gpuprov.driver import (
 )
 from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packaging import rpm_packages, rpm_repos
+from gpuprov.packaging import rpm_packages, rpm_remove, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.apt_remove import RemovePackages
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import images, software
+from gpuprov.plan import images, migration, software
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
@@ -85,7 +87,13 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
     changes = (
-        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
+        docker.plan(
+            facts.docker,
+            runtime_path=runtime,
+            set_default=spec.docker_default_runtime,
+            cdi=True,
+            drop=migration.dead_runtimes(facts, spec),
+        )
         if spec.docker != "none"
         else ()
     )
@@ -112,12 +120,17 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
+        *migration.plan_packages(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
         *distribution_plan.plan_other_branch(facts, spec),
         *cuda_repository.plan_profile(facts, spec),
     )
+
+
+def _plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return toolkit.plan_runtime(migration.without_removed(facts, spec), spec)
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -142,7 +155,9 @@ STEPS = (
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", prepare.plan),
     Step("device nodes", toolkit.plan_device_nodes),
-    Step("toolkit", toolkit.plan_runtime),
+    # Just before what takes the place of the removed programs.
+    Step("leftovers", migration.plan),
+    Step("toolkit", _plan_runtime),
     Step("cdi", toolkit.plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
@@ -164,6 +179,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
+        RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
+        RemoveFolder,
     )
 }  # fmt: skip
 
@@ -187,6 +204,8 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         kernel.note(facts, spec),
         dkms.note(facts, spec),
         software.engine_note(facts, spec),
+        migration.note(facts, spec),
+        *(str(one) for one in (migration.kept(facts, spec) if spec.migrate_nvidia_docker else ())),
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)

@@ -112,6 +112,11 @@ class HostSpec(DriverOptions):
         "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
+    migrate_nvidia_docker: bool = flag(
+        False,
+        "Remove what nvidia-docker 1 and 2 have left: packages, plugin, unused volumes, repositories and their key, "
+        "entries of daemon.json without a program. Containers, and what they use, stay.",
+    )
     repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
         (),
