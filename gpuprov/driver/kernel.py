@@ -123,9 +123,12 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of the running kernel's headers, where modules are to be built."""
+    """Return the packages of the running kernel's headers, where modules are built; in an image, of all its kernels."""
     row = facts.distribution
-    return kernel_headers(row, facts.kernel.release) if row is not None and compiles(facts, spec) else ()
+    if row is None or not compiles(facts, spec):
+        return ()
+    releases = [one.release for one in facts.image.kernels] if facts.image is not None else [facts.kernel.release]
+    return tuple(dict.fromkeys(name for release in releases for name in kernel_headers(row, release)))
 
 
 def compiles(facts: HostFacts, spec: HostSpec) -> bool:
