@@ -23,7 +23,7 @@ def for_target(run: RunContext) -> RunContext:
 
     Raises GpuprovError if the machine looks as if somebody worked on it, and is to become an image.
     """
-    if run.spec.target != IMAGE or run.request.command not in _CHANGING:
+    if run.spec.target != IMAGE or (run.request.command not in _CHANGING and run.system.exists(BOOTED)):
         return run
     signs = () if run.spec.image_force or run.request.command != "install" else _signs_of_use(run.system)
     if signs:

@@ -9,6 +9,7 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.machine.image_mark import MARK
 from gpuprov.wire.spec import HostSpec
 
 # Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
@@ -100,3 +101,8 @@ class Examined:
     @property
     def driver(self) -> DriverFacts:
         return self.host.driver
+
+    @property
+    def lacks_gpus_yet(self) -> bool:
+        """Whether it is a copy of an image that has met no GPU: what needs one is unknown, and not broken."""
+        return MARK in self.host.files and not self.host.gpus

@@ -17,6 +17,8 @@ AREAS = (
     "other engines",
 )  # fmt: skip
 GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
+# What shows only where a GPU is.
+OF_GPUS = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
 
 
 ANY_ROOT = ("*",)

@@ -15,6 +15,8 @@ from click.shell_completion import CompletionItem
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
 _COMMANDS = "commands"
+# Commands that know images.
+_OF_IMAGES = ("install", "verify", "doctor", "rollback", "uninstall")
 # The fields that choose hosts.
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
 
@@ -97,6 +99,14 @@ class Options(SshSettings):
         help="key=value, JSON or @file.yml; wins over the inventory.",
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+    image: bool = _option(
+        "--image", is_flag=True, commands=_OF_IMAGES,
+        help="This machine's disk becomes an image (gpuprov_target: image); no GPU is needed.",
+    )  # fmt: skip
+    root: str = _option(
+        "--root", type=FOLDER, metavar="DIR", commands=_OF_IMAGES,
+        help="Work in the root file system of an image that is mounted there. Implies --image.",
+    )  # fmt: skip
     check: bool = _option(
         "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
         help="Say what would change; change nothing.",
