@@ -7,14 +7,14 @@ from typing import Callable
 
 from gpuprov.core.system import System
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import AREAS, ASIDE, OF_GPUS
+from gpuprov.doctor.finding import AREAS, ASIDE, unknown_areas
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.wire.spec import HostSpec
 
-_UNKNOWN = "there is no GPU in this copy of an image: unknown"
+_UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 
 
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
@@ -27,7 +27,7 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
     """Tell an examination whole, and return how it ends."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
     for area in AREAS:
-        if x.lacks_gpus_yet and area in OF_GPUS:
+        if x.lacks_gpus_yet and area in unknown_areas(x):
             sink(CheckDone(area, "skipped", reason=_UNKNOWN))
             continue
         ill = any(cause.rule.area == area for cause in troubles)

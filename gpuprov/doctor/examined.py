@@ -57,7 +57,8 @@ class Examined:
     `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
     cut off in; `runs_now`: one that holds the host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the
     nvidia-smi that was asked; `other_smi`: one that PATH has before it. `preload_said`: what the loader says of
-    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes.
+    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes. `is_booted`:
+    systemd runs here, as it does not in the root file system of an image.
     """
 
     host: HostFacts
@@ -97,6 +98,7 @@ class Examined:
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()
+    is_booted: bool = True
 
     @property
     def driver(self) -> DriverFacts:

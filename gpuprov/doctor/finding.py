@@ -17,8 +17,12 @@ AREAS = (
     "other engines",
 )  # fmt: skip
 GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
-# What shows only where a GPU is.
-OF_GPUS = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
+
+
+def unknown_areas(x: Examined) -> frozenset[str]:
+    """Return what shows only where a GPU is, and where engines run: in an image that is not booted neither does."""
+    of_gpus = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
+    return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES}
 
 
 ANY_ROOT = ("*",)

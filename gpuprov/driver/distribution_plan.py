@@ -156,6 +156,8 @@ def _no_modules(facts: HostFacts, choice: Choice) -> Problem:
 
 def _container_problems(facts: HostFacts, choice: Choice) -> tuple[Problem, ...]:
     """Libraries and kernel must be of one version: NVML and CUDA refuse anything else (NVML error 18)."""
+    if facts.image is not None:
+        return ()
     loaded, where = facts.driver_loaded_version, "the container host" if facts.kernel.container else "this kernel"
     if not loaded:
         return (

@@ -28,7 +28,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if spec.driver == "preinstalled":
         return ()
     if not brings_modules(facts, spec):
-        return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
+        outside = spec.driver == "runfile" and facts.image is None
+        return _outside_problems(facts, spec) if outside else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
     if _is_installed(facts, spec):

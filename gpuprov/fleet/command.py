@@ -239,7 +239,7 @@ def _write_metrics(options: Options, run: Run) -> None:
 def _next_command(options: Options) -> str:
     """Return the command that proves what was done, or says why the proof failed, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
-    where = ("--root", options.root) if options.root else ("--image",) if options.image else ()
+    where = ("--root", options.root) if options.root else ()
     words = ("gpuprov", following, *where, *_hosts_words(options, options.limit))
     return shlex.join(words) if following else ""
 

@@ -15,8 +15,6 @@ from click.shell_completion import CompletionItem
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
 _COMMANDS = "commands"
-# Commands that know images.
-_OF_IMAGES = ("install", "verify", "doctor", "rollback", "uninstall")
 # The fields that choose hosts.
 INVENTORY_FIELDS = ("hosts", "limit", "extra_vars", "vault_password_file")
 
@@ -100,11 +98,11 @@ class Options(SshSettings):
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
     image: bool = _option(
-        "--image", is_flag=True, commands=_OF_IMAGES,
+        "--image", is_flag=True, commands=("install", "rollback", "uninstall"),
         help="This machine's disk becomes an image (gpuprov_target: image); no GPU is needed.",
     )  # fmt: skip
     root: str = _option(
-        "--root", type=FOLDER, metavar="DIR", commands=_OF_IMAGES,
+        "--root", type=FOLDER, metavar="DIR", commands=("install", "verify", "doctor", "rollback", "uninstall"),
         help="Work in the root file system of an image that is mounted there. Implies --image.",
     )  # fmt: skip
     check: bool = _option(

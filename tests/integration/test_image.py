@@ -129,7 +129,8 @@ def test_what_would_be_two_machines_identity_is_gone(built: Built) -> None:
         assert (
             not path.is_file()
             or b"ssh_host_ed25519_key" not in path.read_bytes()
-            or b"content" not in [line for line in path.read_bytes().splitlines() if b"ssh_host_ed25519_key" in line][0]
+            or b"content"
+            not in next(line for line in path.read_bytes().splitlines() if b"ssh_host_ed25519_key" in line)
         )
 
 

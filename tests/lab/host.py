@@ -141,7 +141,7 @@ class Host:
             )  # fmt: skip
 
     def start_copy(self, image: Host, change: Callable[[Path], None]) -> None:
-        """Boot a copy of another host's saved disk, with an address, keys and GPUs of its own; `change` sees its root."""
+        """Boot a copy of another host's saved disk, with address, keys and GPUs of its own; `change` sees its root."""
         self.kill()
         self.wipe()
         self._saved, self._from_saved = image._saved, True
