@@ -2,7 +2,7 @@
 
 `nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
 again if they are out of date; `serve` answers old scripts (serve_main.py). It needs no network, and travels as one
-file (prepare.py). The command nvidia-docker lies in the same file (engines/nvidia_docker.py).
+file (prepare.py). The command nvidia-docker lies in the same file (engines/nvidia_docker_command.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.lock import try_lock
 from gpuprov.core.system import System
 from gpuprov.driver.load import load_driver
+from gpuprov.machine.image_mark import is_copy
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.runtime_hook.dev_char import link_nodes
 from gpuprov.wire.errors import GpuprovError
 
@@ -35,8 +37,10 @@ def main() -> None:
 def make_nodes(system: System) -> str:
     """Load the driver if nothing has yet; make the nodes and links that are missing; return what was done.
 
-    Raises GpuprovError if there is no driver to make nodes for.
+    A copy of an image that has met no GPU is left as it is. Raises GpuprovError if GPUs have no driver.
     """
+    if is_copy(system) and not gather_gpus(system):
+        return "there is no NVIDIA GPU in this copy of the image: nothing to do"
     load_driver(system)
     driver = discover(system)
     if not driver.kernel_version:

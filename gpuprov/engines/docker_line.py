@@ -1,6 +1,6 @@
 """What stands in a call of docker's client: its own options, the command, and of `run` and `create` the image.
 
-Pure, and imports nothing, because it is part of a program that starts with each container (nvidia_docker.py).
+Pure, and imports nothing, because it is part of a program that starts with each container (nvidia_docker_command.py).
 docker stops to read options at the first word that is none: what follows the image is the container's command, and
 nothing there is looked at. Sources: docker(1), docker-run(1), and pflag's rules for words such as `-itv/a:/b`.
 """

@@ -1,4 +1,4 @@
-"""The text of `/usr/bin/nvidia-docker`, and how gpuprov's is told from another's. The program: nvidia_docker.py."""
+"""The text of `/usr/bin/nvidia-docker` (its program: nvidia_docker_command.py), and how gpuprov's is recognized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ python={python}
 exec "$python" -I -S -E -B -c 'import sys
 sys.path.insert(0, "{program}")
 try:
-    from gpuprov.engines.nvidia_docker import main
+    from gpuprov.engines.nvidia_docker_command import main
 except ImportError as error:
     sys.exit("nvidia-docker: {program} is missing or broken (" + str(error) + "): run gpuprov install on this host")
 main(sys.argv[1:], "{path}")' "$@"

@@ -14,6 +14,7 @@ from gpuprov.core.changes import Change
 from gpuprov.engines.nvidia_docker_file import PATH, is_ours
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.plan import migration
 from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
@@ -91,6 +92,21 @@ def test_anothers_is_kept_and_named(host: FakeHost, kind: str) -> None:
     assert nvidia_docker.warning(facts, WANTED).startswith(f"{PATH} is not gpuprov's: gpuprov keeps it")
     packaged = replace(facts, packages=PackageFacts("apt", {"nvidia-docker2": "2.13.0-1"}))
     assert "belongs to the package nvidia-docker2" in nvidia_docker.warning(packaged, WANTED)
+
+
+@pytest.mark.parametrize("left", ["package", "file"])
+def test_a_migration_makes_room_in_the_same_run(host: FakeHost, left: str) -> None:
+    host.path(PATH).parent.mkdir(parents=True, exist_ok=True)
+    host.path(PATH).write_bytes(THEIRS)
+    facts = gather(host)
+    if left == "package":
+        facts = replace(facts, packages=replace(facts.packages, installed={"nvidia-docker2": "2.13.0-1"}))
+    else:
+        facts = replace(facts, leftovers=replace(facts.leftovers, files=(PATH,)))
+    for wanted, plans in ((WANTED, False), (spec(nvidia_docker=True, migrate_nvidia_docker=True), True)):
+        later = migration.without_removed(facts, wanted)
+        assert bool(nvidia_docker.plan(later, wanted)) is plans
+        assert bool(nvidia_docker.warning(later, wanted)) is not plans
 
 
 def test_the_way_back_keeps_what_a_package_has_brought_since(host: FakeHost, facts: HostFacts) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuprov.engines.docker_line import container_call
-from gpuprov.engines.nvidia_docker import Image, given_variables, gpu_words, required_cuda
+from gpuprov.engines.nvidia_docker_command import Image, given_variables, gpu_words, required_cuda
 
 # words after `docker` → the words up to `run` or `create`, the image
 CALLS = {
