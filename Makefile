@@ -33,7 +33,7 @@ demo-down:  ## Remove every trace of the demo.
 
 # What runs on hosts, on any Python from this one on; the controller's folders may need a newer one.
 OLDEST_PYTHON := 3.9
-TRAVELS := $(filter-out gpuprov/__% gpuprov/py.typed gpuprov/cli gpuprov/fleet gpuprov/bundling,$(wildcard gpuprov/*)) playbooks/plugins/modules
+TRAVELS := $(filter-out gpuprov/__% gpuprov/py.typed gpuprov/cli gpuprov/kubernetes gpuprov/fleet gpuprov/bundling,$(wildcard gpuprov/*)) playbooks/plugins/modules
 
 lint: setup lint-oldest-python lint-text  ## Format, lint, types, import layers, the oldest Python, text, playbooks.
 	$(BIN)/ruff format --check .
