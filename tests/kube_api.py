@@ -98,7 +98,9 @@ class Cluster:
         return 200, {"kind": "NodeList", "apiVersion": "v1", "metadata": metadata, "items": self.nodes[first:last]}
 
     def _runtimeclasses(self, verb: str, words: list[str], query: dict[str, str], body: Thing) -> tuple[int, Any]:
-        return (200, {"kind": "RuntimeClass"}) if words[-1] in self.classes else (404, _missing("runtimeclasses", words))
+        return (
+            (200, {"kind": "RuntimeClass"}) if words[-1] in self.classes else (404, _missing("runtimeclasses", words))
+        )
 
     def _namespaces(self, verb: str, words: list[str], query: dict[str, str], body: Thing) -> tuple[int, Any]:
         if verb == "POST":
@@ -188,18 +190,23 @@ class Cluster:
 
 def node(name: str, gpus: int | None, *, ready: bool = True, **rest: Any) -> Thing:
     """Return a node that offers so many GPUs; None: no device plugin was ever there."""
-    resources = {} if gpus is None else {"nvidia.com/gpu": str(gpus)}
+    resources = {"cpu": "8", **({} if gpus is None else {"nvidia.com/gpu": str(gpus)}), **rest.get("resources", {})}
+    info = {
+        "osImage": "Debian GNU/Linux 13 (trixie)",
+        "kernelVersion": "6.12.0",
+        "kubeletVersion": "v1.34.1",
+        "containerRuntimeVersion": "containerd://2.1.4",
+    }
     return {
         "metadata": {"name": name, "labels": {"nvidia.com/gpu.present": "true", **rest.get("labels", {})}},
         "status": {
-            "allocatable": {"cpu": "8", **resources, **rest.get("resources", {})},
-            "capacity": {"cpu": "8", **resources, **rest.get("resources", {})},
+            "allocatable": resources,
+            "capacity": resources,
             "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
             "addresses": [{"type": "InternalIP", "address": rest.get("address", "10.0.0.9")}],
-            "nodeInfo": {"osImage": "Debian GNU/Linux 13 (trixie)", "kernelVersion": "6.12.0", "kubeletVersion": "v1.34.1",
-                         "containerRuntimeVersion": "containerd://2.1.4"},
+            "nodeInfo": info,
         },
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -271,7 +278,7 @@ def kubeconfig(folder: Path, server: str) -> Path:
     context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
     path.write_text(json.dumps({
         "apiVersion": "v1", "kind": "Config", "current-context": "test", "contexts": [context],
-        "clusters": [{"name": "test", "cluster": {"server": server}}], "users": [{"name": "test", "user": {}}],
+        "clusters": [{"name": "test", "cluster": {"server": server}}], "users": [{"name": "test", "user": {"token": "of-the-tests"}}],
     }))  # fmt: skip
     return path
 

@@ -58,6 +58,8 @@ _FAILURES = (
              "look at the policy that it names; or give another namespace with --namespace"),
     _Failure(r"\(Forbidden\)", "the cluster forbids it to this account (RBAC)",
              "kubectl auth can-i --list; docs/kubernetes.md lists the permissions that verify needs"),
+    _Failure("Please enter Username", "the kubeconfig has no credentials for this cluster",
+             "kubectl config view; log in, or name another one with --kubeconfig FILE", ExitCode.USAGE),
     _Failure(r"\(Unauthorized\)|must be logged in|getting credentials: ", "the cluster does not accept the credentials",
              "log in again, then: kubectl auth whoami", ExitCode.UNREACHABLE),
     _Failure(r"x509: |certificate", "the API server's certificate is not trusted",
@@ -114,7 +116,7 @@ class Kubectl:
             return json.loads(done.stdout)
         except (ValueError, RecursionError):
             raise GpuprovError(
-                f"{doing}: the answer is no JSON", one_line(done.stdout[:_LONGEST_LINE]), "kubectl cluster-info",
+                f"{doing}: the answer is invalid JSON", one_line(done.stdout[:_LONGEST_LINE]), "kubectl cluster-info",
                 exit_code=ExitCode.UNREACHABLE,
             ) from None  # fmt: skip
 
@@ -130,7 +132,9 @@ class Kubectl:
 
 def failure(done: Completed, doing: str) -> GpuprovError:
     """Return what a failed call of kubectl means."""
-    said = [one_line(line)[:_LONGEST_LINE] for line in done.stderr.splitlines() if line.strip()] or ["(silent)"]
+    # Without credentials kubectl asks for a name, on stdout, and finds nobody.
+    lines = (*done.stderr.splitlines(), *done.stdout[:_LONGEST_LINE].splitlines()[:1])
+    said = [one_line(line)[:_LONGEST_LINE] for line in lines if line.strip()] or ["(silent)"]
     found = first_match(_FAILURES, lambda row: row.pattern, said)
     row, line = found or (_Failure("", "kubectl failed", "kubectl cluster-info"), said[-1])
     seen = f"`{' '.join((os.path.basename(done.argv[0]), *done.argv[1:]))}` exited {done.returncode}\n{line}"  # noqa: PTH119

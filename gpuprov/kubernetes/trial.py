@@ -22,6 +22,8 @@ from gpuprov.wire.errors import GpuprovError, Problem
 _MOST_LOG = 256 << 10
 # A new namespace gets its service account a moment later; until then pods are refused.
 _ACCOUNT_SECONDS = 30
+# The uid of an object whose creation was asked for, until the answer is there.
+_UNKNOWN = "unknown"
 _NO_ACCOUNT = "serviceaccount"
 # kubelets confirm the end of a pod; a node that is down does not.
 _REMOVAL_SECONDS = 60
@@ -67,7 +69,7 @@ class Trial:
         """Create the namespace, unless one was named. Raises GpuprovError."""
         if not self.wanted.namespace:
             thing = objects.namespace(self.namespace, level="restricted", labels=labels(self.run))
-            self.namespace_uid = "unknown"
+            self.namespace_uid = _UNKNOWN
             doing = f"create the namespace {self.namespace}"
             self.namespace_uid = uid_of(self.kubectl.create("/api/v1/namespaces", thing, doing=doing))
 
@@ -131,63 +133,75 @@ class Trial:
             return parse_events(self.kubectl.get(path, doing="read events"))
         return ()
 
-    def close(self) -> tuple[Problem, ...]:
-        """Delete the pods, and the namespace if it is ours; return a problem for each that is not known to be gone."""
+    def close(self) -> Mapping[str, Problem]:
+        """Delete the pods, and the namespace if it is ours; return pod → why it is not known to be gone.
+
+        Under the empty name: what holds for all of them, such as a namespace that is still there.
+        """
         problems: dict[str, Problem] = {}
         if not self.pods and not self.namespace_uid:
-            return ()
+            return problems
         try:
             alive = {pod.name: pod.uid for pod in self._ours()} if self.pods else {}
         except GpuprovError:
             alive = {name: uid for name, uid in self.pods.items() if uid}
         for name, uid in alive.items():
-            # Another one of this name is not ours.
-            if name in self.pods and uid and self.pods[name] in ("", uid):
-                self._delete(f"{self._pods_path}/{name}", uid, f"pod {self.namespace}/{name}", problems)
+            self._delete(f"{self._pods_path}/{name}", uid, f"pod {self.namespace}/{name}", name, problems)
         if self.namespace_uid:
             self._delete_namespace(problems)
-        self._await_removal(problems)
-        return tuple(problems.values())
+        if not problems:
+            self._await_removal(problems)
+        return problems
 
     def _ours(self) -> Iterator[PodState]:
+        """Return the pods that this run created and that are there. Raises GpuprovError."""
         selector = quote(f"{INSTANCE}={self.run}", safe="")
         path = f"{self._pods_path}?labelSelector={selector}"
         answer = self.kubectl.find(path, doing=f"look at the test pods in {self.namespace}")
-        found = map(parse_pod, items(answer))
-        return (pod for pod in found if pod is not None and pod.name in self.pods)
+        found = filter(None, map(parse_pod, items(answer)))
+        # Another one of this name is not ours.
+        return (pod for pod in found if pod.uid and self.pods.get(pod.name, "none") in ("", pod.uid))
 
-    def _delete(self, path: str, uid: str, what: str, problems: dict[str, Problem]) -> None:
+    def _delete(self, path: str, uid: str, what: str, key: str, problems: dict[str, Problem]) -> None:
         try:
             self.kubectl.delete(path, uid, doing=f"remove the {what}")
         except GpuprovError as error:
-            problems[what] = error.problems[0]
+            problems[key] = error.problems[0]
 
     def _delete_namespace(self, problems: dict[str, Problem]) -> None:
         path, what = f"/api/v1/namespaces/{self.namespace}", f"namespace {self.namespace}"
-        if self.namespace_uid == "unknown":  # the answer to its creation did not arrive
+        if self.namespace_uid == _UNKNOWN:
             with contextlib.suppress(GpuprovError):
-                self.namespace_uid = uid_of(self.kubectl.find(path, doing="look for the namespace"))
-        if self.namespace_uid and self.namespace_uid != "unknown":
-            self._delete(path, self.namespace_uid, what, problems)
+                self.namespace_uid = uid_of(self.kubectl.find(path, doing=f"look for the {what}"))
+        if self.namespace_uid and self.namespace_uid != _UNKNOWN:
+            self._delete(path, self.namespace_uid, what, "", problems)
 
     def _await_removal(self, problems: dict[str, Problem]) -> None:
-        """Wait until all that was deleted is gone; add what is still there."""
+        """Wait until all that was deleted is gone; add what is still there, or can't be seen."""
         deadline = self.now() + _REMOVAL_SECONDS
-        while (left := self._left()) and not problems and self.now() <= deadline:
+        failed = 0
+        while True:
+            try:
+                left = self._left()
+                if not left or self.now() > deadline:
+                    break
+            except GpuprovError as error:
+                failed += 1
+                if failed >= _MOST_FAILED_LOOKS:
+                    problems[""] = error.problems[0]
+                    return
             self.stop.pause(self.wanted.interval)
-        for what, show in left.items():
-            seen = f"its removal was accepted, and was not finished in {_REMOVAL_SECONDS} s: the node may be down"
-            problems.setdefault(what, Problem(f"the {what} is still there", seen, f"kubectl get {show}"))
+        seen = f"its removal was accepted, and was not finished in {_REMOVAL_SECONDS} s: the node may be down"
+        for key, (what, show) in left.items():
+            problems[key] = Problem(f"the {what} is still there", seen, f"kubectl get {show}")
 
-    def _left(self) -> dict[str, str]:
-        """Return what is still there, and the words with which kubectl shows it; all of it if nobody can tell."""
-        space = {f"namespace {self.namespace}": f"namespace {self.namespace}"}
-        try:
-            names = [pod.name for pod in self._ours()] if self.pods else []
-            found = self.namespace_uid and self.kubectl.find(
-                f"/api/v1/namespaces/{self.namespace}", doing="look for the namespace"
-            )
-        except GpuprovError:
-            names, found = list(self.pods), None
-        pods = {f"pod {self.namespace}/{name}": f"pod -n {self.namespace} {name}" for name in names}
-        return {**pods, **(space if found and uid_of(found) == self.namespace_uid else {})}
+    def _left(self) -> Mapping[str, tuple[str, str]]:
+        """Return what is still there, and the words with which kubectl shows it. Raises GpuprovError."""
+        space = f"namespace {self.namespace}"
+        if self.namespace_uid:
+            found = self.kubectl.find(f"/api/v1/namespaces/{self.namespace}", doing=f"look for the {space}")
+            return {"": (space, space)} if uid_of(found) == self.namespace_uid else {}
+        return {
+            pod.name: (f"pod {self.namespace}/{pod.name}", f"pod -n {self.namespace} {pod.name}")
+            for pod in self._ours()
+        }

@@ -115,15 +115,14 @@ def _look(trial: Trial, one: NodeChecks, state: PodState) -> None:
         one.compare(found)
 
 
-def _conclude(one: NodeChecks, stopped: Problem, left: Sequence[Problem]) -> None:
-    """Emit the checks that a node has not had yet, and whether its pod is gone."""
+def _conclude(one: NodeChecks, stopped: Problem, left: Mapping[str, Problem]) -> None:
+    """Emit the checks that a node has not had yet, and whether its pod is gone; `left`: see Trial.close."""
     if not {ALL, FREE} & one.done:
         one.fail(one.pod_check, stopped)
-    mine = [problem for problem in left if (one.pod and one.pod in problem.what) or "namespace" in problem.what]
     if REMOVED in one.done:
         return
-    if mine:
-        one.fail(REMOVED, mine[0])
+    if problem := left.get(one.pod) or left.get(""):
+        one.fail(REMOVED, problem)
     elif one.pod:
         one.passed(REMOVED)
     else:
