@@ -278,7 +278,8 @@ def kubeconfig(folder: Path, server: str) -> Path:
     context = {"name": "test", "context": {"cluster": "test", "user": "test"}}
     path.write_text(json.dumps({
         "apiVersion": "v1", "kind": "Config", "current-context": "test", "contexts": [context],
-        "clusters": [{"name": "test", "cluster": {"server": server}}], "users": [{"name": "test", "user": {"token": "of-the-tests"}}],
+        "clusters": [{"name": "test", "cluster": {"server": server}}],
+        "users": [{"name": "test", "user": {"token": "of-the-tests"}}],
     }))  # fmt: skip
     return path
 

@@ -17,7 +17,7 @@ from gpuprov.kubernetes.cluster import PodState, items, parse_events, parse_pod,
 from gpuprov.kubernetes.kubectl import Kubectl
 from gpuprov.kubernetes.stop import Stop
 from gpuprov.kubernetes.verification_pod import CONTAINER, INSTANCE, NAME, labels, verification_pod
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 
 _MOST_LOG = 256 << 10
 # A new namespace gets its service account a moment later; until then pods are refused.
@@ -71,7 +71,11 @@ class Trial:
             thing = objects.namespace(self.namespace, level="restricted", labels=labels(self.run))
             self.namespace_uid = _UNKNOWN
             doing = f"create the namespace {self.namespace}"
-            self.namespace_uid = uid_of(self.kubectl.create("/api/v1/namespaces", thing, doing=doing))
+            try:
+                self.namespace_uid = uid_of(self.kubectl.create("/api/v1/namespaces", thing, doing=doing))
+            except GpuprovError as error:
+                self.namespace_uid = "" if _is_refusal(error) else _UNKNOWN
+                raise
 
     def start(self, number: int, node: str, resources: Mapping[str, int]) -> str:
         """Create the pod for a node and return its name. Raises GpuprovError."""
@@ -86,6 +90,8 @@ class Trial:
             try:
                 answer = self.kubectl.create(self._pods_path, pod, doing=f"create the pod {self.namespace}/{name}")
             except GpuprovError as error:
+                if _is_refusal(error):
+                    del self.pods[name]
                 early = not self.wanted.namespace and _NO_ACCOUNT in error.problems[0].evidence
                 if not early or self.now() > deadline or self.stop.is_asked:
                     raise
@@ -149,7 +155,7 @@ class Trial:
             self._delete(f"{self._pods_path}/{name}", uid, f"pod {self.namespace}/{name}", name, problems)
         if self.namespace_uid:
             self._delete_namespace(problems)
-        if not problems:
+        if not problems and (self.pods or self.namespace_uid):
             self._await_removal(problems)
         return problems
 
@@ -205,3 +211,8 @@ class Trial:
             pod.name: (f"pod {self.namespace}/{pod.name}", f"pod -n {self.namespace} {pod.name}")
             for pod in self._ours()
         }
+
+
+def _is_refusal(error: GpuprovError) -> bool:
+    """Say whether the API server has answered that it did not create the object."""
+    return "Error from server (" in error.problems[0].evidence and error.exit_code == ExitCode.FAILED
