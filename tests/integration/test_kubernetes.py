@@ -388,7 +388,7 @@ def test_kubectl_reads_the_manifest(choice: Choice, tmp_path: Path) -> None:
 @pytest.mark.lab
 def test_over_ssh_the_hosts_own_list_is_compared(site: Site, tmp_path: Path) -> None:
     """A lab host runs the genuine nvidia-smi on simulated GPUs; its node and pod are the tests' API server's."""
-    host = site.installed("lab-a")
+    host = site.installed("main")
     printed = host.ssh("nvidia-smi -L").stdout
     count = printed.count("GPU ")
     cluster = Cluster(
