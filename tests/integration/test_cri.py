@@ -150,9 +150,9 @@ def test_the_handler_has_the_gpus_of_cdi_too(node: Node) -> None:
 def test_verify_asks_the_running_containerd(node: Node) -> None:
     inventory = node.site.inventory(node.host.name, gpuprov_engines=["containerd"])
     assert handler_check(inventory)["status"] == "ok"
-    assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
     if node.series != "1.7":
         return
+    assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
     # Started without what its files say now.
     node.host.ssh("cp -a /etc/containerd/config.toml /root/kept && cat > /etc/containerd/config.toml", stdin=_VERSION_2)
     node.host.ssh("systemctl restart containerd && cp -a /root/kept /etc/containerd/config.toml")

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -52,7 +53,7 @@ def served(answer: bytes | grpc.StatusCode) -> Iterator[System]:
 
     with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder, ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
-        handlers = {_METHOD: grpc.unary_unary_rpc_method_handler(status)}
+        handlers: dict[str, Any] = {_METHOD: grpc.unary_unary_rpc_method_handler(status)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         server.add_insecure_port(f"unix://{folder}/cri.sock")
         server.start()
