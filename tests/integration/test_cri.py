@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.system import System
+from gpuprov.engines.cri_status import CriStatus, ask
 from tests.deployed import program
 from tests.integration.cri import Container, Cri, Ended
 from tests.integration.test_clients import gpus, unpack
@@ -74,6 +76,7 @@ class Node:
     host: Host
     series: str
     cri: Cri
+    socket: str
     gpus: list[str]
 
     def run(self, handler: str = "", command: str = "nvidia-smi -L", **asked: Any) -> Ended:
@@ -109,8 +112,9 @@ def node(request: pytest.FixtureRequest, site: Site) -> Iterator[Node]:
     host.ssh("cat > /etc/containerd/config.toml", stdin=_VERSION_3 if series == "2" else _VERSION_2)
     done = gpuprov("install", "--hosts", site.inventory(name, gpuprov_engines=["containerd"]))
     assert done.returncode == 0, done.stdout
-    with Cri(socket_of(host, _SOCKET), host.root) as cri:
-        yield Node(site, host, series, cri, gpus(host.ssh("nvidia-smi -L").stdout))
+    socket = socket_of(host, _SOCKET)
+    with Cri(socket, host.root) as cri:
+        yield Node(site, host, series, cri, socket, gpus(host.ssh("nvidia-smi -L").stdout))
 
 
 def test_a_pod_with_the_handler_gets_the_gpus_that_it_asks_for(node: Node) -> None:
@@ -147,11 +151,16 @@ def test_the_handler_has_the_gpus_of_cdi_too(node: Node) -> None:
     assert (ended.code, gpus(ended.said)) == expected, ended
 
 
-def test_verify_asks_the_running_containerd(node: Node) -> None:
+def test_containerd_tells_its_handlers_and_whether_it_reads_cdi(node: Node) -> None:
+    said = ask(System(), node.socket)
+    assert said == CriStatus(("nvidia", "runc"), cdi=None if node.series == "1.6" else True)
+
+
+def test_verify_fails_where_containerd_has_not_read_its_files_and_install_restarts_it(node: Node) -> None:
+    if node.series != "1.7":
+        pytest.skip("what other series answer is in the test above")
     inventory = node.site.inventory(node.host.name, gpuprov_engines=["containerd"])
     assert handler_check(inventory)["status"] == "ok"
-    if node.series != "1.7":
-        return
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
     # Started without what its files say now.
     node.host.ssh("cp -a /etc/containerd/config.toml /root/kept && cat > /etc/containerd/config.toml", stdin=_VERSION_2)
