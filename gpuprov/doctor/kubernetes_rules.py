@@ -18,14 +18,17 @@ from gpuprov.engines.other_engines import Registration, kept_running, restart_co
 from gpuprov.wire.errors import GpuprovError
 
 _OF_KUBELETS = ("containerd", "crio")
+# These find NVIDIA's runtime by themselves.
+_FIND_IT = ("k3s", "rke2")
 
 
 def _unnamed(x: Examined) -> Finding | None:
     missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
     if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
         missing.append("crio" if "/usr/bin/crio" in x.there else "containerd")
-    # k3s and RKE2 find NVIDIA's runtime by themselves.
-    if not missing or (missing[0] != "containerd" and "/usr/bin/nvidia-container-runtime" in x.there):
+    if "/usr/bin/nvidia-container-runtime" in x.there:
+        missing = [name for name in missing if name not in _FIND_IT]
+    if not missing:
         return None
     return Finding(
         f"this is a Kubernetes node, and gpuprov does not configure its engine {missing[0]}: pods get no GPU",
