@@ -14,9 +14,9 @@ CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible
 # What is looked at, in the order in which things depend on each other.
 AREAS = (
     "GPUs", "kernel module", "driver libraries", "device nodes", "container toolkit", "CDI specification", "docker",
-    "other engines",
+    "other engines", "containers",
 )  # fmt: skip
-GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
+GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES, CONTAINERS = AREAS
 
 
 ANY_ROOT = ("*",)
