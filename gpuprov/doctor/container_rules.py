@@ -1,4 +1,4 @@
-"""Causes in running containers: another libcuda or libnvidia-ml than the driver's, by the image or its variables. Pure."""
+"""Causes in running containers: another libcuda or libnvidia-ml than the driver's. Pure."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Which running containers with GPUs load a driver library that does not fit, read from outside. Reads only.
 
-The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, by a walk that no link leads out of; nothing of a
-container is run. It is limited in number and time, because a host may have hundreds and a file system may hang.
+The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, by a walk that no link leads out of; nothing
+of a container is run. It is limited in number and time: a host may have hundreds, and a file system may hang.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -57,10 +58,9 @@ def gather_containers(system: System) -> Containers:
 def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]]) -> None:
     waiting.extend(_with_gpus(system))
     for engine, name in tuple(waiting[:MOST]):
-        try:
+        # One that has stopped meanwhile can't be read.
+        with contextlib.suppress(GpuprovError, OSError):
             found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
-        except (GpuprovError, OSError):
-            pass  # it has stopped meanwhile
         waiting.remove((engine, name))
 
 

@@ -1,4 +1,4 @@
-"""`gpuprov hook explain CONTAINER` on a host of an inventory: what was decided, and which libcuda the container loads."""
+"""`gpuprov hook explain CONTAINER` on a host: what was decided, and which libcuda it loads."""
 
 from __future__ import annotations
 

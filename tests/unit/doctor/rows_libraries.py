@@ -25,7 +25,9 @@ def _containers(*examined: Loaded) -> Change:
 LIBRARY_ROWS = (
     Row(
         "container-library",
-        _containers(Loaded("docker", "sound"), Loaded("docker", "trainer", (_WRONG,)), Loaded("podman", "b", (_WRONG,))),
+        _containers(
+            Loaded("docker", "sound"), Loaded("docker", "trainer", (_WRONG,)), Loaded("podman", "b", (_WRONG,))
+        ),
         "trainer (docker): /opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own",
         "gpuprov cuda trainer  # correct LD_LIBRARY_PATH",
     ),

@@ -23,12 +23,12 @@ from gpuprov.verify.cuda.roots import Subject
 from gpuprov.verify.cuda.search import Program
 from gpuprov.verify.cuda.survey import Survey, as_json, as_lines, from_json, results_markdown, survey_of
 from gpuprov.verify.cuda.trees import ArchiveTree, chain, read_archive, read_start
+from gpuprov.wire.errors import GpuprovError
 
 DRIVER = "/usr/lib/x86_64-linux-gnu"
 LOADER = "/lib64/ld-linux-x86-64.so.2"
 TORCH = "/usr/local/lib/python3.11/dist-packages/torch"
 DOCS = Path(__file__).parents[3] / "docs/cuda.md"
-from gpuprov.wire.errors import GpuprovError
 
 
 def elf(soname: str = "libcuda.so.1", machine: int = 62, runpath: str = "") -> bytes:
