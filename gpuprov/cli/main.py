@@ -26,6 +26,7 @@ from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
+from gpuprov.cli.serve import serve_command
 from gpuprov.fleet.options import options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
@@ -77,6 +78,8 @@ def install(reboot: str | None, **options: Any) -> None:
       sudo gpuprov install -e gpuprov_driver_version=580.178.04
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
+      sudo gpuprov install --image -e gpuprov_driver_version=580.178.04 -e gpuprov_image_gpus=ampere
+      sudo gpuprov install --root /mnt/image -e @image.yml
     """
     _run("install", options, reboot=reboot)
 
@@ -206,6 +209,7 @@ cli.add_command(hook)
 cli.add_command(playbooks)
 cli.add_command(report)
 cli.add_command(runtime)
+cli.add_command(serve_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:

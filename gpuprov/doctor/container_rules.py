@@ -7,6 +7,7 @@ import shlex
 from gpuprov.doctor.containers import Loaded
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, CONTAINERS, Finding, Rule
+from gpuprov.wire.words import counted
 
 _MOST_SHOWN = 5
 
@@ -17,10 +18,10 @@ def _other_library(x: Examined) -> Finding | None:
         return None
     first = ill[0].findings[0]
     results = f" (CUDA result {', '.join(map(str, first.results))})" if first.results else ""
-    more = f"; so do {len(ill) - 1} more containers" if len(ill) > 1 else ""
+    more = f"; the same of {counted(len(ill) - 1, 'more container')}" if len(ill) > 1 else ""
     seen = [_seen(one) for one in ill[:_MOST_SHOWN]]
     if len(ill) > _MOST_SHOWN:
-        seen.append(f"and {len(ill) - _MOST_SHOWN} more containers")
+        seen.append(f"and {counted(len(ill) - _MOST_SHOWN, 'more container')}")
     return Finding(
         f"the container {ill[0].name} loads a library that does not fit the driver: {first.what}{results}{more}",
         "\n".join(seen),
@@ -42,8 +43,8 @@ def _left_out(x: Examined) -> Finding | None:
     if not found.why:
         return None
     return Finding(
-        f"{found.left or 'some'} running containers with GPUs were not examined: {found.why}",
-        f"examined: {len(found.examined)}",
+        f"not all running containers with GPUs were examined: {found.why}",
+        f"examined: {len(found.examined)}, left out: {found.left or 'not known'}",
         "gpuprov cuda CONTAINER  # for each of the others",
         ASIDE,
     )
