@@ -15,6 +15,7 @@ from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.core.commands import TIMED_OUT
+from gpuprov.core.image_system import BOOTED
 from gpuprov.core.journal import unfinished_run
 from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
@@ -113,6 +114,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
+        is_booted=system.exists(BOOTED),
     )
 
 

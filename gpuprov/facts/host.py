@@ -26,21 +26,15 @@ from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.hiding import HidingLibrary, damage
 from gpuprov.facts.holders import RunningDriver
+from gpuprov.facts.image import ImageFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
 from gpuprov.facts.leftovers import Leftovers, gather_leftovers
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.machine.distros import Distribution, distribution_of
-from gpuprov.machine.machine import (
-    Kernel,
-    OperatingSystem,
-    PciGpu,
-    gather_displays,
-    gather_gpus,
-    gather_kernel,
-    gather_os,
-)
+from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
+from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging import retired, rpm_repos
@@ -102,7 +96,8 @@ class HostFacts:
     `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left.
+    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left. `image`: what the disk becomes, where it
+    becomes an image.
     """
 
     os: OperatingSystem
@@ -142,6 +137,7 @@ class HostFacts:
     pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
     leftovers: Leftovers = field(default_factory=Leftovers)
+    image: ImageFacts | None = None
 
     @cached_property
     def distribution(self) -> Distribution | None:
@@ -155,7 +151,9 @@ class HostFacts:
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
-        """The PCI device ids of the GPUs, which tell their generations."""
+        """The PCI device ids of the GPUs, which tell their generations; of an image, those to come."""
+        if self.image is not None:
+            return self.image.device_ids
         return tuple(gpu.device_id for gpu in self.gpus)
 
     @property

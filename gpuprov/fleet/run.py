@@ -17,10 +17,10 @@ from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
-from gpuprov.fleet.display_text import counted
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import versions_of_facts
@@ -38,6 +38,7 @@ from gpuprov.wire.events import (
 )
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
+from gpuprov.wire.words import counted
 
 # A host that asks for more has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
@@ -96,6 +97,9 @@ class Fleet:
                 self._claim(target.name, local_machine(System()), wanted, sink)
                 run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
+            if target.connection == "chroot":
+                run_in_root(target.address, wanted, agent(), sink)
+                return
             made = 0
             for _ in range(1 + _MOST_REBOOTS):
                 finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
@@ -151,7 +155,7 @@ class Fleet:
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         batches = make_batches(targets, self.settings.rollout)
-        agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
+        agent = self.settings.build() if any(target.connection != "local" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1

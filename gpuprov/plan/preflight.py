@@ -16,6 +16,7 @@ from gpuprov.driver import (
     driver_install,
     driver_problems,
     fabric_plan,
+    image_modules,
     kernel,
     mig,
     precompiled,
@@ -52,6 +53,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         or _bundle_problems(facts, spec)
         or (
             *_gpu_problems(facts),
+            *image_modules.problems(facts, spec),
             *host_problems(facts),
             *_python_problems(facts),
             *_hiding_problems(facts),
@@ -188,13 +190,14 @@ def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
 
 
 def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.gpus:
+    if facts.gpus or facts.image is not None:
         return ()
     return (
         Problem(
             "there is no NVIDIA GPU in this machine",
             "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
-            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
+            "`lspci -d 10de:` should list it; a virtual machine needs it passed through. To build an "
+            "image for machines that have some: gpuprov_target: image",
         ),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import prepare, reboot
+from gpuprov.boot import clean, prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -19,6 +19,7 @@ from gpuprov.driver import (
     driver_install,
     fabric_manager,
     fabric_plan,
+    image_modules,
     kernel,
     mig,
     nouveau,
@@ -93,6 +94,7 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             set_default=spec.docker_default_runtime,
             cdi=True,
             drop=migration.dead_runtimes(facts, spec),
+            offline=facts.image is not None and facts.image.offline,
         )
         if spec.docker != "none"
         else ()
@@ -138,11 +140,21 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *driver_install.plan(facts, spec),
         *cuda_repository.plan_driver(facts, spec),
         *distribution_plan.plan_driver(facts, spec),
+        *image_modules.plan(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
         *cuda_runfile.plan(facts, spec),
     )
+
+
+def _plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    # An image's devices are where it boots, and so is what describes them.
+    return toolkit.plan_device_nodes(facts, spec) if facts.image is None else ()
+
+
+def _plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return toolkit.plan_cdi(facts, spec) if facts.image is None else ()
 
 
 STEPS = (
@@ -154,14 +166,16 @@ STEPS = (
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", prepare.plan),
-    Step("device nodes", toolkit.plan_device_nodes),
+    Step("device nodes", _plan_device_nodes),
     # Just before what takes the place of the removed programs.
     Step("leftovers", migration.plan),
     Step("toolkit", _plan_runtime),
-    Step("cdi", toolkit.plan_cdi),
+    Step("cdi", _plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
+    # Last: whoever logs in over SSH can't any more after it.
+    Step("clean image", clean.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -176,7 +190,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
         nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
+        prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
+        images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
         RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
