@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested
+from gpuprov.agent.image import for_target
 from gpuprov.agent.install import check, install
 from gpuprov.agent.resume import forget_resume
 from gpuprov.bundle.manifest import ADVISORIES
@@ -52,7 +53,7 @@ def run_request(
         use_tables(request.tables)
         spec = parse_spec(request.spec)
         system.proxy = Proxy(spec.proxy, spec.no_proxy)
-        finished = _dispatch(RunContext(request, spec, system, sink, stop_requested))
+        finished = _dispatch(for_target(RunContext(request, spec, system, sink, stop_requested)))
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
     except Stopped as stopped:

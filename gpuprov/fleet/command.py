@@ -22,6 +22,7 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error
+from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import parse_spec, spec_to_json
@@ -64,11 +65,16 @@ def run_command(options: Options) -> ExitCode:
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
         options.check, options.hosts, options.limit,
     )  # fmt: skip
-    _keep(run, options, inventory.hosts)
-    _report(options, run)
-    _write_metrics(options, run)
+    conclude(options, run, inventory.hosts, _next_command(options))
     drifted = options.detailed_exitcode and run.exit_code == ExitCode.DONE and any(one.changed for one in results)
     return ExitCode.WOULD_CHANGE if drifted else run.exit_code
+
+
+def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_command: str) -> None:
+    """Keep a run that has ended, print its report, and write its page and its metrics where they are asked for."""
+    _keep(run, options, targets)
+    _report(options, run, next_command)
+    _write_metrics(options, run)
 
 
 def require_writable(path: str) -> None:
@@ -87,6 +93,9 @@ def require_writable(path: str) -> None:
 
 def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
     """Put the run into the history; where that cannot be, the run itself was none the worse."""
+    if any(target.connection == "local" and target.spec.target == IMAGE for target in targets):
+        # It would be in the image.
+        return
     passwords = [secret for target in targets for secret in (target.password, target.become_password)]
     try:
         save(run, (*passwords, options.password, options.become_password))
@@ -114,6 +123,10 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 def inventory_of(options: Options) -> Inventory:
     """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
+    if options.root and options.hosts:
+        raise GpuprovError(
+            "--root is a folder of this machine", "", "leave --hosts out", exit_code=ExitCode.USAGE
+        )  # fmt: skip
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -123,7 +136,10 @@ def inventory_of(options: Options) -> Inventory:
         )
     else:
         _require_local_call_to_make_sense(options)
-        inventory = Inventory((read_extra_vars(options.extra_vars),))
+        here = read_extra_vars(options.extra_vars)
+        if options.root:
+            here = replace(here, name=options.root, connection="chroot", address=options.root)
+        inventory = Inventory((here,))
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
@@ -150,10 +166,11 @@ def _require_local_call_to_make_sense(options: Options) -> None:
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:
     """Add what the command line says; as with Ansible, passwords from the inventory win over typed ones."""
-    wanted = {**spec_to_json(target.spec), **dict(options.overrides)}
+    overrides = {**dict(options.overrides), **({"target": IMAGE} if options.image or options.root else {})}
+    wanted = {**spec_to_json(target.spec), **overrides}
     return replace(
         target,
-        spec=parse_spec(wanted, "the command line") if options.overrides else target.spec,
+        spec=parse_spec(wanted, "the command line") if overrides else target.spec,
         password=target.password or options.password,
         become_password=target.become_password or options.become_password,
     )
@@ -169,7 +186,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         rollout,
     )
-    progress = _progress(options, console, [target.name for target in targets])
+    progress = make_progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         return Fleet(settings).run(targets, request, progress)
 
@@ -186,7 +203,8 @@ def make_console() -> Console:
     return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
 
 
-def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
+def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
+    """Return what shows a run over these hosts as it goes."""
     from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 
     if options.json:
@@ -196,7 +214,7 @@ def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progr
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 
-def _report(options: Options, run: Run) -> None:
+def _report(options: Options, run: Run, next_command: str) -> None:
     from gpuprov.fleet.report import print_report
     from gpuprov.fleet.report_command import summary, write_page
 
@@ -207,7 +225,7 @@ def _report(options: Options, run: Run) -> None:
         console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
     else:
         print_report(
-            console, run.command, run.results, check=run.check, next_command=_next_command(options),
+            console, run.command, run.results, check=run.check, next_command=next_command,
             verbose=options.verbose,
         )  # fmt: skip
     if options.report:
@@ -227,7 +245,9 @@ def _write_metrics(options: Options, run: Run) -> None:
 def _next_command(options: Options) -> str:
     """Return the command that proves what was done, or says why the proof failed, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
-    return shlex.join(("gpuprov", following, *_hosts_words(options, options.limit))) if following else ""
+    where = ("--root", options.root) if options.root else ()
+    words = ("gpuprov", following, *where, *_hosts_words(options, options.limit))
+    return shlex.join(words) if following else ""
 
 
 def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:

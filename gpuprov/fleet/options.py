@@ -97,6 +97,14 @@ class RunOptions:
         help="key=value, JSON or @file.yml; wins over the inventory.",
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", type=FILE, help="The password of encrypted variables.")
+    image: bool = _option(
+        "--image", is_flag=True, commands=("install", "rollback", "uninstall"),
+        help="This machine's disk becomes an image (gpuprov_target: image); no GPU is needed.",
+    )  # fmt: skip
+    root: str = _option(
+        "--root", type=FOLDER, metavar="DIR", commands=("install", "verify", "doctor", "rollback", "uninstall"),
+        help="Work in the root file system of an image that is mounted there. Implies --image.",
+    )  # fmt: skip
     check: bool = _option(
         "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
         help="Say what would change; change nothing.",

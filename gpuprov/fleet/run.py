@@ -20,6 +20,7 @@ from gpuprov.fleet.batches import Batch, Rollout, make_batches
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import versions_of_facts
@@ -96,6 +97,9 @@ class Fleet:
                 self._claim(target.name, local_machine(System()), wanted, sink)
                 run_here(wanted, sink, lambda: self.interruptions > 1)
                 return
+            if target.connection == "chroot":
+                run_in_root(target.address, wanted, agent(), sink)
+                return
             made = 0
             for _ in range(1 + _MOST_REBOOTS):
                 finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
@@ -151,7 +155,7 @@ class Fleet:
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         batches = make_batches(targets, self.settings.rollout)
-        agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
+        agent = self.settings.build() if any(target.connection != "local" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1

@@ -35,17 +35,21 @@ class Verdict:
     """How a verification ended: `good` if no check failed, those of the host included.
 
     `proved`: engines whose containers have the GPUs; `configured`: those of which only the configuration was checked.
+    `unknown`: what to say instead, where no GPU is.
     """
 
     good: bool
     proved: tuple[str, ...] = ()
     configured: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    unknown: str = ""
 
     def summary(self) -> str:
         """Return the verdict as a sentence that names the engines."""
         if not self.good:
             return "containers do not see what the host has" + (f": {', '.join(self.failed)}" if self.failed else "")
+        if self.unknown:
+            return self.unknown
         if self.proved:
             rest = f"; configuration only: {', '.join(self.configured)}" if self.configured else ""
             return f"containers see this host's GPUs: {', '.join(self.proved)}{rest}"
