@@ -7,6 +7,7 @@ in NVIDIA's CUDA repositories and its own driver containers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
@@ -49,6 +50,12 @@ class RunFabricManager(Change):
     """Require that the fabric manager of this version runs, now and after each boot."""
 
     version: str
+
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return True
 
     def summary(self) -> str:
         return f"enable and start {UNIT} ({self.version})"

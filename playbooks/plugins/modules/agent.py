@@ -77,6 +77,10 @@ changes:
   returned: C(plan) and C(install)
   type: list
   elements: dict
+disturbs:
+  description: Whether containers, or processes on the GPUs, may stop by these changes.
+  returned: C(plan), C(install), C(rollback) and C(uninstall)
+  type: bool
 checks:
   description: What was verified, each with C(name), C(status), C(host), C(container) and C(reason).
   returned: C(verify), C(doctor) and C(cuda)
