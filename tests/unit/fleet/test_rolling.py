@@ -25,7 +25,7 @@ from gpuprov.wire.spec import HostSpec
 
 CALLS = "calls"
 SCRIPT = """#!/bin/sh
-echo "$1 $2" >> {calls}
+echo "$1 $2" >> {calls}; sleep 0.1
 if [ "$1 $2" = "{fails}" ]; then echo "error: $2 \033[31mhas pods\033[0m <b>" >&2; exit 1; fi
 """
 
