@@ -16,6 +16,7 @@ from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
+from gpuprov.facts.watch import OFF, gather_watch
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.packaging.rpm_repos import InstallRpmKey
@@ -105,7 +106,12 @@ def _resolved(run: RunContext) -> RunContext:
 
 
 def _gather(run: RunContext) -> HostFacts:
-    return gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    facts = gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    metrics = run.spec.watch_metrics if run.spec.watch != OFF else ""
+    # The watch itself reaches no bundle, and says whether there was one.
+    bundled = bool(run.request.bundle) or bool(run.request.arguments.get("bundle"))
+    extra = {"bundle": bundled, "tables": dict(run.request.tables)}
+    return replace(facts, watch=gather_watch(run.system, metrics, run.request.agent, extra))
 
 
 def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:

@@ -30,6 +30,7 @@ from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFa
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
+from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import (
     Kernel,
@@ -100,7 +101,7 @@ class HostFacts:
     `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out.
+    preferences keep out. `watch`: what is there of gpuprov_watch, for a run that plans.
     """
 
     os: OperatingSystem
@@ -139,6 +140,7 @@ class HostFacts:
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
+    watch: WatchFacts = field(default_factory=WatchFacts)
 
     @cached_property
     def distribution(self) -> Distribution | None:

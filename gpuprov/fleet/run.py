@@ -260,10 +260,19 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 
     last: list[Finished] = []
     run_request(
-        request, lambda event: last.append(event) if isinstance(event, Finished) else sink(event),
+        _with_agent(request), lambda event: last.append(event) if isinstance(event, Finished) else sink(event),
         stop_requested=stop_requested,
     )  # fmt: skip
     return last[-1]
+
+
+def _with_agent(request: Request) -> Request:
+    """Return the request with the agent's file, if the host is to keep it (gpuprov_watch). Raises GpuprovError."""
+    if request.command != "install" or request.spec.get("watch", "off") == "off":
+        return request
+    from gpuprov.fleet.agent_build import stored_agent
+
+    return replace(request, agent=str(stored_agent()))
 
 
 def _present(agent: Agent | None) -> Agent:

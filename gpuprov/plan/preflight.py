@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import reboot
+from gpuprov.boot import reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
@@ -71,6 +71,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
+            *watch.problems(facts, spec),
         )
     )
 

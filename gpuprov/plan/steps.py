@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import prepare, reboot
+from gpuprov.boot import prepare, reboot, watch
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -147,6 +147,8 @@ STEPS = (
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
+    # The last one: what is stored is the specification of a host that is as it says.
+    Step("watch", watch.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -163,7 +165,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
+        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
     )
 }  # fmt: skip
 

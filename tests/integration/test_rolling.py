@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import simgpu
+from tests.integration.test_ansible import play
 from tests.lab.fixtures import DRIVER, Site, gpuprov
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
@@ -80,3 +81,38 @@ def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monke
     assert again.returncode == 0, again.stdout
     assert calls.read_text().splitlines() == ["drain bullseye", "undrain bullseye"]
     assert driver(site, "bullseye") == DRIVER
+
+
+_TASKS = """
+- name: Tell the scheduler
+  ansible.builtin.command: {script} {verb} {{{{ inventory_hostname }}}}
+  delegate_to: localhost
+  become: false
+  changed_when: true
+"""
+
+
+def test_a_playbooks_hooks_do_the_same(site: Site, tmp_path: Path) -> None:
+    """Nothing is drained while nothing stops; a host whose drain fails is not changed."""
+    script, calls, refused = (tmp_path / name for name in ("scheduler", "calls", "refused"))
+    script.write_text(_SCRIPT.format(folder=tmp_path))
+    script.chmod(0o700)
+    refused.write_text("")
+    calls.write_text("")
+    words = []
+    for verb, name in (("drain", "before"), ("undrain", "after")):
+        (tmp_path / f"{verb}.yml").write_text(_TASKS.format(script=script, verb=verb))
+        words += ["-e", f"gpuprov_play_{name}_host_tasks={tmp_path / verb}.yml"]
+    limit = ("--limit", "main", *words)
+    first = play("site", inventory(site, DRIVER), *limit)
+    assert (first.returncode, calls.read_text()) == (0, ""), first.stdout
+    hosts = inventory(site, OLD)
+    refused.write_text("main\n")
+    failed = play("site", hosts, *limit)
+    assert failed.returncode != 0 and calls.read_text() == "drain main\n", failed.stdout
+    assert driver(site, "main") == DRIVER
+    refused.write_text("")
+    done = play("site", hosts, *limit)
+    assert done.returncode == 0, done.stdout
+    assert calls.read_text().splitlines() == ["drain main", "drain main", "undrain main"]
+    assert driver(site, "main") == OLD

@@ -29,7 +29,7 @@ options:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
       - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
-        C(toolkit), C(cdi), C(docker), C(engines), C(images).
+        C(toolkit), C(cdi), C(docker), C(engines), C(images), C(watch).
     type: list
     elements: str
     default: []

@@ -232,6 +232,14 @@ CONTAINER_ROWS = (
     Row(
         "toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", "apt-get purge nvidia-docker2", ASIDE
     ),
+    Row(
+        "watch-failed",
+        unit("gpuprov-watch.service", active="failed", result="timeout"),
+        "Result=timeout",
+        "journalctl -u gpuprov-watch.service",
+        ASIDE,
+    ),
+    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "ActiveState=inactive", "start", ASIDE),
     # -- CDI specification
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row(
