@@ -19,8 +19,8 @@ from rich.console import Console
 from gpuprov.agent.run import run_request
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.progress import JsonLines
+from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report_command import summary
-from gpuprov.fleet.run import Recorder
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.events import SCHEMA, CauseFound, Event, PlannedChange
 from gpuprov.wire.request import COMMANDS, Request
