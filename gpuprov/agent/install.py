@@ -107,6 +107,9 @@ def _resolved(run: RunContext) -> RunContext:
 
 def _gather(run: RunContext) -> HostFacts:
     facts = gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    if run.request.arguments.get("watch"):
+        # Its service sees /usr and /etc read-only (ProtectSystem=), and writes nothing there: the host may be writable.
+        facts = replace(facts, read_only={})
     metrics = run.spec.watch_metrics if run.spec.watch != OFF else ""
     # The watch itself reaches no bundle, and says whether there was one.
     bundled = bool(run.request.bundle) or bool(run.request.arguments.get("bundle"))

@@ -55,7 +55,7 @@ def watch(system: System) -> str:
         "install",
         {**spec, "proxy": _proxy(system, spec)},
         tables=dict(found.get("tables") or {}),
-        arguments={"bundle": bool(found.get("bundle"))},
+        arguments={"watch": True, "bundle": bool(found.get("bundle"))},
     )
     steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
     plan, _ = _run(system, replace(request, check=True, steps=steps))

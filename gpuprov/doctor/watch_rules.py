@@ -14,7 +14,7 @@ def _failed(x: Examined) -> Finding | None:
     return Finding(
         f"{SERVICE} has failed: this host's metrics are old",
         f"systemctl show {SERVICE}: Result={unit.result}",
-        f"journalctl -u {SERVICE}; then: systemctl start {SERVICE}",
+        f"journalctl -u {SERVICE}; systemctl start {SERVICE}",
         ASIDE,
     )
 
