@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gpuprov import __version__
 from gpuprov.agent.context import RunContext, StopRequested
+from gpuprov.agent.image import for_target
 from gpuprov.agent.install import check, install
 from gpuprov.agent.resume import forget_resume
 from gpuprov.bundle.manifest import ADVISORIES
@@ -32,6 +33,7 @@ from gpuprov.wire.events import FactsGathered, Finished, Planned, Sink, Started
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import secret_free
 from gpuprov.wire.spec import parse_spec
+from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.agent.uninstall import Removal
@@ -51,7 +53,7 @@ def run_request(
         use_tables(request.tables)
         spec = parse_spec(request.spec)
         system.proxy = Proxy(spec.proxy, spec.no_proxy)
-        finished = _dispatch(RunContext(request, spec, system, sink, stop_requested))
+        finished = _dispatch(for_target(RunContext(request, spec, system, sink, stop_requested)))
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
     except Stopped as stopped:
@@ -145,7 +147,7 @@ def _roll_back(run: RunContext) -> Finished:
         for sentence in lasting(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink)
-        summary = f"{count} changes undone"
+        summary = f"{counted(count, 'change')} undone"
     problem = failure(run.system)
     if problem is not None:
         return Finished(int(ExitCode.FAILED), changed=count, problems=(problem,), summary=summary)
@@ -161,14 +163,14 @@ def _check_roll_back(run: RunContext) -> Finished:
         run.note(sentence, "warning")
     found = planned(run.system, removal, "rollback", diff=run.request.diff)
     run.sink(Planned(found, removal.disturbs(CHANGE_KINDS)))
-    summary = f"{removal.count} changes would be undone" if removal.count else "there is no run to roll back"
+    summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"
     return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
 
 def _check_uninstall(run: RunContext) -> Finished:
     """Report what an uninstall would do, and what it can't bring back."""
     count = _announced_removal(run).count
-    summary = f"{count} changes would be made" if count else _NOTHING_THERE
+    summary = f"{counted(count, 'change')} would be made" if count else _NOTHING_THERE
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 
@@ -178,7 +180,9 @@ def _uninstall(run: RunContext) -> Finished:
     removal = _announced_removal(run)
     carry_out(run.system, removal, CHANGE_KINDS, run.sink, run.stop_requested)
     count = removal.count
-    summary = f"{count} changes undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    summary = (
+        f"{counted(count, 'change')} undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    )
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 

@@ -34,6 +34,7 @@ from gpuprov.facts.boot_files import (
     PERSISTENCE,
     PERSISTENCE_PROGRAM,
     REFRESH,
+    SSH_KEYS,
     UDEV_RULES,
     UNITS,
     WANTS,
@@ -51,7 +52,8 @@ _START_SECONDS = 180
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
     "core/files", "core/lock", "core/proxy", "core/system",
-    "driver/__init__", "driver/load", "wire/__init__", "wire/errors",
+    "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "wire/__init__",
+    "wire/errors",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
@@ -71,7 +73,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         for path, content in wanted.items()
         if (found := facts.files.get(path)) is None or not found.is_roots(content)
     )
-    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE) if f"{UNITS}/{name}" in wanted)
+    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS) if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
         path
@@ -91,13 +93,17 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
         UDEV_RULES: boot_files.UDEV_TEXT,
     }
     # In a system container, the kernel modules and the GPUs' modes belong to the host.
-    if facts.kernel.takes_modules and not facts.kernel.container:
+    # A copy of an image may have no GPU: loading them would be a failed unit. The nodes' unit loads them instead.
+    if facts.kernel.takes_modules and not facts.kernel.container and facts.image is None:
         texts[MODULES] = boot_files.MODULES_TEXT
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
     if _has_persistence(facts, spec):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
+    if facts.image is not None:
+        texts |= dict.fromkeys(boot_files.DRIVEN, boot_files.DRIVEN_TEXT)
+        texts |= {f"{UNITS}/{SSH_KEYS}": boot_files.SSH_KEYS_TEXT} if facts.boot.ssh_keygen else {}
     return {boot_files.PROGRAM: boot_program(), **{path: text.encode() for path, text in texts.items()}}
 
 

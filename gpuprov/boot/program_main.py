@@ -13,6 +13,8 @@ from gpuprov.core.changes import parent_of
 from gpuprov.core.lock import try_lock
 from gpuprov.core.system import System
 from gpuprov.driver.load import load_driver
+from gpuprov.machine.image_mark import is_copy
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.runtime_hook.dev_char import link_nodes
 from gpuprov.wire.errors import GpuprovError
 
@@ -34,8 +36,10 @@ def main() -> None:
 def make_nodes(system: System) -> str:
     """Load the driver if nothing has yet; make the nodes and links that are missing; return what was done.
 
-    Raises GpuprovError if there is no driver to make nodes for.
+    A copy of an image that has met no GPU is left as it is. Raises GpuprovError if GPUs have no driver.
     """
+    if is_copy(system) and not gather_gpus(system):
+        return "there is no NVIDIA GPU in this copy of the image: nothing to do"
     load_driver(system)
     driver = discover(system)
     if not driver.kernel_version:

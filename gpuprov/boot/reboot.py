@@ -15,7 +15,8 @@ from gpuprov.driver.unload import ReloadDriver
 from gpuprov.driver_run import installs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.reboot_state import note_asked
-from gpuprov.machine.machine import gather_gpus, gather_kernel
+from gpuprov.machine.machine import gather_kernel
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 

@@ -110,6 +110,12 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
+    if facts.image is not None:
+        yield Problem(
+            "gpuprov_watch is not for images: a timer needs a host that runs", "gpuprov_target is image",
+            "set gpuprov_watch: off for the image, and install the watch on the hosts that boot it",
+        )  # fmt: skip
+        return
     folder = parent_of(spec.watch_metrics)
     if folder not in facts.watch.folders:
         yield Problem(

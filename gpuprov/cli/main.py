@@ -77,6 +77,8 @@ def install(reboot: str | None, **options: Any) -> None:
       sudo gpuprov install -e gpuprov_driver_version=580.178.04
       gpuprov install --hosts inventory.ini --check --diff
       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K
+      sudo gpuprov install --image -e gpuprov_driver_version=580.178.04 -e gpuprov_image_gpus=ampere
+      sudo gpuprov install --root /mnt/image -e @image.yml
     """
     _run("install", options, reboot=reboot)
 

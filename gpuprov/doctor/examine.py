@@ -7,12 +7,14 @@ from typing import Callable
 
 from gpuprov.core.system import System
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import AREAS, ASIDE
+from gpuprov.doctor.finding import AREAS, ASIDE, unknown_areas
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.wire.spec import HostSpec
+
+_UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 
 
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
@@ -25,6 +27,9 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
     """Tell an examination whole, and return how it ends."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
     for area in AREAS:
+        if x.lacks_gpus_yet and area in unknown_areas(x):
+            sink(CheckDone(area, "skipped", reason=_UNKNOWN))
+            continue
         ill = any(cause.rule.area == area for cause in troubles)
         sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", _SUMMARIES[area](x)))
     for rank, cause in enumerate(causes, 1):
@@ -35,7 +40,8 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
         sink(Note(f"the kernel's log was not read: {x.kernel_log_error}", "warning"))
     if troubles:
         return Finished(int(ExitCode.FAILED), problems=_problems(troubles), summary=f"causes found: {len(troubles)}")
-    return Finished(int(ExitCode.DONE), summary="nothing found wrong")
+    rest = "; there is no GPU here, so the rest is unknown" if x.lacks_gpus_yet else ""
+    return Finished(int(ExitCode.DONE), summary=f"nothing found wrong{rest}")
 
 
 def tell_causes(causes: Sequence[Cause], sink: Sink) -> None:

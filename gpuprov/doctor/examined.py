@@ -9,6 +9,7 @@ from gpuprov.cdi.discover import DriverFacts
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.machine.image_mark import MARK
 from gpuprov.wire.spec import HostSpec
 
 # Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
@@ -56,7 +57,8 @@ class Examined:
     `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
     cut off in; `runs_now`: one that holds the host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the
     nvidia-smi that was asked; `other_smi`: one that PATH has before it. `preload_said`: what the loader says of
-    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes.
+    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes. `is_booted`:
+    systemd runs here, as it does not in the root file system of an image.
     """
 
     host: HostFacts
@@ -96,7 +98,13 @@ class Examined:
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()
+    is_booted: bool = True
 
     @property
     def driver(self) -> DriverFacts:
         return self.host.driver
+
+    @property
+    def lacks_gpus_yet(self) -> bool:
+        """Whether it is a copy of an image that has met no GPU: what needs one is unknown, and not broken."""
+        return MARK in self.host.files and not self.host.gpus

@@ -19,6 +19,12 @@ AREAS = (
 GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
 
 
+def unknown_areas(x: Examined) -> frozenset[str]:
+    """Return what shows only where a GPU is, and where engines run: in an image that is not booted neither does."""
+    of_gpus = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
+    return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES}
+
+
 ANY_ROOT = ("*",)
 
 

@@ -15,6 +15,7 @@ from gpuprov.cdi.files import LIBRARY_DIRECTORIES
 from gpuprov.cdi.generate import PATH, difference
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.core.commands import TIMED_OUT
+from gpuprov.core.image_system import BOOTED
 from gpuprov.core.journal import unfinished_run
 from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
@@ -29,6 +30,7 @@ from gpuprov.facts.hiding import PRELOAD
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_name
+from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
@@ -69,6 +71,8 @@ def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
     host = gather_host(system, other_engines.names(system, spec))
     host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
+    if spec.docker != "none":
+        host = replace(host, leftovers=with_docker(system, host.leftovers, host.docker, host.packages))
     log, log_error = _kernel_log(system)
     first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
     is_other = bool(first and own) and system.real_path(first) != own
@@ -115,6 +119,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
+        is_booted=system.exists(BOOTED),
     )
 
 

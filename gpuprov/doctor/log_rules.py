@@ -14,7 +14,7 @@ from gpuprov.doctor.examined import KEYS, Examined
 from gpuprov.doctor.finding import ASIDE, CERTAIN, GPUS, LIKELY, MODULE, Finding, Rule
 from gpuprov.doctor.parse import find_in_log
 from gpuprov.driver import generations
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 
 _REPORT = "nvidia-bug-report.sh"
 _BUS = r"(?P<bus>[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
@@ -150,7 +150,7 @@ _DRIVER_SIGNS = (
     LogSign(
         "probe-not-called", MODULE, "`NVIDIA probe routine was not called`",
         r"NVIDIA probe routine was not called for (?P<count>\d+) device",
-        "another driver has taken {count} GPUs before NVIDIA's", words.keep_nouveau_out,
+        "another driver has taken GPUs before NVIDIA's: {count}", words.keep_nouveau_out,
         follows=("gpu-nouveau", "gpu-vfio", "bound-to-another"),
     ),
     LogSign(

@@ -11,6 +11,7 @@ from gpuprov.doctor import (
     docker_rules,
     driver_rules,
     engine_rules,
+    leftover_rules,
     library_rules,
     log_rules,
     machine_rules,
@@ -21,14 +22,25 @@ from gpuprov.doctor import (
     watch_rules,
 )
 from gpuprov.doctor.examined import Examined
-from gpuprov.doctor.finding import ANY_ROOT, AREAS, ASIDE, CONFIDENCES, DOCKER, GPUS, MODULE, Finding, Rule
+from gpuprov.doctor.finding import (
+    ANY_ROOT,
+    AREAS,
+    ASIDE,
+    CONFIDENCES,
+    DOCKER,
+    GPUS,
+    MODULE,
+    Finding,
+    Rule,
+    unknown_areas,
+)
 from gpuprov.doctor.remedy import STEPS, WHOLE
 from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
     *smi_rules.RULES, *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES,
-    *access_rules.RULES, *engine_rules.RULES, *watch_rules.RULES,
+    *access_rules.RULES, *engine_rules.RULES, *leftover_rules.RULES, *watch_rules.RULES,
 )  # fmt: skip
 
 
@@ -45,6 +57,8 @@ def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
     # A docker that the specification leaves alone is not examined.
     looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
+    if x.lacks_gpus_yet:
+        looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
     found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
     if not any(_installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
         # Who needs no installation may have a full disk, or a read-only one.

@@ -291,7 +291,8 @@ def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the loading of a driver whose packages have just come, or are there and not loaded."""
-    if spec.driver != "packages" or not brings_modules(facts, spec):
+    # An image's modules are loaded where it boots.
+    if spec.driver != "packages" or not brings_modules(facts, spec) or facts.image is not None:
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version
     return () if there and loaded else (LoadDriver(),)

@@ -16,7 +16,6 @@ from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.versions import version_numbers
 
 # The first branch for which NVIDIA recommends its open modules where both would do.
-_OPEN_PREFERRED_SINCE = (560,)
 # Those that NVIDIA's repository has alone, and on which all others of its driver hang.
 _NVIDIAS = re.compile(r"nvidia-open|cuda-drivers(-\d+)?")
 
@@ -129,10 +128,7 @@ def run_file_problems(facts: HostFacts) -> tuple[Problem, ...]:
 def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:
     """Return open or proprietary; where these GPUs can have both, what NVIDIA recommends for the branch."""
     version = generations.newest_of(branch.branch) or "580.999"
-    kind = generations.module_type(device_ids, version, asked)
-    if kind != "auto":
-        return kind
-    return "open" if version_numbers(version) >= _OPEN_PREFERRED_SINCE else "proprietary"
+    return generations.settled_type(device_ids, version, asked)
 
 
 def _with_compiled(choice: Choice, facts: HostFacts, spec: HostSpec) -> Choice:

@@ -156,6 +156,8 @@ def _no_modules(facts: HostFacts, choice: Choice) -> Problem:
 
 def _container_problems(facts: HostFacts, choice: Choice) -> tuple[Problem, ...]:
     """Libraries and kernel must be of one version: NVML and CUDA refuse anything else (NVML error 18)."""
+    if facts.image is not None:
+        return ()
     loaded, where = facts.driver_loaded_version, "the container host" if facts.kernel.container else "this kernel"
     if not loaded:
         return (
@@ -256,7 +258,8 @@ def _is_compiled_of(name: str, branch: str) -> bool:
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the loading of a driver whose packages have just come, or are there and not loaded."""
-    if spec.driver != "distribution" or not brings_modules(facts, spec):
+    # An image's modules are loaded where it boots.
+    if spec.driver != "distribution" or not brings_modules(facts, spec) or facts.image is not None:
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version
     return () if there and loaded else (LoadDriver(),)

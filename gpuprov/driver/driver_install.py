@@ -56,7 +56,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             sha256=driver_run.sha256(facts, spec),
             architecture=facts.architecture,
             kernel_modules=brings_modules(facts, spec),
-            module_type=generations.module_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type),
+            module_type=_module_type(facts, spec),
             replaces=facts.driver_installed_version,
             has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
             signing_key=spec.module_signing_key,
@@ -65,8 +65,16 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             keep_loaded=way.keep_loaded,
             gpu_device_ids=facts.gpu_device_ids,
             asked_module_type=spec.kernel_module_type,
+            image_kernel=facts.kernel.release if facts.image is not None else "",
+            without_systemd=facts.image is not None and facts.image.offline,
         ),
     )
+
+
+def _module_type(facts: HostFacts, spec: HostSpec) -> str:
+    # The installer would look for GPUs, of which the machine that builds an image has none.
+    choose = generations.module_type if facts.image is None else generations.settled_type
+    return choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,7 @@ class InstallDriver(Change):
     """The driver of this version shall be installed from a .run file on the host.
 
     `unloading`: what a driver that is loaded needs before; `keep_loaded`: it stays loaded, a reboot brings the new one.
+    `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: none runs.
     """
 
     version: str
@@ -90,6 +99,8 @@ class InstallDriver(Change):
     keep_loaded: bool = False
     gpu_device_ids: tuple[str, ...] = ()
     asked_module_type: str = "auto"
+    image_kernel: str = ""
+    without_systemd: bool = False
 
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
@@ -192,7 +203,8 @@ class InstallDriver(Change):
         try:
             arguments = installer.install_arguments(
                 self.version, kernel_modules=self.kernel_modules, module_type=module_type, dkms=dkms,
-                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded,
+                has_libgl=self.has_libgl, keep_loaded=self.keep_loaded, image_kernel=self.image_kernel,
+                without_systemd=self.without_systemd,
                 temporary=temporary, log=INSTALLER_LOG, signing=(self.signing_key, self.signing_certificate),
             )  # fmt: skip
             # An old log must not be taken for this run's.

@@ -47,9 +47,10 @@ def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, 
 
 @dataclass(frozen=True)
 class RunFabricManager(Change):
-    """Require that the fabric manager of this version runs, now and after each boot."""
+    """Require that the fabric manager of this version runs, now (unless `start` is False) and after each boot."""
 
     version: str
+    start: bool = True
 
     undo_disturbs: ClassVar[bool] = True
 
@@ -58,7 +59,7 @@ class RunFabricManager(Change):
         return True
 
     def summary(self) -> str:
-        return f"enable and start {UNIT} ({self.version})"
+        return f"enable {'and start ' if self.start else ''}{UNIT} ({self.version})"
 
     @property
     def key(self) -> str:
@@ -82,8 +83,8 @@ class RunFabricManager(Change):
                 f"{manager_on(system).commands.versions} 'nvidia-fabric*'",
             )
         system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
-        done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS)
-        if not done.ok:
+        done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS) if self.start else told
+        if self.start and not done.ok:
             raise GpuprovError(f"{UNIT} does not start", _why(system, done), f"systemctl status {UNIT}")
         return {}
 

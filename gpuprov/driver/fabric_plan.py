@@ -47,8 +47,9 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not version or spec.fabric_manager != "auto":
         return ()
     fabric = facts.fabric
-    running = fabric.active and fabric.enabled and fabric.version == version
-    changes: tuple[Change, ...] = () if running else (RunFabricManager(version),)
+    starts = facts.image is None
+    running = (fabric.active or not starts) and fabric.enabled and fabric.version == version
+    changes: tuple[Change, ...] = () if running else (RunFabricManager(version, starts),)
     names = wanted_packages(facts, spec)
     if not names:
         return changes

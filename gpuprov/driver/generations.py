@@ -84,6 +84,23 @@ def generation_of(device_id: str) -> Generation | None:
     return next((row for row in _GENERATIONS if row.first <= number <= row.last), None)
 
 
+def ids_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a device id of each generation, by the names of gpuprov_image_gpus: they stand for GPUs yet to come."""
+    rows = {_plain_name(row): row for row in reversed(_GENERATIONS)}
+    return tuple(f"{rows[name].first:04x}" for name in names)
+
+
+def _plain_name(row: Generation) -> str:
+    return row.name.lower().replace(" lovelace", "").replace(" ", "-")
+
+
+def settled_type(device_ids: Sequence[str], version: str, asked: str) -> str:
+    """Return open or proprietary; where both would do, what NVIDIA recommends for that version."""
+    kind = module_type(device_ids, version, asked)
+    preferred = "open" if version_numbers(version or "0") >= _OPEN_PREFERRED_SINCE else "proprietary"
+    return preferred if kind == "auto" else kind
+
+
 def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
     """Return which kernel modules to build: what was asked, or what serves all these GPUs; "auto" where both do."""
     if asked != "auto" or not version:

@@ -17,6 +17,7 @@ from gpuprov.wire.versions import version_numbers
 _OPTION_SINCE = {
     "--dkms": (304, 22),
     "--install-libglvnd": (361, 16),
+    "--no-systemd": (465, 19, 1),
     "-m=kernel-open": (470, 42, 1),
     "--no-kernel-modules": (515, 43, 4),
     "--allow-installation-with-running-driver": (545, 23, 6),
@@ -80,11 +81,14 @@ def install_arguments(
     log: str,
     signing: tuple[str, str] = ("", ""),
     keep_loaded: bool = False,
+    image_kernel: str = "",
+    without_systemd: bool = False,
 ) -> tuple[str, ...]:
     """Return the installer's arguments for an unattended installation.
 
     `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
-    `keep_loaded`: another version is loaded, and stays so.
+    `keep_loaded`: another version is loaded, and stays so. `image_kernel`: build for that kernel of an image, and look
+    at nothing that the builder's machine runs or has loaded; `without_systemd`: there is none that could be told.
     `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
     quotes, so that no path may hold blanks.
     """
@@ -100,6 +104,12 @@ def install_arguments(
         arguments += [f"--module-signing-secret-key={signing[0]}", f"--module-signing-public-key={signing[1]}"]
     if keep_loaded:
         arguments += ["--allow-installation-with-running-driver", "--skip-module-load"]
+    if kernel_modules and image_kernel:
+        arguments += [f"--kernel-name={image_kernel}", "--no-nouveau-check", "--no-x-check"]
+        known = ("--skip-module-load", "--allow-installation-with-running-driver")
+        arguments += [option for option in known if knows(version, option)]
+    if without_systemd and knows(version, "--no-systemd"):
+        arguments.append("--no-systemd")
     # The distribution's libGL is not overwritten; without one, the installer's own is needed: its sanity check fails
     # on a missing libGL.so.1 even on a headless host, and with exit code 0.
     if knows(version, "--install-libglvnd"):

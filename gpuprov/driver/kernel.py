@@ -28,7 +28,8 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if spec.driver == "preinstalled":
         return ()
     if not brings_modules(facts, spec):
-        return _outside_problems(facts, spec) if spec.driver == "runfile" else ()
+        outside = spec.driver == "runfile" and facts.image is None
+        return _outside_problems(facts, spec) if outside else ()
     if not facts.kernel.takes_modules:
         return _no_modules(facts)
     if _is_installed(facts, spec):
@@ -123,9 +124,12 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def headers(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of the running kernel's headers, where modules are to be built."""
+    """Return the packages of the running kernel's headers, where modules are built; in an image, of all its kernels."""
     row = facts.distribution
-    return kernel_headers(row, facts.kernel.release) if row is not None and compiles(facts, spec) else ()
+    if row is None or not compiles(facts, spec):
+        return ()
+    releases = [one.release for one in facts.image.kernels] if facts.image is not None else [facts.kernel.release]
+    return tuple(dict.fromkeys(name for release in releases for name in kernel_headers(row, release)))
 
 
 def compiles(facts: HostFacts, spec: HostSpec) -> bool:

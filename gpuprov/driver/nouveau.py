@@ -15,7 +15,7 @@ from gpuprov.driver.kernel import brings_modules
 from gpuprov.facts import initramfs
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, Image
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,11 +243,19 @@ def _is_registered_by_flag(facts: DockerFacts, name: str, path: str) -> bool:
 
 
 def plan(
-    facts: DockerFacts, *, runtime_path: str, set_default: bool, runtime_name: str = "nvidia", cdi: bool = False
+    facts: DockerFacts,
+    *,
+    runtime_path: str,
+    set_default: bool,
+    runtime_name: str = "nvidia",
+    cdi: bool = False,
+    drop: Sequence[str] = (),
+    offline: bool = False,
 ) -> tuple[Change, ...]:
     """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right.
 
-    `cdi`: docker shall read CDI specifications, where its version can.
+    `cdi`: docker shall read CDI specifications, where its version can. `drop`: runtimes that shall go. `offline`: it
+    can't run here (an image).
     """
     if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
         return ()
@@ -258,6 +266,7 @@ def plan(
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
         cdi=cdi and docker_cdi.is_to_be_set(facts),
+        drop=drop,
     )
     restart = facts.live_restore or not facts.running_containers
     cdi_waits = cdi and docker_cdi.waits_for_restart(facts)
@@ -265,6 +274,7 @@ def plan(
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
     # A restart that would stop containers is not made for it.
     is_loaded = text is None and facts.active and loaded and not (cdi_waits and restart)
+    is_loaded = is_loaded if not offline else text is None
     if is_loaded and not facts.unit.is_disabled:
         return ()
     return (
@@ -280,7 +290,7 @@ def plan(
             path=facts.config_path,
             runs=facts.active,
             enable=facts.unit.is_disabled,
-            is_loaded=is_loaded,
+            is_loaded=is_loaded or offline,
             reload=not facts.unit.is_outdated,
             cdi_later=cdi_waits and not restart,
             cdi_by_version=cdi and not facts.installed,

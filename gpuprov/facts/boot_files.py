@@ -21,12 +21,15 @@ WATCH = "gpuprov-refresh.path"
 MIG = "gpuprov-mig.service"
 PERSISTENCE = "nvidia-persistenced.service"
 UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
+SSH_KEYS = "gpuprov-ssh-keys.service"
+SSH_KEYGEN = "/usr/bin/ssh-keygen"
+_FABRIC = "nvidia-fabricmanager.service"
 MODULES = "/etc/modules-load.d/gpuprov.conf"
 PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
 _MARK = "# By gpuprov"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
 _PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
-_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE))
+_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS))
 
 _NODES_TEXT = f"""\
 {_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
@@ -79,6 +82,8 @@ PERSISTENCE_TEXT = f"""\
 [Unit]
 Description=NVIDIA Persistence Daemon
 After={NODES}
+# Without a driver it could only fail; why there is none, {NODES} says.
+ConditionPathExists=/proc/driver/nvidia/version
 
 [Service]
 Type=forking
@@ -86,6 +91,30 @@ PIDFile=/run/nvidia-persistenced/nvidia-persistenced.pid
 ExecStart={PERSISTENCE_PROGRAM} --verbose
 ExecStopPost=/bin/rm -rf /run/nvidia-persistenced
 Restart=on-failure
+
+[Install]
+WantedBy=multi-user.target
+"""
+# In images: the unit is the package's, and a copy may have no GPU.
+DRIVEN_TEXT = f"""\
+{_MARK}: copies of this image without a GPU have nothing for it to do.
+[Unit]
+After={NODES}
+ConditionPathExists=/proc/driver/nvidia/version
+"""
+DRIVEN = tuple(f"{UNITS}/{name}.d/gpuprov.conf" for name in (PERSISTENCE, _FABRIC))
+# In images: the keys are taken out of it, and not every distribution makes new ones.
+SSH_KEYS_TEXT = f"""\
+{_MARK}: an image has no SSH host keys; each copy makes its own, unless cloud-init has.
+[Unit]
+Description=SSH host keys of this copy of the image (gpuprov)
+ConditionPathExistsGlob=!/etc/ssh/ssh_host_*_key
+After=cloud-init.service
+Before=ssh.service sshd.service
+
+[Service]
+Type=oneshot
+ExecStart=/usr/bin/ssh-keygen -A
 
 [Install]
 WantedBy=multi-user.target
@@ -102,7 +131,7 @@ MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
 # Those that belong to no package: what lies there and is not wanted is removed if it is gpuprov's.
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
-    UDEV_RULES, MODULES,
+    UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
 )  # fmt: skip
 
 
@@ -158,17 +187,19 @@ class BootFacts:
     """What the next boot will do.
 
     `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
-    brings nvidia-persistenced with its unit.
+    brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys.
     """
 
     enabled: Mapping[str, str] = field(default_factory=dict)
     persistence_packaged: bool = False
+    ssh_keygen: bool = False
 
 
 def gather_boot(system: System) -> BootFacts:
     """Return the facts; reads only."""
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
-    return BootFacts(links, any(system.exists(path) for path in _PACKAGED))
+    packaged = any(system.exists(path) for path in _PACKAGED)
+    return BootFacts(links, packaged, system.exists(SSH_KEYGEN) and system.exists("/etc/ssh"))
 
 
 def is_ours(content: bytes) -> bool:

@@ -30,16 +30,23 @@ class FabricFacts:
     enabled: bool = False
 
 
-def gather_fabric(system: System) -> FabricFacts:
-    """Return the facts; three commands, and none on a machine without switches."""
+def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts:
+    """Return the facts; three commands, and none on a machine without switches.
+
+    `managed`: switches are to come (the system is an image), with adapters before them or not.
+    """
+    if managed is not None:
+        return _fabric_facts(system, ("to come",), managed=managed)
     adapters = tuple(name for name in system.list_directory(_ADAPTERS) if _manages_switches(system, name))
     switches = (*_switches(system), *adapters)
-    if not switches:
-        return FabricFacts()
+    return _fabric_facts(system, switches, managed=bool(adapters)) if switches else FabricFacts()
+
+
+def _fabric_facts(system: System, switches: tuple[str, ...], *, managed: bool) -> FabricFacts:
     told = system.run((_PROGRAM, "--version"), timeout=20)
     return FabricFacts(
         switches,
-        bool(adapters),
+        managed,
         parse_version(told.stdout + told.stderr),
         system.run(("systemctl", "is-active", "--quiet", UNIT)).ok,
         system.run(("systemctl", "is-enabled", "--quiet", UNIT)).ok,

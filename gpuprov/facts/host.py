@@ -26,24 +26,19 @@ from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE, CudaFacts, gather_cuda
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.hiding import HidingLibrary, damage
 from gpuprov.facts.holders import RunningDriver
+from gpuprov.facts.image import ImageFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
+from gpuprov.facts.leftovers import Leftovers, gather_leftovers
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
-from gpuprov.machine.machine import (
-    Kernel,
-    OperatingSystem,
-    PciGpu,
-    gather_displays,
-    gather_gpus,
-    gather_kernel,
-    gather_os,
-)
+from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
+from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import rpm_repos
+from gpuprov.packaging import retired, rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.apt_pins import PinnedOut
 from gpuprov.runtime_hook import deploy
@@ -59,6 +54,7 @@ PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    retired.TRUSTED,
     BLACKLIST,
     DKMS_SIGNING,
     PREFERENCES,
@@ -101,7 +97,8 @@ class HostFacts:
     `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out. `watch`: what is there of gpuprov_watch, for a run that plans.
+    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left. `image`: what the disk becomes, where it
+    becomes an image. `watch`: what is there of gpuprov_watch, for a run that plans.
     """
 
     os: OperatingSystem
@@ -140,6 +137,8 @@ class HostFacts:
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    image: ImageFacts | None = None
     watch: WatchFacts = field(default_factory=WatchFacts)
 
     @cached_property
@@ -154,7 +153,9 @@ class HostFacts:
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
-        """The PCI device ids of the GPUs, which tell their generations."""
+        """The PCI device ids of the GPUs, which tell their generations; of an image, those to come."""
+        if self.image is not None:
+            return self.image.device_ids
         return tuple(gpu.device_id for gpu in self.gpus)
 
     @property
@@ -178,6 +179,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     driver = discover(system)
     files = gather_files(system)
     interpreter = gather_interpreter(system, _deployed_python(files))
+    docker = gather_docker(system)
     return HostFacts(
         os=os,
         architecture=system.architecture(),
@@ -190,7 +192,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         other_specifications=specifications(system),
         driver_packaged=_driver_package(packages),
         packages=packages,
-        docker=gather_docker(system),
+        docker=docker,
         engines=gather_engines(system, engines),
         files=files,
         downloads=gather_downloads(system),
@@ -207,6 +209,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=kubernetes.gather(system),
+        leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
     )
 
 

@@ -23,6 +23,7 @@ from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error
+from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import parse_spec, spec_to_json
@@ -90,6 +91,9 @@ def require_writable(path: str) -> None:
 
 def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
     """Put the run into the history; where that cannot be, the run itself was none the worse."""
+    if any(target.connection == "local" and target.spec.target == IMAGE for target in targets):
+        # It would be in the image.
+        return
     passwords = [secret for target in targets for secret in (target.password, target.become_password)]
     try:
         save(run, (*passwords, options.password, options.become_password))
@@ -117,6 +121,15 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 def inventory_of(options: Options) -> Inventory:
     """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
+    if options.root and options.before_host:
+        raise GpuprovError(
+            "--before-host is for hosts that run", f"--root {options.root} is an image", "leave --before-host out",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
+    if options.root and options.hosts:
+        raise GpuprovError(
+            "--root is a folder of this machine", "", "leave --hosts out", exit_code=ExitCode.USAGE
+        )  # fmt: skip
     if options.hosts:
         inventory = read_inventory(
             options.hosts,
@@ -126,7 +139,10 @@ def inventory_of(options: Options) -> Inventory:
         )
     else:
         _require_local_call_to_make_sense(options)
-        inventory = Inventory((read_extra_vars(options.extra_vars),))
+        here = read_extra_vars(options.extra_vars)
+        if options.root:
+            here = replace(here, name=options.root, connection="chroot", address=options.root)
+        inventory = Inventory((here,))
     for warning in inventory.warnings:
         print(f"warning: {one_line(warning)}", file=sys.stderr)  # noqa: T201
     return replace(inventory, hosts=tuple(_completed(target, options) for target in inventory.hosts))
@@ -153,10 +169,11 @@ def _require_local_call_to_make_sense(options: Options) -> None:
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:
     """Add what the command line says; as with Ansible, passwords from the inventory win over typed ones."""
-    wanted = {**spec_to_json(target.spec), **dict(options.overrides)}
+    overrides = {**dict(options.overrides), **({"target": IMAGE} if options.image or options.root else {})}
+    wanted = {**spec_to_json(target.spec), **overrides}
     return replace(
         target,
-        spec=parse_spec(wanted, "the command line") if options.overrides else target.spec,
+        spec=parse_spec(wanted, "the command line") if overrides else target.spec,
         password=target.password or options.password,
         become_password=target.become_password or options.become_password,
     )
@@ -233,7 +250,9 @@ def _write_metrics(options: Options, run: Run) -> None:
 def _next_command(options: Options) -> str:
     """Return the command that proves what was done, or says why the proof failed, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
-    return shlex.join(("gpuprov", following, *_hosts_words(options, options.limit))) if following else ""
+    where = ("--root", options.root) if options.root else ()
+    words = ("gpuprov", following, *where, *_hosts_words(options, options.limit))
+    return shlex.join(words) if following else ""
 
 
 def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:

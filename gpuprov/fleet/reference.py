@@ -60,7 +60,7 @@ def as_text(columns: int = 0) -> str:
 
 
 def _shown(variable: Variable, code: str = "") -> str:
-    if variable.default in ("", []):
+    if variable.default in ("", [], None):
         return ""
     value = variable.default if isinstance(variable.default, str) else json.dumps(variable.default)
     return f"{code}{value}{code}"

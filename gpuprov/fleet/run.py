@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -17,13 +18,14 @@ from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
-from gpuprov.fleet.display_text import counted, listed
+from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import Drain, HostResult
 from gpuprov.fleet.rolling import Rolling
+from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
@@ -34,6 +36,7 @@ from gpuprov.wire.events import (
 )
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
+from gpuprov.wire.words import counted
 
 # A host that asks for more has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
@@ -94,6 +97,9 @@ class Fleet:
             wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
                 self._claim(target.name, local_machine(System()), wanted, sink)
+            if target.connection == "chroot":
+                run_in_root(target.address, wanted, agent(), sink)
+                return
 
             def carry_out(one: Request, events: Sink) -> Finished:
                 if target.connection == "local":
@@ -176,7 +182,7 @@ class Fleet:
     def run(self, targets: Sequence[HostTarget], request: Request, sink: HostSink) -> tuple[HostResult, ...]:
         """Run the request on all hosts and return one result for each, in the hosts' order."""
         batches = make_batches(targets, self.settings.rollout)
-        agent = self.settings.build() if any(target.connection == "ssh" for target in targets) else None
+        agent = self.settings.build() if any(target.connection != "local" for target in targets) else None
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1
@@ -267,12 +273,17 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 
 
 def _with_agent(request: Request) -> Request:
-    """Return the request with the agent's file, if the host is to keep it (gpuprov_watch). Raises GpuprovError."""
+    """Return the request with the agent's file, if the host is to keep it (gpuprov_watch) and one can be built here.
+
+    The one file for one machine carries no sources to build it from: the plan then says what is missing.
+    """
     if request.command != "install" or request.spec.get("watch", "off") == "off":
         return request
-    from gpuprov.fleet.agent_build import stored_agent
+    with contextlib.suppress(GpuprovError, ImportError):
+        from gpuprov.fleet.agent_build import stored_agent
 
-    return replace(request, agent=str(stored_agent()))
+        return replace(request, agent=str(stored_agent()))
+    return request
 
 
 def _present(agent: Agent | None) -> Agent:

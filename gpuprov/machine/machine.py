@@ -1,4 +1,4 @@
-"""What kind of machine this is: its operating system, its kernel, the GPUs on its bus, its displays."""
+"""What kind of machine this is: its operating system, its kernel, its displays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import distro
 
 from gpuprov.core.system import System
 
-# PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
-# (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
-_NVIDIA_VENDOR = "0x10de"
-_DISPLAY_CLASS = "0x03"
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.
 _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 # Linux, Documentation/admin-guide/LSM/apparmor.rst.
@@ -50,18 +46,6 @@ class Kernel:
     wsl: bool
     apparmor: bool = False
     trusts_nvidia: bool = False
-
-
-@dataclass(frozen=True)
-class PciGpu:
-    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
-
-    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
-    """
-
-    bus_id: str
-    device_id: str
-    driver: str = ""
 
 
 def gather_os(system: System) -> OperatingSystem:
@@ -123,21 +107,6 @@ def _container(system: System) -> str:
         return named
     markers = (("/.dockerenv", "docker"), ("/run/.containerenv", "podman"))
     return next((manager for path, manager in markers if system.exists(path)), "")
-
-
-def gather_gpus(system: System) -> tuple[PciGpu, ...]:
-    """Return NVIDIA's display controllers on the PCI bus, in bus order."""
-    base = "/sys/bus/pci/devices"
-    found = []
-    for bus_id in system.list_directory(base):
-        vendor, kind, device = (
-            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
-        )
-        if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
-            link = system.status(f"{base}/{bus_id}/driver")
-            driver = link.target.rpartition("/")[2] if link is not None else ""
-            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
-    return tuple(found)
 
 
 # An X server writes its process id, in eleven characters (Xserver, os/utils.c).

@@ -8,16 +8,22 @@ from dataclasses import replace
 from gpuprov import driver_run
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
+from gpuprov.core.image_system import ImageSystem
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.driver import cuda_repository, cuda_runfile, distribution, generations, mirror, running_driver
 from gpuprov.driver.supported_gpus import gather_served
 from gpuprov.engines import docker_proxy, other_engines
+from gpuprov.engines.docker_unit import UNIT
+from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.image import gather_image, kernel_to_come
+from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
-from gpuprov.machine.machine import gather_gpus, gather_os
+from gpuprov.machine.machine import gather_os
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.packaging import apt_pins
 from gpuprov.plan import software, with_bundle
 from gpuprov.plan.availability import questions
@@ -55,9 +61,26 @@ def _with_driver_file(spec: HostSpec, manifest: Manifest) -> HostSpec:
 
 def _with_branch(system: System, spec: HostSpec) -> HostSpec:
     """Return the spec with the branch of NVIDIA's packages that this host's GPUs need; most GPUs need none."""
-    if spec.driver != "packages" or not generations.last_branch([gpu.device_id for gpu in gather_gpus(system)]):
+    ids = generations.ids_of(spec.image_gpus) or [gpu.device_id for gpu in gather_gpus(system)]
+    if spec.driver != "packages" or not generations.last_branch(ids):
         return spec
-    return cuda_repository.with_branch(gather(system), spec)
+    return cuda_repository.with_branch(_as_image(system, gather(system), spec), spec)
+
+
+def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
+    """Return the facts of what the machine's disk becomes: its kernels, and the GPUs and switches that are to come."""
+    if not isinstance(system, ImageSystem):
+        return facts
+    image = gather_image(system, generations.ids_of(spec.image_gpus), offline=system.offline)
+    fabric = gather_fabric(system, managed="blackwell" in spec.image_gpus) if spec.image_nvswitch else FabricFacts()
+    unit = facts.docker.unit
+    if system.offline and facts.docker.installed:
+        # Links alone say so where systemd does not run.
+        unit = replace(unit, load="loaded", enabled=system.run(("systemctl", "is-enabled", UNIT)).stdout.strip())
+    return replace(
+        facts, image=image, kernel=kernel_to_come(system.kernel), fabric=fabric, displays=(),
+        docker=replace(facts.docker, unit=unit),
+    )  # fmt: skip
 
 
 def gather_for(
@@ -67,13 +90,17 @@ def gather_for(
 
     Questions to the network are told, for they take a while.
     """
-    facts = gather(system, other_engines.names(system, spec))
+    facts = _as_image(system, gather(system, other_engines.names(system, spec)), spec)
     facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
+    if spec.docker != "none":
+        asks = spec.migrate_nvidia_docker
+        leftovers = with_docker(system, facts.leftovers, facts.docker, facts.packages, always=asks)
+        facts = replace(facts, leftovers=leftovers)
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
     facts = _with_obstacles(system, facts, spec, steps)
-    if spec.mig_layout:
+    if spec.mig_layout and facts.image is None:
         facts = replace(facts, mig=gather_mig(system))
     if driver_run.installs(facts, spec) and spec.driver_version:
         facts = replace(facts, served=gather_served(system, driver_run.source(facts, spec)[1]))

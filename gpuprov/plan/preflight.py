@@ -16,6 +16,7 @@ from gpuprov.driver import (
     driver_install,
     driver_problems,
     fabric_plan,
+    image_modules,
     kernel,
     mig,
     precompiled,
@@ -25,7 +26,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packaging import apt_pins
-from gpuprov.plan import availability, software, with_bundle
+from gpuprov.plan import availability, migration, software, with_bundle
 from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.driver_releases import support_end
 from gpuprov.wire.errors import Problem
@@ -52,6 +53,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
         or _bundle_problems(facts, spec)
         or (
             *_gpu_problems(facts),
+            *image_modules.problems(facts, spec),
             *host_problems(facts),
             *_python_problems(facts),
             *_hiding_problems(facts),
@@ -70,6 +72,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *apt_pins.problems(facts.pinned_out),
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
+            *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
             *watch.problems(facts, spec),
         )
@@ -188,13 +191,14 @@ def read_only(facts: HostFacts, places: Iterable[str]) -> tuple[Problem, ...]:
 
 
 def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    if facts.gpus:
+    if facts.gpus or facts.image is not None:
         return ()
     return (
         Problem(
             "there is no NVIDIA GPU in this machine",
             "no device of class 03 (display) and vendor 10de in /sys/bus/pci/devices",
-            "`lspci -d 10de:` should list it; a virtual machine needs it passed through",
+            "`lspci -d 10de:` should list it; a virtual machine needs it passed through. To build an "
+            "image for machines that have some: gpuprov_target: image",
         ),
     )
 

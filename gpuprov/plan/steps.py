@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import prepare, reboot, watch
+from gpuprov.boot import clean, prepare, reboot, watch
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -19,6 +19,7 @@ from gpuprov.driver import (
     driver_install,
     fabric_manager,
     fabric_plan,
+    image_modules,
     kernel,
     mig,
     nouveau,
@@ -28,13 +29,15 @@ from gpuprov.driver import (
 )
 from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packaging import rpm_packages, rpm_repos
+from gpuprov.packaging import rpm_packages, rpm_remove, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.apt_remove import RemovePackages
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import images, software
+from gpuprov.plan import images, migration, software
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
@@ -85,7 +88,14 @@ def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     runtime = toolkit.runtime_path(spec)
     changes = (
-        docker.plan(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime, cdi=True)
+        docker.plan(
+            facts.docker,
+            runtime_path=runtime,
+            set_default=spec.docker_default_runtime,
+            cdi=True,
+            drop=migration.dead_runtimes(facts, spec),
+            offline=facts.image is not None and facts.image.offline,
+        )
         if spec.docker != "none"
         else ()
     )
@@ -112,6 +122,7 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
+        *migration.plan_packages(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
@@ -120,16 +131,30 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
+def _plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return toolkit.plan_runtime(migration.without_removed(facts, spec), spec)
+
+
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return (
         *driver_install.plan(facts, spec),
         *cuda_repository.plan_driver(facts, spec),
         *distribution_plan.plan_driver(facts, spec),
+        *image_modules.plan(facts, spec),
         *fabric_plan.plan(facts, spec),
         *mig.plan(facts, spec),
         # Here, for its file has been downloaded by now in every order in which the steps are asked for.
         *cuda_runfile.plan(facts, spec),
     )
+
+
+def _plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    # An image's devices are where it boots, and so is what describes them.
+    return toolkit.plan_device_nodes(facts, spec) if facts.image is None else ()
+
+
+def _plan_cdi(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return toolkit.plan_cdi(facts, spec) if facts.image is None else ()
 
 
 STEPS = (
@@ -141,14 +166,18 @@ STEPS = (
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", prepare.plan),
-    Step("device nodes", toolkit.plan_device_nodes),
-    Step("toolkit", toolkit.plan_runtime),
-    Step("cdi", toolkit.plan_cdi),
+    Step("device nodes", _plan_device_nodes),
+    # Just before what takes the place of the removed programs.
+    Step("leftovers", migration.plan),
+    Step("toolkit", _plan_runtime),
+    Step("cdi", _plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
     # The last one: what is stored is the specification of a host that is as it says.
     Step("watch", watch.plan),
+    # Last: whoever logs in over SSH can't any more after it.
+    Step("clean image", clean.plan),
 )
 
 # Every kind of change that a journal may name.
@@ -163,9 +192,12 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         toolkit.InstallRuntime, toolkit.HandOverHook,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
         nouveau.KeepNouveauOut,
-        prepare.PrepareBoot, reboot.Reboot, images.LoadImage, unload.ReloadDriver, unload.StartContainers,
+        prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
+        images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
+        RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
+        RemoveFolder,
     )
 }  # fmt: skip
 
@@ -189,6 +221,8 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         kernel.note(facts, spec),
         dkms.note(facts, spec),
         software.engine_note(facts, spec),
+        migration.note(facts, spec),
+        *(str(one) for one in (migration.kept(facts, spec) if spec.migrate_nvidia_docker else ())),
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)

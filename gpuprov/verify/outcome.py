@@ -35,17 +35,21 @@ class Verdict:
     """How a verification ended: `good` if no check failed, those of the host included.
 
     `proved`: engines whose containers have the GPUs; `configured`: those of which only the configuration was checked.
+    `unknown`: what to say instead, where no GPU is.
     """
 
     good: bool
     proved: tuple[str, ...] = ()
     configured: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    unknown: str = ""
 
     def summary(self) -> str:
         """Return the verdict as a sentence that names the engines."""
         if not self.good:
             return "containers do not see what the host has" + (f": {', '.join(self.failed)}" if self.failed else "")
+        if self.unknown:
+            return self.unknown
         if self.proved:
             rest = f"; configuration only: {', '.join(self.configured)}" if self.configured else ""
             return f"containers see this host's GPUs: {', '.join(self.proved)}{rest}"
@@ -126,8 +130,3 @@ def telling_line(done: Completed) -> str:
     said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["(silent)"]
     found = (line for mark in ("gpuprov:", "rror", "") for line in said if mark in line)
     return next(found).strip()[:_LONGEST_LINE]
-
-
-def counted(number: int) -> str:
-    """Return `1 GPU`, `2 GPUs`."""
-    return f"{number} GPU" if number == 1 else f"{number} GPUs"

@@ -1,8 +1,8 @@
 """HostSpec: what the user asks a host to be, validated, with defaults; never what a host is (facts/host.py).
 
-The dataclass below and its base (driver_options.py) are the one place where an option is written down: its inventory
-variable is the field's name with `gpuprov_` before it, its marshmallow field checks what comes in, its `help` becomes
-the configuration reference.
+The dataclass below and its bases (driver_options.py, image_options.py) are the one place where an option is written
+down: its inventory variable is the field's name with `gpuprov_` before it, its marshmallow field checks what comes in,
+its `help` becomes the configuration reference.
 Every value may come from a hostile inventory: what reaches a command line, a path or a URL passes an allow-list here.
 """
 
@@ -19,6 +19,7 @@ from marshmallow import fields as schema_fields
 from gpuprov.wire import driver_releases, tables
 from gpuprov.wire.driver_options import DriverOptions
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.image_options import ImageOptions
 from gpuprov.wire.site_repository import RepositorySchema, SiteRepository
 from gpuprov.wire.spec_fields import (
     ENGINES,
@@ -51,7 +52,7 @@ PLAY_VARIABLES = frozenset(
 
 
 @dataclass(frozen=True)
-class HostSpec(DriverOptions):
+class HostSpec(ImageOptions, DriverOptions):
     """What a host shall be."""
 
     docker: str = choice(
@@ -114,6 +115,11 @@ class HostSpec(DriverOptions):
         "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
+    migrate_nvidia_docker: bool = flag(
+        False,
+        "Remove what nvidia-docker 1 and 2 have left: packages, plugin, unused volumes, repositories and their key, "
+        "entries of daemon.json without a program. Containers, and what they use, stay.",
+    )
     repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
         (),

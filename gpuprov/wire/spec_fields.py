@@ -102,6 +102,11 @@ def flag(default: bool, help_text: str) -> Any:
     return option(StrictBoolean(), default, help_text)
 
 
+def maybe(help_text: str) -> Any:
+    """Return the field of a yes or no that has no default: None means that it is not given."""
+    return option(StrictBoolean(allow_none=True), None, help_text)
+
+
 def number(default: int, help_text: str, largest: int) -> Any:
     """Return the field of a whole number from 0 to `largest`."""
     check = validate.Range(0, largest, error="is not a whole number from {min} to {max}")

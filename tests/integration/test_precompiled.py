@@ -20,7 +20,7 @@ from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.interpreter import Interpreter
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.package_managers import offers
 from gpuprov.packaging.rpm_packages import InstallRpmPackages
 from gpuprov.plan import availability

@@ -140,6 +140,16 @@ class Host:
                 env={**os.environ, "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"},
             )  # fmt: skip
 
+    def start_copy(self, image: Host, change: Callable[[Path], None]) -> None:
+        """Boot a copy of another host's saved disk, with address, keys and GPUs of its own; `change` sees its root."""
+        self.kill()
+        self.wipe()
+        self._saved, self._from_saved = image._saved, True
+        self._mount()
+        prepare.prepare(self)
+        change(self.root)
+        self._boot()
+
     def wait_until_up(self) -> None:
         """Wait for SSH. Raises LabError with the end of the console if it does not come."""
         try:

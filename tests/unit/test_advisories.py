@@ -24,7 +24,7 @@ from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.run import request_for
 from gpuprov.fleet.target import HostTarget
 from gpuprov.fleet.versions import hosts_by_hole
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan

@@ -17,7 +17,7 @@ from gpuprov.driver import cuda_repository
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, EnableStream, LoadDriver, foreign_removals
 from gpuprov.facts.cuda import OTHER_PROFILE, PROFILE
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import PciGpu, gather_gpus
+from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.package_managers.dnf import DNF
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex
 from gpuprov.plan.inputs import resolve

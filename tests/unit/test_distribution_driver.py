@@ -17,7 +17,7 @@ from gpuprov.facts.fabric import FabricFacts
 from gpuprov.facts.host import PREFERENCES, HostFacts, gather
 from gpuprov.machine.distros import find_distribution
 from gpuprov.machine.driver_rows import OWN_DRIVERS
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.package_managers.offers import Offers
 from gpuprov.packaging.apt_components import PATH as COMPONENTS
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts

@@ -15,7 +15,7 @@ from gpuprov.driver import cuda_repository, fabric_plan
 from gpuprov.driver.fabric_manager import RunFabricManager, packages, problems
 from gpuprov.facts.fabric import UNIT, FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import gather_gpus
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.package_managers.apt import APT
 from gpuprov.package_managers.registry import manager_of
 from gpuprov.packaging.apt_packages import PackageFacts, missing

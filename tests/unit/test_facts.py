@@ -10,7 +10,8 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
 from gpuprov.facts.host import facts_to_json, gather
-from gpuprov.machine.machine import gather_gpus, gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.machine.machine import gather_kernel, gather_os, parse_modules, parse_secure_boot
+from gpuprov.machine.pci import gather_gpus
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import Finished
 from gpuprov.wire.request import Request

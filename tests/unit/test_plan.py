@@ -19,7 +19,8 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import PciGpu, gather_displays
+from gpuprov.machine.machine import gather_displays
+from gpuprov.machine.pci import PciGpu
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts
 from gpuprov.plan import software
 from gpuprov.plan.preflight import preflight

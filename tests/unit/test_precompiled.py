@@ -14,7 +14,8 @@ from gpuprov.core.changes import FileFact
 from gpuprov.driver import cuda_repository, kernel, precompiled
 from gpuprov.driver.packaged import ChangeDriverRpms, EnableStream
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.machine import PciGpu, has_key_of
+from gpuprov.machine.machine import has_key_of
+from gpuprov.machine.pci import PciGpu
 from gpuprov.package_managers.offers import Offers
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.rpm_packages import InstallRpmPackages

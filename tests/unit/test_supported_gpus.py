@@ -20,7 +20,7 @@ from gpuprov.driver.installer import parse_header
 from gpuprov.driver.supported_gpus import gather_served, module_type, parse_chips, problems, read_supported_gpus
 from gpuprov.facts.chips import Chip
 from gpuprov.facts.host import gather
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.inputs import gather_for
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import parse_spec

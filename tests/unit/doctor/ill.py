@@ -13,7 +13,7 @@ from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.facts.fabric import FabricFacts
 from gpuprov.facts.hiding import HidingLibrary
 from gpuprov.facts.kernels import InstalledKernel
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from tests.unit.doctor.host import SMI, with_docker, with_driver, with_kernel
 from tests.unit.fake_host import RELEASE

@@ -1,0 +1,58 @@
+# A GPU image, built in a virtual machine without a GPU:
+#   packer build -var base=URL-OF-A-DISTRIBUTION'S-CLOUD-IMAGE.qcow2 -var base_sha256=ITS-SHA-256 gpu-host.pkr.hcl
+# The same provisioner works with every builder of Packer's (amazon-ebs, googlecompute, …).
+
+variable "base" {
+  type = string
+}
+
+variable "base_sha256" {
+  type = string
+}
+
+variable "wheel" {
+  type    = string
+  default = "https://example.org/gpuprov-0.1.0-py3-none-any.whl"
+}
+
+# As in seed/user-data. The image keeps it: remove it in a provisioner of yours, or let cloud-init set another one.
+variable "password" {
+  type      = string
+  default   = "packer"
+  sensitive = true
+}
+
+source "qemu" "gpu-host" {
+  iso_url          = var.base
+  iso_checksum     = var.base_sha256
+  disk_image       = true
+  disk_size        = "20G"
+  format           = "qcow2"
+  headless         = true
+  memory           = 4096
+  # The seed that lets Packer log in, by cloud-init's NoCloud.
+  cd_files         = ["${path.root}/seed/user-data", "${path.root}/seed/meta-data"]
+  cd_label         = "cidata"
+  ssh_username     = "root"
+  ssh_password     = var.password
+  ssh_timeout      = "20m"
+  shutdown_command = "systemctl poweroff"
+}
+
+build {
+  sources = ["source.qemu.gpu-host"]
+
+  provisioner "shell" {
+    inline = [
+      "apt-get -qq update && apt-get -qq install -y python3-venv",
+      "python3 -m venv /opt/gpuprov && /opt/gpuprov/bin/pip install ${var.wheel}",
+    ]
+  }
+
+  # The last provisioner: it removes the SSH host keys. Packer's open connection still shuts the machine down.
+  provisioner "shell" {
+    inline = [
+      "/opt/gpuprov/bin/gpuprov install --image -e gpuprov_driver_version=580 -e gpuprov_image_gpus=ampere -e gpuprov_image_nvswitch=false",
+    ]
+  }
+}

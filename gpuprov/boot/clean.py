@@ -1,0 +1,84 @@
+"""The last step of an image: what makes a disk this one machine is taken out of it, so that its copies are others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile
+from gpuprov.core.system import System
+from gpuprov.facts.boot_files import SSH_KEYGEN
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.image import MACHINE_ID, gather_identity
+from gpuprov.machine.image_mark import MARK
+from gpuprov.wire.image_options import IMAGE
+from gpuprov.wire.spec import HostSpec
+
+_MARK_TEXT = b"""\
+# Written by gpuprov: this system was installed as an image, on a machine without its GPUs.
+# Where a copy of it meets none, gpuprov's units have nothing to do, and verify says what it can't know.
+"""
+_SSH = "/etc/ssh/"
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the mark of an image and the removal of its identity; for a host, the removal of the mark."""
+    there = facts.files.get(MARK)
+    if spec.target != IMAGE or facts.image is None:
+        return (RemoveFile(MARK, "this is a host now, and no longer an image"),) if there is not None else ()
+    mark = () if there is not None and there.content == _MARK_TEXT else (WriteFile(MARK, _MARK_TEXT),)
+    return (*mark, *((CleanImage(facts.image.identity),) if facts.image.identity else ()))
+
+
+@dataclass(frozen=True)
+class CleanImage(Change):
+    """None of these files shall be in the image; its machine-id is emptied, each copy then makes its own.
+
+    Nothing of them goes into the journal, which stays in the image: they are secrets.
+    """
+
+    paths: tuple[str, ...]
+
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"clean the image: {', '.join(self._done(path) for path in self.paths)}"
+
+    @property
+    def key(self) -> str:
+        return "clean the image"
+
+    @staticmethod
+    def _done(path: str) -> str:
+        # An empty file, and not "uninitialized": that would be a first boot, at which systemd resets units to presets.
+        return f"empty {path}" if path == MACHINE_ID else f"remove {path}"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(f"-{path}" for path in self.paths)
+
+    def capture(self, system: System) -> Json:
+        return {"paths": list(self.paths)}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # Those too that a change of this very run has brought: the first installation of sshd makes keys.
+        for path in sorted({*self.paths, *gather_identity(system)}):
+            if path == MACHINE_ID:
+                system.write(path, b"")
+            else:
+                system.remove(path)
+            tell(self._done(path), 0, 0)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        """Make new SSH host keys, without which nobody could log in; the machine-id comes with the next boot."""
+        keys = any(path.startswith(_SSH) for path in before["paths"])
+        if keys and system.exists(SSH_KEYGEN):
+            system.run((SSH_KEYGEN, "-A"), timeout=60)
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return (
+            "the identity that the image was cleaned of does not come back: SSH host keys are made anew now, the "
+            "machine-id at the next boot",
+        )

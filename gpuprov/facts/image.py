@@ -1,0 +1,68 @@
+"""What a machine's disk becomes as an image: the kernels that its copies boot; what must not be in two machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.cdi import other_devices
+from gpuprov.cdi.generate import PATH
+from gpuprov.core.system import System
+from gpuprov.facts.kernels import InstalledKernel, gather_kernels
+from gpuprov.machine.machine import Kernel
+
+MACHINE_ID = "/etc/machine-id"
+_DBUS_ID = "/var/lib/dbus/machine-id"
+_SSH = "/etc/ssh"
+# systemd's documentation "Safely Building Images" names these besides the machine id.
+_SECRETS = ("/var/lib/systemd/random-seed", "/var/lib/systemd/credential.secret")
+_UNINITIALIZED = b"uninitialized"
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """`kernels`: those that the image's copies can boot, oldest first. `offline`: systemd does not run here.
+
+    `device_ids`: PCI device ids that stand for the GPUs to come. `identity`: files that must not be in two machines.
+    """
+
+    kernels: tuple[InstalledKernel, ...] = ()
+    device_ids: tuple[str, ...] = ()
+    offline: bool = False
+    identity: tuple[str, ...] = ()
+
+    @property
+    def without_module(self) -> tuple[str, ...]:
+        """The kernels that have no NVIDIA module yet."""
+        return tuple(kernel.release for kernel in self.kernels if not kernel.module)
+
+
+def gather_image(system: System, device_ids: tuple[str, ...], *, offline: bool) -> ImageFacts:
+    """Return the facts; reads only."""
+    return ImageFacts(gather_kernels(system), device_ids, offline, gather_identity(system))
+
+
+def newest_kernel(system: System) -> str:
+    """Return the release of the newest kernel that is installed, nothing if there is none."""
+    return next((kernel.release for kernel in reversed(gather_kernels(system))), "")
+
+
+def gather_identity(system: System) -> tuple[str, ...]:
+    """Return the files that make this one machine, or name its GPUs: a copy of it must not have them."""
+    found = [path for path in (*_SECRETS, PATH, *other_devices.PATHS) if system.status(path) is not None]
+    machine_id = (system.read_bytes(MACHINE_ID) or b"").strip()
+    if machine_id not in (b"", _UNINITIALIZED):
+        found.append(MACHINE_ID)
+    dbus = system.status(_DBUS_ID)
+    if dbus is not None and dbus.kind == "file":
+        found.append(_DBUS_ID)
+    keys = [name for name in system.list_directory(_SSH) if name.startswith("ssh_host_") and "_key" in name]
+    return tuple(sorted((*found, *(f"{_SSH}/{name}" for name in keys))))
+
+
+def kernel_to_come(release: str) -> Kernel:
+    """Return the kernel of the image's copies as far as it is known while the image is built: all but its devices."""
+    return Kernel(
+        release=release, command_line="", takes_modules=True, modules_disabled=False, loaded_modules=(),
+        # Distributions that have AppArmor switch it on; Secure Boot is the firmware's, which is another one then.
+        secure_boot="no-efi", container="", wsl=False, apparmor=True,
+    )  # fmt: skip

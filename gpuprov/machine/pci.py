@@ -1,0 +1,39 @@
+"""NVIDIA's GPUs on the PCI bus. It needs Python alone: each boot asks it (boot/program_main.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.core.system import System
+
+# PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
+# (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.
+_NVIDIA_VENDOR = "0x10de"
+_DISPLAY_CLASS = "0x03"
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """An NVIDIA display controller as the PCI bus shows it: `0000:17:00.0`, `2330`.
+
+    `driver`: the kernel driver that it is bound to, by the name in /sys/bus/pci/drivers, or nothing.
+    """
+
+    bus_id: str
+    device_id: str
+    driver: str = ""
+
+
+def gather_gpus(system: System) -> tuple[PciGpu, ...]:
+    """Return NVIDIA's display controllers on the PCI bus, in bus order."""
+    base = "/sys/bus/pci/devices"
+    found = []
+    for bus_id in system.list_directory(base):
+        vendor, kind, device = (
+            (system.read_text(f"{base}/{bus_id}/{name}") or "").strip() for name in ("vendor", "class", "device")
+        )
+        if vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS):
+            link = system.status(f"{base}/{bus_id}/driver")
+            driver = link.target.rpartition("/")[2] if link is not None else ""
+            found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver))
+    return tuple(found)

@@ -1,0 +1,43 @@
+"""The options of images that are built on a machine without a GPU: a part of HostSpec (spec.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marshmallow import validate
+
+from gpuprov.wire.spec_fields import TextOrList, choice, flag, maybe, option
+
+# Those that some driver branch of today serves; driver/generations.py knows their device ids.
+GENERATIONS = (
+    "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin",
+)  # fmt: skip
+HOST, IMAGE = "host", "image"
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Whether a machine's disk becomes an image, and which GPUs its copies will meet."""
+
+    target: str = choice(
+        HOST,
+        "What this installation is for: this `host` with its GPUs, or an `image`, built on a machine without a GPU "
+        "(Packer, cloud-init, a chroot, a container build) and booted on others.",
+        HOST, IMAGE,
+    )  # fmt: skip
+    image_gpus: tuple[str, ...] = option(
+        TextOrList(validate.OneOf(GENERATIONS, error="is not one of {choices}")),
+        (),
+        "With `gpuprov_target: image`: the GPUs that its copies will meet, one generation or a list: "
+        f"{', '.join(f'`{one}`' for one in GENERATIONS)}. They decide which kernel modules are built, unless "
+        "gpuprov_kernel_module_type does.",
+    )
+    image_nvswitch: bool | None = maybe(
+        "With `gpuprov_target: image`: whether its copies will meet NVSwitches (HGX and DGX machines), and so need the "
+        "fabric manager.",
+    )
+    image_force: bool = flag(
+        False,
+        "With `gpuprov_target: image`: build the image on a machine that looks as if it were in use, because it has "
+        "GPUs, running containers, a display or a kubelet. Its identity (machine-id, SSH host keys) is removed.",
+    )
