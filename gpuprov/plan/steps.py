@@ -176,7 +176,7 @@ STEPS = (
     Step("images", images.plan),
     # The last one: what is stored is the specification of a host that is as it says.
     Step("watch", watch.plan),
-    # Last: whoever logs in over SSH can't any more after it.
+    # Last: without SSH host keys, nobody can log in over SSH any more.
     Step("clean image", clean.plan),
 )
 
