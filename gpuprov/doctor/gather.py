@@ -20,6 +20,7 @@ from gpuprov.core.journal import unfinished_run
 from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
+from gpuprov.doctor.containers import gather_containers
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, OtherSmi, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
@@ -114,6 +115,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         rootless=_rootless(system),
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
+        containers=gather_containers(system),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
         is_booted=system.exists(BOOTED),
     )
