@@ -67,6 +67,7 @@ TESTS = {
     "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
     "rollback": _INSTALL,
     "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
+    "serve": ("integration/test_nvidia_docker.py",),
     "uninstall": ("integration/test_uninstall.py",),
     "serve": ("integration/test_nvidia_docker.py", "unit/test_serve.py"),
     "verify": (*_INSTALL, "integration/test_kubernetes.py"),
@@ -103,6 +104,9 @@ OTHERS = {
     "docker run --rm $(gpuprov docker-args*": _CONTAINER,
     "podman run --rm $(gpuprov docker-args*": _CONTAINER,
     "podman run --rm --device nvidia.com/gpu=all *": "integration/test_more_engines.py",
+    # Its hosts lack curl: the tests have an HTTP client of their own.
+    "docker run --rm $(curl -sf 'localhost:3476/docker/cli*": "integration/test_nvidia_docker.py",
+    "curl -s localhost:3476/gpu/status": "integration/test_nvidia_docker.py",
     "docker compose -f compose.yaml -f gpu.yaml up": "integration/test_clients.py",
     "ansible-playbook * playbooks/site.yml*": _PLAYBOOKS,
     "ansible-playbook * playbooks/verify.yml*": _PLAYBOOKS,
