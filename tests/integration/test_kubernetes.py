@@ -80,6 +80,7 @@ def require_nothing_left(cluster: Cluster) -> None:
 
 
 _NAMESPACE_MADE = ("POST", "/api/v1/namespaces")
+_POD_MADE = ("POST", "/api/v1/namespaces/given/pods")
 
 
 def call(*words: str, folder: Path) -> subprocess.Popen[str]:
@@ -122,11 +123,14 @@ def test_the_command_prints_documented_json(cluster: Cluster, tmp_path: Path) ->
 def test_the_command_prints_the_table_of_every_verification(cluster: Cluster, tmp_path: Path) -> None:
     page, metrics = tmp_path / "page.html", tmp_path / "gpuprov.prom"
     with serving(cluster, tmp_path) as config:
-        words = ("--kubeconfig", str(config), "--report", str(page), "--metrics", str(metrics))
+        words = ("--kubeconfig", str(config), "--report", str(page), "--metrics", str(metrics), "--namespace", "given",
+                 "--image", "registry.example.org/ubuntu:22.04", "--pod-timeout", "90")  # fmt: skip
         out, _ = call(*words, folder=tmp_path).communicate(timeout=300)
     assert out.splitlines()[-1] == "1 host ready: containers see 2 GPUs (kubernetes)"
     assert "kubernetes, all GPUs" in page.read_text()
     assert 'host="gpu01"' in metrics.read_text()
+    (pod,) = (body["spec"] for verb, path, body in cluster.requests if (verb, path) == _POD_MADE)
+    assert (pod["containers"][0]["image"], pod["activeDeadlineSeconds"]) == ("registry.example.org/ubuntu:22.04", 150)
 
 
 def test_in_a_given_namespace_only_its_own_pod_is_touched(cluster: Cluster, tmp_path: Path) -> None:
@@ -396,9 +400,8 @@ def test_over_ssh_the_hosts_own_list_is_compared(site: Site, tmp_path: Path) -> 
         behaviours={"node-1": Behaviour(log=printed)},
     )
     with serving(cluster, tmp_path) as config:
-        running = call(
-            "--kubeconfig", str(config), "--hosts", str(site.inventory), "--limit", host.name, folder=tmp_path
-        )
+        inventory = str(site.inventory("main"))
+        running = call("--kubeconfig", str(config), "--hosts", inventory, "--connect-timeout", "60", folder=tmp_path)
         out, err = running.communicate(timeout=600)
     assert running.returncode == 0, out + err
     assert f"{count} GPUs, the host's" in out
