@@ -27,6 +27,7 @@ from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
+from gpuprov.cli.serve import serve_command
 from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
@@ -231,6 +232,7 @@ cli.add_command(kubernetes)
 cli.add_command(playbooks)
 cli.add_command(report)
 cli.add_command(runtime)
+cli.add_command(serve_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:

@@ -17,6 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
@@ -61,6 +62,7 @@ _MANAGED_FILES = (
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
+    NVIDIA_DOCKER,
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     IN_USE_MARK,
@@ -269,8 +271,8 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
             content = system.read_bytes(path)
             if content is not None:
                 found[path] = FileFact(content, status.mode, status.uid, status.gid)
-        elif path == deploy.NVIDIA_HOOK_PATH:
-            # A link, or a program too large to be ours, is there all the same, and NVIDIA's.
+        elif path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER):
+            # A link, or a program too large to be ours, is there all the same, and another's.
             found[path] = FileFact(b"", status.mode, status.uid, status.gid)
     return found
 

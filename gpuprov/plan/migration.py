@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.engines.docker_config import DAEMON_JSON
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
+from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
 from gpuprov.packaging import retired
@@ -187,10 +188,17 @@ def _settings(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def without_removed(facts: HostFacts, spec: HostSpec) -> HostFacts:
-    """Return the facts as the removal of packages leaves them: who brings the hook of `docker run --gpus`."""
-    if not spec.migrate_nvidia_docker or not set(_WITH_HOOK) & set(removed_packages(facts, spec)):
+    """Return the facts as a migration leaves them: without old programs whose places gpuprov's take in the same run.
+
+    These are the hook of `docker run --gpus` and the command nvidia-docker.
+    """
+    if not spec.migrate_nvidia_docker:
         return facts
-    files = {path: file for path, file in facts.files.items() if path != NVIDIA_HOOK_PATH}
+    packages = set(removed_packages(facts, spec))
+    gone = {change.path for change in plan(facts, spec) if isinstance(change, RemoveFile)}
+    gone |= {NVIDIA_HOOK_PATH} if packages.intersection(_WITH_HOOK) else set()
+    gone |= {NVIDIA_DOCKER} if packages.intersection(retired.WRAPPERS) else set()
+    files = {path: file for path, file in facts.files.items() if path not in gone}
     return replace(facts, files=files)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import reboot
+from gpuprov.boot import nvidia_docker, reboot
 from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
@@ -40,7 +40,8 @@ _EARLIEST_CLOCK = 1767225600
 _LATEST_CLOCK = 2240611200
 # Besides packages.
 _WRITES_USR = (
-    toolkit.InstallRuntime, driver_install.InstallDriver, cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
+    toolkit.InstallRuntime, nvidia_docker.InstallNvidiaDocker, driver_install.InstallDriver,
+    cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
 )  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
@@ -73,7 +74,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
             *migration.problems(facts, spec),
-            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
+            *other_engines.problems(facts.engines, toolkit.runtime_path(spec), set_default=spec.default_runtime),
         )
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import clean, prepare, reboot
+from gpuprov.boot import clean, nvidia_docker, prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -27,7 +27,8 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
+from gpuprov.engines import docker, docker_proxy, other_engines
+from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
@@ -79,10 +80,8 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    # A cluster's engine is not restarted unless somebody has named it.
-    unnamed = frozenset(facts.engines).difference(spec.engines)
-    kept_running = unnamed if kubernetes.KUBELET in facts.kubernetes else frozenset()
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept_running)
+    kept = other_engines.kept_running(facts.engines, facts.kubernetes, spec)
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept, set_default=spec.default_runtime)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -131,8 +130,10 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
-def _plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    return toolkit.plan_runtime(migration.without_removed(facts, spec), spec)
+def _plan_toolkit(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    left = migration.without_removed(facts, spec)
+    # Behind what each boot brings: the command's modules come with it.
+    return (*toolkit.plan_runtime(left, spec), *nvidia_docker.plan(left, spec))
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -169,7 +170,7 @@ STEPS = (
     Step("device nodes", _plan_device_nodes),
     # Just before what takes the place of the removed programs.
     Step("leftovers", migration.plan),
-    Step("toolkit", _plan_runtime),
+    Step("toolkit", _plan_toolkit),
     Step("cdi", _plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
@@ -187,8 +188,8 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
-        toolkit.InstallRuntime, toolkit.HandOverHook,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
+        toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,
@@ -224,7 +225,8 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
+    kept = nvidia_docker.warning(migration.without_removed(facts, spec), spec)
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept)))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 
