@@ -69,7 +69,7 @@ TESTS = {
     "rollback": _INSTALL,
     "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
     "uninstall": ("integration/test_uninstall.py",),
-    "verify": (*_INSTALL, "integration/test_kubernetes.py"),
+    "verify": (*_INSTALL, "integration/test_kubernetes.py", "integration/test_kubernetes_faults.py"),
 }  # fmt: skip
 
 # Files that execute the options which all commands over hosts have: --hosts, --limit, --json and others.
