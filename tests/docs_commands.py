@@ -62,15 +62,15 @@ TESTS = {
     "hook explain": ("integration/test_explain_on_hosts.py", *_CONTAINERS),
     "hook requirements": _CONTAINERS,
     "install": (*_INSTALL, "integration/test_bundle.py", "integration/test_fleet.py"),
+    "kubernetes manifest": ("unit/kubernetes/test_manifest.py", "integration/test_kubernetes.py"),
     "options": ("unit/test_cli.py",),
     "playbooks": ("integration/test_release.py",),
     "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
     "rollback": _INSTALL,
     "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
-    "serve": ("integration/test_nvidia_docker.py",),
-    "uninstall": ("integration/test_uninstall.py",),
     "serve": ("integration/test_nvidia_docker.py", "unit/test_serve.py"),
-    "verify": (*_INSTALL, "integration/test_kubernetes.py"),
+    "uninstall": ("integration/test_uninstall.py",),
+    "verify": (*_INSTALL, "integration/test_kubernetes.py", "integration/test_kubernetes_faults.py"),
 }  # fmt: skip
 
 # Files that execute the options which all commands over hosts have: --hosts, --limit, --json and others.
