@@ -20,7 +20,7 @@ from gpuprov.wire.errors import GpuprovError
 # The host side's own dependencies, the lines marked [host] in pyproject.toml; theirs are found through their metadata.
 HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
-# The folders that travel; `cli`, `fleet` and `bundling` are the controller's alone.
+# The folders that travel; `cli`, `kubernetes`, `fleet` and `bundling` are the controller's alone.
 _HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
     "packaging", "plan", "runtime_hook", "verify", "wire",
