@@ -118,8 +118,6 @@ OTHERS = {
     "echo * | python3 -I *agent.pyz": "integration/test_bundle.py",
     "python3 -I /usr/lib/gpuprov/boot.pyz *": "integration/test_boots.py",
     "journalctl -u gpuprov-nodes *": "integration/test_boots.py",
-    "curl -s localhost:3476/gpu/status": "integration/test_nvidia_docker.py",
-    "docker run --rm $(curl -sf 'localhost:3476/docker/cli*": "integration/test_nvidia_docker.py",
     "systemctl poweroff": "integration/test_image.py",
     "systemctl restart containerd": "integration/test_more_engines.py",
 }
