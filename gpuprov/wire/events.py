@@ -40,6 +40,7 @@ class Note:
 class PlannedChange:
     """One change as the plan foresees it; `diff` is a unified diff where there is one, else empty.
 
+    `diff_in_short`: a few lines to show instead of a long diff.
     `disturbs`: containers or processes on the GPUs may stop by it.
     """
 
@@ -47,6 +48,7 @@ class PlannedChange:
     step: str
     summary: str
     diff: str = ""
+    diff_in_short: str = ""
     disturbs: bool = False
 
 
