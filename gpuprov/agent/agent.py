@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from types import FrameType
 from typing import Callable
 
@@ -24,12 +25,20 @@ from gpuprov.wire.secrets import masked
 LOG_PATH = "/var/log/gpuprov.log"
 # The agent's one word: what to do with the request, behind which a second line then says whose job it is.
 JOB = "job"
+# What gpuprov-watch.service says instead: no request, the host has one stored.
+WATCH = "watch"
 
 
 def main() -> None:
     """Serve the one request on standard input, then exit with its exit code; a job's is told by its file."""
+    if sys.argv[1:] == [WATCH]:
+        from gpuprov.agent import watch
+
+        raise SystemExit(watch.main())
     try:
         request = request_from_line(sys.stdin.readline())
+        # The path stays valid for a run that a reboot interrupts: it then starts otherwise.
+        request = replace(request, agent=request.agent or _own_file())
     except GpuprovError as error:
         _print(to_line(Finished(int(error.exit_code), problems=error.problems)))
         raise SystemExit(int(error.exit_code)) from None
@@ -39,6 +48,12 @@ def main() -> None:
         background.begin(request, background.job_from_line(sys.stdin.readline()), _work)
         return
     raise SystemExit(_relay(*start_worker(request, _work)))
+
+
+def _own_file() -> str:
+    """Return the path of the file that this agent was started from, nothing if it was started in another way."""
+    path = os.path.abspath(sys.argv[0])  # noqa: PTH100
+    return path if path.endswith(".pyz") else ""
 
 
 def _relay(worker: int, reading: int) -> int:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.boot.reboot import Reboot
-from gpuprov.core.apply import Stopped, apply_changes, take_up
+from gpuprov.core.apply import Stopped, apply_changes, take_up, undo_disturbs
 from gpuprov.core.changes import Then
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import mig_layout
 from gpuprov.facts.reboot_state import forget_asked
+from gpuprov.facts.watch import OFF, gather_watch
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.package_lock import wait_until_free
 from gpuprov.packaging.rpm_repos import InstallRpmKey
@@ -28,6 +29,8 @@ from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 from gpuprov.wire.words import counted
 
+# A diff of at most this many lines is shown itself.
+_SHORT_DIFF = 12
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
 
@@ -58,6 +61,12 @@ def check(run: RunContext) -> Finished:
 def install(run: RunContext) -> Finished:
     """Bring the host to the spec. Raises GpuprovError or Stopped; the journal then says what was done."""
     forget_resume(run.system)
+    if run.request.undisturbed and undo_disturbs(run.system, CHANGE_KINDS):
+        raise GpuprovError(
+            "the host is not drained, and to undo what an earlier run was cut off in disturbs containers",
+            "",
+            "run the same command again: it drains the host first",
+        )
     interrupted = take_up(run.system, CHANGE_KINDS, run.sink)
     run = _resolved(run)
     facts = _gather(run)
@@ -100,7 +109,15 @@ def _resolved(run: RunContext) -> RunContext:
 
 
 def _gather(run: RunContext) -> HostFacts:
-    return gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    facts = gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
+    if run.request.arguments.get("watch"):
+        # Its service sees /usr and /etc read-only (ProtectSystem=), and writes nothing there: the host may be writable.
+        facts = replace(facts, read_only={})
+    metrics = run.spec.watch_metrics if run.spec.watch != OFF else ""
+    # The watch itself reaches no bundle, and says whether there was one.
+    bundled = bool(run.request.bundle) or bool(run.request.arguments.get("bundle"))
+    extra = {"bundle": bundled, "tables": dict(run.request.tables)}
+    return replace(facts, watch=gather_watch(run.system, metrics, run.request.agent, extra))
 
 
 def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
@@ -115,6 +132,7 @@ def _apply(run: RunContext, journal: Journal, now: _Progress) -> _Progress:
             return replace(now, made=made, must_reboot=True)
         facts = _gather(run)
         now = _Progress(made, facts, make_plan(facts, run.spec, run.request.steps))
+        _require_drained(run, now.plan)
         # A new driver may itself require a reboot.
         if applied.then is Then.CONTINUE and not any(isinstance(item.change, Reboot) for item in now.plan.changes):
             break
@@ -157,9 +175,23 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     planned = []
     for step, change in ((item.step, item.change) for item in plan.changes):
         diff = change.diff(run.system) if run.request.diff else ""
-        planned.append(PlannedChange(change.key, step, change.summary(), diff))
-    run.sink(Planned(tuple(planned)))
+        in_short = change.diff_in_short(run.system) if diff.count("\n") > _SHORT_DIFF else ""
+        planned.append(PlannedChange(change.key, step, change.summary(), diff, in_short, change.disturbs))
+    disturbs = any(one.disturbs for one in planned) or undo_disturbs(run.system, CHANGE_KINDS)
+    run.sink(Planned(tuple(planned), disturbs))
+    _require_drained(run, plan)
     return plan
+
+
+def _require_drained(run: RunContext, plan: Plan) -> None:
+    """Raise GpuprovError if the plan disturbs containers of a host that the caller has not drained for it."""
+    disturbing = [item.change.summary() for item in plan.changes if item.change.disturbs]
+    if run.request.undisturbed and disturbing:
+        raise GpuprovError(
+            "the host is not drained, and what is left to do disturbs containers",
+            "\n".join(disturbing),
+            "run the same command again: it drains the host first",
+        )
 
 
 def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:

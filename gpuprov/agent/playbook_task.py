@@ -146,6 +146,7 @@ def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str,
     for event in events:
         if isinstance(event, Planned):
             result["changes"] = [{"step": change.step, "summary": change.summary} for change in event.changes]
+            result["disturbs"] = event.disturbs
             result["diff"] = [{"prepared": f"{change.diff}\n"} for change in event.changes if change.diff]
         elif isinstance(event, ChangeDone):
             done += 1

@@ -161,7 +161,8 @@ def _check_roll_back(run: RunContext) -> Finished:
     removal = last_run(run.system, CHANGE_KINDS)
     for sentence in removal.lasting:
         run.note(sentence, "warning")
-    run.sink(Planned(planned(run.system, removal, "rollback", diff=run.request.diff)))
+    found = planned(run.system, removal, "rollback", diff=run.request.diff)
+    run.sink(Planned(found, removal.disturbs(CHANGE_KINDS)))
     summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"
     return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
@@ -195,7 +196,8 @@ def _announced_removal(run: RunContext) -> Removal:
         raise GpuprovError.several(found)
     for sentence in removal.lasting:
         run.note(sentence, "warning")
-    run.sink(Planned(planned(run.system, removal, "uninstall", diff=run.request.diff)))
+    planned_changes = planned(run.system, removal, "uninstall", diff=run.request.diff)
+    run.sink(Planned(planned_changes, removal.disturbs(CHANGE_KINDS)))
     return removal
 
 

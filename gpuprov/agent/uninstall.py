@@ -45,6 +45,10 @@ class Removal:
         """The changes to undo, latest first."""
         return tuple(entry for run in self.runs for entry in run.undoable)
 
+    def disturbs(self, kinds: Kinds) -> bool:
+        """Say whether an undo may stop containers, or processes on the GPUs."""
+        return any(kinds[entry.kind].undo_disturbs for entry in self.entries if entry.kind in kinds)
+
     @property
     def count(self) -> int:
         """How many things there are to do."""

@@ -81,6 +81,10 @@ class Reboot(Change):
     allowed: bool
     containers: tuple[str, ...] = ()
 
+    @property
+    def disturbs(self) -> bool:
+        return True
+
     def summary(self) -> str:
         stops = f"; containers that stop: {', '.join(self.containers)}" if self.containers else ""
         what = "reboot" if self.allowed else "stop until somebody has rebooted this host"

@@ -114,6 +114,14 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     return journal
 
 
+def undo_disturbs(system: System, kinds: Kinds) -> bool:
+    """Say whether to resume an interrupted run may stop containers, by the undo of what it was cut off in."""
+    run = unfinished_run(system)
+    cut_off = run.interrupted if run is not None else None
+    kind = kinds.get(cut_off.kind) if cut_off is not None else None
+    return kind is not None and kind.undo_when_interrupted and kind.undo_disturbs
+
+
 def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
     """Undo the changes of a run, latest first; return how many were undone."""
     return undo_runs(system, (run,), kinds, sink)

@@ -39,6 +39,8 @@ class Change:
     uses_package_manager: ClassVar[bool] = False
     # Whether an undo of several changes to the same files goes to the first state at once, not through those between.
     undo_goes_to_first: ClassVar[bool] = False
+    # Whether its undo may stop containers, or processes on the GPUs.
+    undo_disturbs: ClassVar[bool] = False
 
     @property
     def key(self) -> str:
@@ -54,8 +56,17 @@ class Change:
         """Return what it will fetch, so that a place that can't be reached is known before anything is changed."""
         return ()
 
+    @property
+    def disturbs(self) -> bool:
+        """Say whether it may stop containers, or processes on the GPUs."""
+        return False
+
     def diff(self, system: System) -> str:
         """Return a unified diff of what will change, or nothing where there is no text to compare."""
+        return ""
+
+    def diff_in_short(self, system: System) -> str:
+        """Return a few lines that stand for a diff that is too long to read, or nothing where the diff is short."""
         return ""
 
     def capture(self, system: System) -> Json:

@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Containers:
-    """The running containers with GPUs that were looked at, and how many were not, as far as known, with the reason."""
+    """The running containers with GPUs that were looked at, how many were not if that is known, and the reason."""
 
     examined: tuple[Loaded, ...] = ()
     left: int = 0

@@ -33,6 +33,8 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_name
 from gpuprov.facts.leftovers import with_docker
+from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
+from gpuprov.facts.watch import TIMER as WATCH_TIMER
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.verify.cuda.hiding import gather_hiding
@@ -47,7 +49,10 @@ _AUDIT_LOG = "/var/log/audit/audit.log"
 _PACKAGE_LOGS = ("/var/log/dpkg.log", "/var/log/dnf.rpm.log", "/var/log/zypp/history")
 _PACKAGE_LINE = " (upgrade|install|Upgrade:?|Upgraded:|Installed:) (libnvidia|nvidia-|cuda-drivers|kmod-nvidia)"
 _LARGEST_TEXT = 1 << 20
-_UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH)
+_UNITS = (
+    "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
+    WATCH_TIMER,
+)  # fmt: skip
 # Folders whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (

@@ -21,6 +21,7 @@ from gpuprov.doctor import (
     node_rules,
     smi_rules,
     toolkit_rules,
+    watch_rules,
 )
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import (
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
     *smi_rules.RULES, *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES,
     *access_rules.RULES, *engine_rules.RULES, *kubernetes_rules.RULES, *container_rules.RULES, *leftover_rules.RULES,
+    *watch_rules.RULES,
 )  # fmt: skip
 
 

@@ -105,6 +105,11 @@ class InstallDriver(Change):
     # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
     undo_when_interrupted: ClassVar[bool] = False
     bundle_part: ClassVar[str] = "driver"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return self.unloading is not None or self.keep_loaded or bool(self.replaces)
 
     def summary(self) -> str:
         parts = "libraries and kernel modules" if self.kernel_modules else "libraries only"

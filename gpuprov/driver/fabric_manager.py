@@ -7,6 +7,7 @@ in NVIDIA's CUDA repositories and its own driver containers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
@@ -50,6 +51,12 @@ class RunFabricManager(Change):
 
     version: str
     start: bool = True
+
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return True
 
     def summary(self) -> str:
         return f"enable {'and start ' if self.start else ''}{UNIT} ({self.version})"

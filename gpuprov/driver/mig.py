@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
@@ -58,6 +59,12 @@ class DivideGpus(Change):
     """The GPUs shall be divided as `layout` says (index → text)."""
 
     layout: tuple[tuple[int, str], ...]
+
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return True
 
     def summary(self) -> str:
         return "divide GPUs by MIG: " + "; ".join(f"GPU {index}: {text}" for index, text in self.layout)

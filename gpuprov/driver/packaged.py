@@ -64,6 +64,10 @@ class ChangeDriverPackages(InstallPackages):
 
     wanted: str = ""
 
+    @property
+    def disturbs(self) -> bool:
+        return True
+
     def summary(self) -> str:
         return _change_to(self.wanted, self.names)
 
@@ -139,6 +143,10 @@ class ChangeDriverRpms(InstallRpmPackages):
     """The same by dnf, for which the stream that is enabled says which versions there are. Nothing is taken away."""
 
     wanted: str = ""
+
+    @property
+    def disturbs(self) -> bool:
+        return True
 
     def summary(self) -> str:
         return _change_to(self.wanted, self.names)

@@ -82,6 +82,10 @@ class ReloadDriver(Change):
     unloading: Unloading
     version: str
 
+    @property
+    def disturbs(self) -> bool:
+        return True
+
     def summary(self) -> str:
         stops = ", ".join((*self.unloading.containers, *self.unloading.units))
         meanwhile = f"; stopped meanwhile: {stops}" if stops else ""

@@ -33,6 +33,7 @@ class ReconfigureDocker(Change):
 
     # Several runs may have changed the file, with edits by hand between them that docker could not start with.
     undo_goes_to_first: ClassVar[bool] = True
+    undo_disturbs: ClassVar[bool] = True
 
     content: str | None
     runtime_name: str

@@ -33,6 +33,7 @@ from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_i
 from gpuprov.facts.leftovers import Leftovers, gather_leftovers
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
+from gpuprov.facts.watch import WatchFacts
 from gpuprov.machine.distros import Distribution, distribution_of
 from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, gather_kernel, gather_os
 from gpuprov.machine.pci import PciGpu, gather_gpus
@@ -99,7 +100,7 @@ class HostFacts:
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
     preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left. `image`: what the disk becomes, where it
-    becomes an image.
+    becomes an image. `watch`: what is there of gpuprov_watch, for a run that plans.
     """
 
     os: OperatingSystem
@@ -140,6 +141,7 @@ class HostFacts:
     kubernetes: tuple[str, ...] = ()
     leftovers: Leftovers = field(default_factory=Leftovers)
     image: ImageFacts | None = None
+    watch: WatchFacts = field(default_factory=WatchFacts)
 
     @cached_property
     def distribution(self) -> Distribution | None:

@@ -115,6 +115,23 @@ def build_agent(cache: Path | None = None) -> Agent:
     return Agent(content, hashlib.sha256(content).hexdigest())
 
 
+def stored_agent() -> Path:
+    """Return the zipapp as a file, for a run on this machine. Raises GpuprovError as build_agent does."""
+    path = Path(_CACHE).expanduser() / "local-agent.pyz"
+    content = build_agent().content
+    try:
+        if path.is_file() and path.read_bytes() == content:
+            return path
+    except OSError:
+        pass
+    _keep(path, content)
+    if not path.is_file():
+        raise GpuprovError(
+            f"the agent can't be stored at {path}", "", f"is there room, and may {path.parent} be written?"
+        )
+    return path
+
+
 def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes, str]:
     """Return the `__main__.py` of a zipapp with these files, and the digest that stands in it.
 

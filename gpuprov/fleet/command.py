@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.display_text import one_line
 from gpuprov.fleet.history import Run, moment, new_identifier, save
+from gpuprov.fleet.host_command import HostCommands, parse_host_commands, require_safe_hosts
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
@@ -46,6 +47,7 @@ def run_command(options: Options) -> ExitCode:
             "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
             exit_code=ExitCode.USAGE,
         )  # fmt: skip
+    commands = parse_host_commands(options.before_host, options.after_host, options.host_command_timeout)
     rollout = parse_rollout(options.serial, options.max_fail, options.canary)
     if options.detailed_exitcode and not options.check:
         raise GpuprovError("--detailed-exitcode needs --check", "", "add --check", exit_code=ExitCode.USAGE)
@@ -53,12 +55,13 @@ def run_command(options: Options) -> ExitCode:
         require_writable(file)
     bundle, digest = _checked_bundle(options)
     inventory = inventory_of(options)
+    require_safe_hosts(commands, inventory.hosts)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
         arguments=options.arguments,
     )  # fmt: skip
     now, begun = time.time(), time.monotonic()
-    results = _run(options, inventory.hosts, request, rollout)
+    results = _run(options, inventory.hosts, request, rollout, commands)
     if options.command == "doctor":
         results = _with_whole_commands(results, options)
     run = Run(
@@ -123,6 +126,11 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 def inventory_of(options: Options) -> Inventory:
     """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
+    if options.root and options.before_host:
+        raise GpuprovError(
+            "--before-host is for hosts that run", f"--root {options.root} is an image", "leave --before-host out",
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     if options.root and options.hosts:
         raise GpuprovError(
             "--root is a folder of this machine", "", "leave --hosts out", exit_code=ExitCode.USAGE
@@ -176,7 +184,9 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
     )
 
 
-def _run(options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout) -> tuple[HostResult, ...]:
+def _run(
+    options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout, commands: HostCommands
+) -> tuple[HostResult, ...]:
     from gpuprov.fleet.run import Fleet, RunSettings
 
     console = make_console()
@@ -185,6 +195,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
         options,
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         rollout,
+        commands,
     )
     progress = make_progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
@@ -210,7 +221,7 @@ def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> P
     if options.json:
         return JsonLines(console)
     if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
-        return LiveTable(console, hosts, diff=options.diff)
+        return LiveTable(console, hosts, verbose=options.verbose, diff=options.diff)
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov import __version__
-from gpuprov.fleet.result import HostResult, MadeChange, overall_exit_code
+from gpuprov.fleet.result import Drain, HostResult, MadeChange, overall_exit_code
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange
 
@@ -167,7 +167,8 @@ def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:
     built = {key: tuple(cls(**one) for one in {**data, "checks": checks}[key]) for key, cls in parts.items()}
     # What a newer version kept besides is left out.
     known = {name: data[name] for name in (field.name for field in fields(HostResult)) if name in data}
-    return HostResult(**{**known, **built, "exit_code": ExitCode(data["exit_code"])})
+    drain = Drain(**data["drain"]) if data.get("drain") else None
+    return HostResult(**{**known, **built, "drain": drain, "exit_code": ExitCode(data["exit_code"])})
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:

@@ -111,7 +111,7 @@ class RunOptions:
     )  # fmt: skip
     diff: bool = _option(
         "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Show the changes to files.",
+        help="Show the changes to files; with -v long ones as a whole, too.",
     )  # fmt: skip
     fix: bool = _option(
         "--fix", is_flag=True, commands=("doctor",),
@@ -141,6 +141,19 @@ class RunOptions:
     canary: str = _option(
         "--canary", metavar="HOST|N",
         help="These hosts, or the first N, before all others; if one fails, nothing else begins.",
+    )  # fmt: skip
+    before_host: str = _option(
+        "--before-host", metavar="COMMAND", commands=("install", "rollback", "uninstall"),
+        help="Run this here before a host is changed in a way that stops containers, such as 'kubectl drain {host}'; "
+        "no shell.",
+    )  # fmt: skip
+    after_host: str = _option(
+        "--after-host", metavar="COMMAND", commands=("install", "rollback"),
+        help="Run this once verify is green on a host that --before-host drained, such as 'kubectl uncordon {host}'.",
+    )  # fmt: skip
+    host_command_timeout: float = _option(
+        "--host-command-timeout", metavar="SECONDS", type=click.FloatRange(0.1), default=1800.0,
+        commands=("install", "rollback", "uninstall"), help="Time for each of these two commands.",
     )  # fmt: skip
     # Longer than the longest command on a host may be quiet (packaging/apt_packages.py: 3900).
     host_timeout: float = _option(

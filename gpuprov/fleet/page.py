@@ -18,6 +18,7 @@ from markupsafe import Markup
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import listed, plain, shortened
+from gpuprov.fleet.drains import command_of, drained, state_of
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange, machines
@@ -60,6 +61,9 @@ def render(run: Run, before: Run | None = None) -> str:
         grid=make_grid(results),
         causes=causes(results),
         holes=hosts_by_hole(results, rows_of(advisories_table())),
+        drains=drained(results),
+        state_of=state_of,
+        command_of=command_of,
         versions=_versions(results),
         durations=_durations(results),
         gpus=_gpus(results),

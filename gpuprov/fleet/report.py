@@ -16,6 +16,7 @@ from rich.text import Text
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
 from gpuprov.fleet.display_text import listed, one_line, plain, shortened
+from gpuprov.fleet.drains import drains_table, still_drained
 from gpuprov.fleet.result import HostResult, machines, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
 from gpuprov.wire.advisories import rows_of
@@ -45,6 +46,7 @@ def print_report(
     if len(results) > 1 and (command != "facts" or overall_exit_code(tuple(results)) != ExitCode.DONE):
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
+    parts += drains_table(results, verbose=verbose)
     parts += _versions_table(spreads(results))
     parts += _holes_table(results)
     for part in parts:
@@ -53,7 +55,8 @@ def print_report(
     console.print(problems_text(results), soft_wrap=True, end="")
     worst = overall_exit_code(tuple(results))
     style = "green" if worst == ExitCode.DONE else "yellow" if worst == ExitCode.REBOOT_NEEDED else "red"
-    console.print(Text(last_line(command, results, check=check, next_command=next_command), style), soft_wrap=True)
+    line = last_line(command, results, check=check, next_command=next_command) + still_drained(results)
+    console.print(Text(line, style), soft_wrap=True)
 
 
 def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
@@ -69,6 +72,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
             "problems": [asdict(problem) for problem in result.problems],
             "versions": dict(result.versions),
             "same_as": result.same_as,
+            "drain": asdict(result.drain) if result.drain else None,
         }
         for result in results
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone, PlannedChange
+
+DrainState = Literal["foreseen", "failed", "drained", "undrained"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,27 @@ class MadeChange:
     step: str
     summary: str
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Whether a host was drained for the run (`--before-host`), and where that stands.
+
+    `state`: `foreseen` with --check; `failed`: the command before the change failed, the host may be drained in part;
+    `drained`: it still is; `undrained`: it has work again. `before` and `after` are the commands for this host, `since`
+    is when it came to that state, `seconds` how long the drain lasted, at the end of the run where it goes on.
+    """
+
+    state: DrainState
+    before: str
+    after: str = ""
+    since: str = ""
+    seconds: float = 0.0
+
+    @property
+    def lasts(self) -> bool:
+        """Say whether the host may still be without work, all of it or a part."""
+        return self.state in ("drained", "failed")
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,7 @@ class HostResult:
     facts: Mapping[str, Any] | None = None
     begun: bool = True
     same_as: str = ""
+    drain: Drain | None = None
 
     @property
     def has_failed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -17,23 +18,20 @@ from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
+from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.host_command import HostCommands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
-from gpuprov.fleet.result import HostResult, MadeChange
+from gpuprov.fleet.recorder import HostSink, Recorder
+from gpuprov.fleet.result import Drain, HostResult
+from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.root_run import run_in_root
 from gpuprov.fleet.ssh import close, connected
 from gpuprov.fleet.target import HostTarget
-from gpuprov.fleet.versions import versions_of_facts
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import (
-    ChangeDone,
-    ChangeStarted,
-    CheckDone,
-    Event,
-    FactsGathered,
     Finished,
     Note,
-    Planned,
     Sink,
 )
 from gpuprov.wire.request import Request
@@ -42,7 +40,6 @@ from gpuprov.wire.words import counted
 
 # A host that asks for more has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
-HostSink = Callable[[str, Event], None]
 # What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
 
@@ -58,6 +55,7 @@ class RunSettings:
     options: Options
     tell: Callable[[str], None] = lambda _: None
     rollout: Rollout = field(default_factory=Rollout)
+    commands: HostCommands = field(default_factory=HostCommands)
 
 
 class Fleet:
@@ -75,11 +73,15 @@ class Fleet:
         # Machine → the name under which it was met first; name → the other name of its machine.
         self._machines: dict[str, str] = {}
         self._same_as: dict[str, str] = {}
+        self._drains: dict[str, Drain] = {}
 
     def interrupt(self) -> None:
         """Start no further host; at the second call, close the connections of those that run."""
         self.interruptions += 1
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
+        drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
+        if drained:
+            self.settings.tell(f"drained now: {listed(drained)}; the report says who still is in the end")
         if self.interruptions == 1:
             self.settings.tell(_HERE_ONCE if self._here else _ONCE)
             return
@@ -95,32 +97,57 @@ class Fleet:
             wanted = request_for(target, request, alone=self._alone)
             if target.connection == "local":
                 self._claim(target.name, local_machine(System()), wanted, sink)
-                run_here(wanted, sink, lambda: self.interruptions > 1)
-                return
             if target.connection == "chroot":
                 run_in_root(target.address, wanted, agent(), sink)
                 return
-            made = 0
-            for _ in range(1 + _MOST_REBOOTS):
-                finished = self._run_agent(target, wanted, agent(), _adding(made, sink))
-                if not finished.left_boot:
-                    return
-                made += finished.changed
-                sink(Note(f"{finished.summary}; waiting for the host"))
-                wait_for_boot(target, self.settings.options, finished.left_boot, lambda: self.interruptions > 1)
-            sink(finished)
+
+            def carry_out(one: Request, events: Sink) -> Finished:
+                if target.connection == "local":
+                    return run_here(one, events, self._is_cut)
+                return self._through_reboots(target, one, wanted, agent(), events)
+
+            if not self.settings.commands.before:
+                sink(carry_out(wanted, sink))
+                return
+            rolling = Rolling(
+                target, self.settings.commands, lambda drain: self._drains.update({target.name: drain}),
+                lambda: self.stopped, self._is_cut,
+            )  # fmt: skip
+            sink(rolling.run(wanted, sink, carry_out))
 
         return run
 
-    def _run_agent(self, target: HostTarget, request: Request, agent: Agent, sink: Sink) -> Finished:
-        """Run the request over one connection; return its last event, all others go to the sink."""
+    def _is_cut(self) -> bool:
+        return self.interruptions > 1
+
+    def _through_reboots(
+        self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
+    ) -> Finished:
+        """Run the request, again after each reboot that it asks for; return the last event, which has all changes."""
+        made = 0
+        for _ in range(1 + _MOST_REBOOTS):
+            finished = self._run_agent(target, request, claims, agent, sink)
+            finished = replace(finished, changed=finished.changed + made)
+            if not finished.left_boot:
+                break
+            made = finished.changed
+            sink(Note(f"{finished.summary}; waiting for the host"))
+            wait_for_boot(target, self.settings.options, finished.left_boot, self._is_cut)
+        return finished
+
+    def _run_agent(self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink) -> Finished:
+        """Run the request over one connection; return its last event, all others go to the sink.
+
+        `claims` is what the run is about: a look at its plan must find a machine with two names as well.
+        """
         with self._held() as hold, connected(target, self.settings.options, hold) as connection:
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
-                connection, target, request, agent, sink, bootstrap_python=self.settings.options.bootstrap_python,
+                connection, target, request, agent, _all_but_the_last(sink),
+                bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
-                claim=lambda machine: self._claim(target.name, machine, request, sink),
+                claim=lambda machine: self._claim(target.name, machine, claims, sink),
             )  # fmt: skip
 
     def _claim(self, name: str, machine: str, request: Request, sink: Sink) -> None:
@@ -200,7 +227,11 @@ class Fleet:
             from gpuprov.fleet.crash import write_log
 
             recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
-        return replace(recorder.result(time.monotonic() - begun), same_as=self._same_as.get(target.name, ""))
+        return replace(
+            recorder.result(time.monotonic() - begun),
+            same_as=self._same_as.get(target.name, ""),
+            drain=self._drains.get(target.name),
+        )
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -215,58 +246,6 @@ class Fleet:
             signal.signal(signal.SIGINT, before)
 
 
-class Recorder:
-    """Passes a host's events on and keeps what the result needs of them."""
-
-    def __init__(self, host: str, sink: HostSink) -> None:
-        self._host = host
-        self._sink = sink
-        self._finished: Finished | None = None
-        self._checks: list[CheckDone] = []
-        self._made: dict[str, MadeChange] = {}
-        self._planned: Planned | None = None
-        self._facts: FactsGathered | None = None
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self._finished = event
-        elif isinstance(event, CheckDone):
-            self._checks.append(event)
-        elif isinstance(event, Planned):
-            self._planned = event
-        elif isinstance(event, ChangeStarted):
-            self._made[event.key] = MadeChange(event.key, self._step(event.key), event.summary)
-        elif isinstance(event, ChangeDone) and event.key in self._made:
-            self._made[event.key] = replace(self._made[event.key], seconds=event.seconds)
-        elif isinstance(event, FactsGathered):
-            self._facts = event
-        self._sink(self._host, event)
-
-    def result(self, seconds: float) -> HostResult:
-        """Return what came of the host, which took that long as seen from here."""
-        last = self._finished or Finished(
-            int(ExitCode.FAILED),
-            problems=(Problem("the run ended without a result", "", "run the same command again"),),
-        )
-        return HostResult(
-            host=self._host,
-            exit_code=_exit_code(last.exit_code),
-            changed=last.changed,
-            seconds=round(seconds, 1),
-            problems=last.problems,
-            summary=last.summary,
-            versions=last.versions or (versions_of_facts(self._facts.facts) if self._facts else {}),
-            checks=tuple(self._checks),
-            plan=self._planned.changes if self._planned else (),
-            made=tuple(self._made.values()),
-            facts=self._facts.facts if self._facts else None,
-        )
-
-    def _step(self, key: str) -> str:
-        planned = self._planned.changes if self._planned else ()
-        return next((change.step for change in planned if change.key == key), "")
-
-
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
     """Return the request with this host's own spec; `alone`: it is the only host of the run.
 
@@ -277,29 +256,39 @@ def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request
     return replace(request, spec=spec_to_json(spec), caller_returns=not here, tables=for_request(spec))
 
 
-def _adding(made: int, sink: Sink) -> Sink:
-    """Return a sink to which the changes made before a reboot are changes of the same run."""
-
-    def add(event: Event) -> None:
-        sink(replace(event, changed=event.changed + made) if isinstance(event, Finished) else event)
-
-    return add
+def _all_but_the_last(sink: Sink) -> Sink:
+    return lambda event: None if isinstance(event, Finished) else sink(event)
 
 
-def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> None:
-    """Run the request on this machine, in this process."""
+def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -> Finished:
+    """Run the request on this machine, in this process; return its last event, all others go to the sink."""
     from gpuprov.agent.run import run_request
 
-    run_request(request, sink, stop_requested=stop_requested)
+    last: list[Finished] = []
+    run_request(
+        _with_agent(request), lambda event: last.append(event) if isinstance(event, Finished) else sink(event),
+        stop_requested=stop_requested,
+    )  # fmt: skip
+    return last[-1]
+
+
+def _with_agent(request: Request) -> Request:
+    """Return the request with the agent's file, if the host is to keep it (gpuprov_watch) and one can be built here.
+
+    The one file for one machine carries no sources to build it from: the plan then says what is missing.
+    """
+    if request.command != "install" or request.spec.get("watch", "off") == "off":
+        return request
+    with contextlib.suppress(GpuprovError, ImportError):
+        from gpuprov.fleet.agent_build import stored_agent
+
+        return replace(request, agent=str(stored_agent()))
+    return request
 
 
 def _present(agent: Agent | None) -> Agent:
     assert agent is not None
     return agent
-
-
-def _exit_code(number: int) -> ExitCode:
-    return ExitCode(number) if number in tuple(ExitCode) else ExitCode.FAILED
 
 
 def _left() -> GpuprovError:

@@ -12,8 +12,8 @@ from gpuprov.fleet.command import conclude, inventory_of, make_console, make_pro
 from gpuprov.fleet.display_text import listed, one_line
 from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.options import Options
+from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.run import HostSink, Recorder
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node
 from gpuprov.kubernetes.components import components

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.run import HostSink, Recorder
 from gpuprov.kubernetes.cluster import Node
 from gpuprov.kubernetes.gpu_list import GpuList
 from gpuprov.kubernetes.hosts import HostList, NoList

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from gpuprov.fleet.recorder import HostSink
 from gpuprov.fleet.result import HostResult
-from gpuprov.fleet.run import HostSink
 from gpuprov.kubernetes import pod_problems
 from gpuprov.kubernetes.cluster import Node, PodState, items, next_page, parse_node, used_resources
 from gpuprov.kubernetes.gpu_list import parse_list

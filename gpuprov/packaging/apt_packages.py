@@ -15,6 +15,7 @@ from gpuprov.packaging import apt
 from gpuprov.packaging.apt import lock_holder, repair
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.apt_undo import conffiles_left, lasting_of_purge, purge, restore_conffiles
+from gpuprov.packaging.engine_packages import restarts_engine
 from gpuprov.packaging.package_lock import LOCK_SECONDS, tell_nobody
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.rpm_locks import HELD_LIST, NO_LOCKS, LockFacts
@@ -151,6 +152,11 @@ class InstallPackages(Change):
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return restarts_engine(self.names)
 
     def summary(self) -> str:
         held = f" (taking the hold off {', '.join(self.unhold)})" if self.unhold else ""

@@ -11,6 +11,7 @@ from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packaging.apt_packages import PackageFacts
+from gpuprov.packaging.engine_packages import restarts_engine
 from gpuprov.packaging.package_lock import LOCK_SECONDS, lock_holder, tell_nobody, wait_until_free
 from gpuprov.packaging.past_kernels import Advice
 from gpuprov.packaging.pgp import fingerprints
@@ -160,6 +161,11 @@ class InstallRpmPackages(Change):
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
     bundle_part: ClassVar[str] = "packages"
+    undo_disturbs: ClassVar[bool] = True
+
+    @property
+    def disturbs(self) -> bool:
+        return restarts_engine(self.names)
 
     def summary(self) -> str:
         enabled = f"; enable {', '.join(self.enable)}" if self.enable else ""

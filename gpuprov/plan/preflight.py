@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import nvidia_docker, reboot
+from gpuprov.boot import nvidia_docker, reboot, watch
 from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
@@ -75,6 +75,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_docker_problems(facts, spec),
             *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec), set_default=spec.default_runtime),
+            *watch.problems(facts, spec),
         )
     )
 

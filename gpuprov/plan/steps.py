@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import clean, nvidia_docker, prepare, reboot
+from gpuprov.boot import clean, nvidia_docker, prepare, reboot, watch
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -175,7 +175,9 @@ STEPS = (
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
-    # Last: whoever logs in over SSH can't any more after it.
+    # The last one: what is stored is the specification of a host that is as it says.
+    Step("watch", watch.plan),
+    # Last: without SSH host keys, nobody can log in over SSH any more.
     Step("clean image", clean.plan),
 )
 
@@ -194,7 +196,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
-        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
+        cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache, watch.SetWatch, watch.RemoveWatch,
         RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
         RemoveFolder,
     )

@@ -38,19 +38,29 @@ class Note:
 
 @dataclass(frozen=True)
 class PlannedChange:
-    """One change as the plan foresees it; `diff` is a unified diff where there is one, else empty."""
+    """One change as the plan foresees it; `diff` is a unified diff where there is one, else empty.
+
+    `diff_in_short`: a few lines to show instead of a long diff.
+    `disturbs`: containers or processes on the GPUs may stop by it.
+    """
 
     key: str
     step: str
     summary: str
     diff: str = ""
+    diff_in_short: str = ""
+    disturbs: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The whole plan, before anything is touched."""
+    """The whole plan, before anything is touched.
+
+    `disturbs`: a change of the plan disturbs containers, or the undo of one in which an earlier run was cut off.
+    """
 
     changes: tuple[PlannedChange, ...]
+    disturbs: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Request:
     `bundle`: the path of a bundle on the host, to install from it alone; `bundle_digest`: the SHA-256 that its
     manifest must have, empty for any. `tables`: tables that count instead of the agent's own (wire/tables.py).
     `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
+    `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
+    `undisturbed`: the host is not drained; an installation that would disturb containers ends before it does.
     """
 
     command: str
@@ -41,6 +43,8 @@ class Request:
     tables: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     fix: bool = False
+    undisturbed: bool = False
+    agent: str = ""
 
 
 def request_to_line(request: Request) -> str:

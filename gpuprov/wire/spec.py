@@ -28,6 +28,7 @@ from gpuprov.wire.spec_fields import (
     NO_PROXY,
     PACKAGE,
     PACKAGE_VERSION,
+    PATH,
     PREFIX,
     PROXY,
     SHA256,
@@ -45,7 +46,8 @@ from gpuprov.wire.spec_fields import (
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
 PLAY_VARIABLES = frozenset(
     ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
-     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix")
+     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
+     "gpuprov_play_before_host_tasks", "gpuprov_play_after_host_tasks")
 )  # fmt: skip
 
 
@@ -169,6 +171,20 @@ class HostSpec(ImageOptions, DriverOptions):
         300,
         "How many seconds to wait for another program (unattended-upgrades, say) that holds the package manager.",
         86400,
+    )
+    watch: str = choice(
+        "off",
+        "How often the host checks and verifies itself by a systemd timer (`hourly`, `daily`, `weekly`), which changes "
+        "nothing and writes metrics; `off` removes it.",
+        "off", "hourly", "daily", "weekly",
+    )  # fmt: skip
+    watch_metrics: str = text(
+        "/var/lib/prometheus/node-exporter/gpuprov.prom",
+        "The file that the timer writes, for node_exporter's textfile collector. Its folder must exist; the default is "
+        "the folder of Debian's prometheus-node-exporter.",
+        PATH,
+        validate.Regexp(r".*/[^/]+\.prom\Z", error="does not end with .prom, so node_exporter would not read it"),
+        validate.Length(min=1),
     )
     verify_image: str = text(
         "",

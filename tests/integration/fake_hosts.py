@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gpuprov.wire.events import (
     ChangeDone,
     ChangeProgress,
     ChangeStarted,
+    CheckDone,
     Event,
     Finished,
     Planned,
@@ -60,6 +62,7 @@ class Host:
         self.seconds = seconds
         self.agents: set[str] = set()
         self.sent = 0
+        self.request: dict[str, Any] = {}
 
     def tell(self, process: Process, event: Event) -> None:
         """Send an event as the agent does."""
@@ -149,10 +152,27 @@ async def _is_killed(host: Host, process: Process) -> None:
     process.exit_with_signal("KILL")
 
 
+async def _rolls(host: Host, process: Process) -> None:
+    """Heed the request: a plan that stops containers, its changes, and a verification that goes well."""
+    command, check = host.request["command"], host.request["check"]
+    if command == "verify":
+        ill = host.kind == "ill"
+        host.tell(process, Started("1", command, 1))
+        host.tell(process, CheckDone("docker, all GPUs", "failed" if ill else "ok", reason="no GPU" if ill else ""))
+        _end(host, process, Finished(int(ill), 0, host.seconds, (), "1 check"))
+    elif check:
+        host.tell(process, Started("1", command, 1))
+        plan = tuple(replace(one, disturbs=host.kind != "calm" and one.key == "c3") for one in PLAN)
+        host.tell(process, Planned(plan))
+        _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes would be made", VERSIONS))
+    else:
+        await _works(host, process)
+
+
 RUNS: Mapping[str, Run] = {
     "works": _works, "settled": _has_nothing_to_do, "old-driver": _has_an_old_driver, "reboot": _needs_a_reboot,
     "fails": _fails, "hangs": _hangs, "drops": _drops, "babbles": _babbles, "endless": _never_ends_its_line,
-    "killed": _is_killed,
+    "killed": _is_killed, "rolls": _rolls, "ill": _rolls, "calm": _rolls,
 }  # fmt: skip
 # Those with which it does not come to a run: answers to the probe, to the upload, to the login, and no SSH at all.
 PROBES = {
@@ -217,7 +237,7 @@ async def answer(host: Host, process: Process) -> None:
         host.agents.add(digest)
         process.exit(0)
     else:
-        await process.stdin.readline()
+        host.request = json.loads(await process.stdin.readline())
         await RUNS[host.kind](host, process)
 
 

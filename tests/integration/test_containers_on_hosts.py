@@ -329,32 +329,6 @@ def test_what_a_running_container_was_given_is_explained_by_its_name(
         host.ssh("docker rm -f explained")
 
 
-@pytest.mark.slow
-def test_the_doctor_names_a_running_container_that_loads_another_libcuda(host: Host, site: Site) -> None:
-    """By LD_LIBRARY_PATH; and a container that has asked for no libcuda is none of them."""
-    library = "/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01"
-    host.ssh(f"mkdir /root/own && cp {library} /root/own/libcuda.so.535.261.03")
-    host.ssh("ln -s libcuda.so.535.261.03 /root/own/libcuda.so.1")
-    own = "-v /root/own:/opt/own:ro -e LD_LIBRARY_PATH=/opt/own"
-    run = "docker run -d --network=none --gpus all"
-    sleep = "full:1 python3 -c 'import time; time.sleep(600)'"
-    doctor = ("doctor", "--hosts", site.inventory(host.name))
-    host.ssh(f"{run} --name sound {sleep} && {run} --name smi -e NVIDIA_DRIVER_CAPABILITIES=utility {sleep}")
-    try:
-        sound = gpuprov(*doctor)
-        assert re.search("containers +ok 2 running with GPUs", sound.stdout), sound.stdout
-        host.ssh(f"{run} --name trainer {own} {sleep}")
-        done = gpuprov(*doctor)
-        assert done.returncode == 1, done.stdout
-        assert (
-            "the container trainer loads a library that does not fit the driver: /opt/own/libcuda.so.1 is of driver "
-            "535.261.03, the loaded kernel module is 550.163.01 (CUDA result 803, 35, 36) (certain)\n  seen: trainer "
-            "(docker): /opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own\n  next: gpuprov cuda trainer  # "
-        ) in done.stdout
-    finally:
-        host.ssh("docker rm -f sound smi trainer; rm -r /root/own", check=False)
-
-
 def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
     """As after `nvidia-smi mig -cgi …`: the next run makes the nodes and names the parts."""
     host = site.installed("main")
@@ -382,3 +356,31 @@ def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:
     finally:
         host.ssh("rm -r /proc/driver/nvidia/capabilities/gpu0 /dev/nvidia-caps/nvidia-cap[12][123]")
         assert gpuprov("install", "--hosts", inventory).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_doctor_names_a_running_container_that_loads_another_libcuda(site: Site) -> None:
+    """By LD_LIBRARY_PATH; and a container that has asked for no libcuda is none of them."""
+    host = site.installed("main")
+    host.ssh(_IMAGE)
+    library = "/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01"
+    host.ssh(f"mkdir /root/own && cp {library} /root/own/libcuda.so.535.261.03")
+    host.ssh("ln -s libcuda.so.535.261.03 /root/own/libcuda.so.1")
+    own = "-v /root/own:/opt/own:ro -e LD_LIBRARY_PATH=/opt/own"
+    run = "docker run -d --network=none --gpus all"
+    sleep = "full:1 python3 -c 'import time; time.sleep(600)'"
+    doctor = ("doctor", "--hosts", site.inventory(host.name))
+    host.ssh(f"{run} --name sound {sleep} && {run} --name smi -e NVIDIA_DRIVER_CAPABILITIES=utility {sleep}")
+    try:
+        sound = gpuprov(*doctor)
+        assert re.search("containers +ok 2 running with GPUs", sound.stdout), sound.stdout
+        host.ssh(f"{run} --name trainer {own} {sleep}")
+        done = gpuprov(*doctor)
+        assert done.returncode == 1, done.stdout
+        assert (
+            "the container trainer loads a library that does not fit the driver: /opt/own/libcuda.so.1 is of driver "
+            "535.261.03, the loaded kernel module is 550.163.01 (CUDA result 803, 35, 36) (certain)\n  seen: trainer "
+            "(docker): /opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own\n  next: gpuprov cuda trainer  # "
+        ) in done.stdout
+    finally:
+        host.ssh("docker rm -f sound smi trainer; rm -r /root/own", check=False)

@@ -12,8 +12,8 @@ import pytest
 from tests.integration.test_ansible import play, recap
 from tests.integration.test_clients import gpus
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov
-from tests.lab.shell import LabError
+from tests.lab.fixtures import GPUPROV, Site, gpuprov
+from tests.lab.shell import LabError, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _COMMAND = "/usr/bin/nvidia-docker"
@@ -283,6 +283,23 @@ def test_other_releases_have_other_pythons_and_another_systemd(site: Site, name:
     assert len(json.loads(other.ssh("ask /gpu/info/json").stdout)["Devices"]) == last + 1
     line = f"docker run --rm --network=none --runtime=runc $(ask /docker/cli?dev={last}) small:1 {_SMI}"
     assert seen(other, line) == [last]
+
+
+def test_in_the_foreground_until_ctrl_c(host: Host) -> None:
+    done = host.ssh(f"{GPUPROV} serve", check=False)
+    assert (done.returncode, "127.0.0.1:3476 can't be used" in done.stderr) == (1, True), done
+    host.ssh("systemctl stop gpuprov-serve.socket")
+    try:
+        host.ssh(f"systemd-run --quiet --unit=foreground --collect {GPUPROV} serve")
+        wait_for("an answer", lambda: host.ssh("ask /docker/cli", check=False).returncode == 0, 60)
+        assert host.ssh(f"stat -c '%U %a' {_SOCKET}").stdout.split() == ["root", "600"]
+        assert "Temperature:" in host.ssh(f"ask /gpu/status {_SOCKET}").stdout
+        host.ssh("systemctl kill --signal=INT foreground")
+        wait_for("its end", lambda: host.ssh(f"test -e {_SOCKET}", check=False).returncode != 0, 60)
+        assert "serving 127.0.0.1:3476 until Ctrl-C" in host.ssh("journalctl --unit foreground").stdout
+    finally:
+        host.ssh("systemctl stop foreground", check=False)
+        host.ssh("systemctl start gpuprov-serve.socket")
 
 
 # -- the ways back -------------------------------------------------------------------------------------------------

@@ -127,6 +127,12 @@ def test_only_a_plan_foresees_changes_without_being_one(command: str, changed: b
     assert len(found["changes"]) == 2
 
 
+@pytest.mark.parametrize("disturbs", [True, False])
+def test_a_plan_says_whether_containers_stop(disturbs: bool) -> None:
+    """What the roles drain and undrain ask."""
+    assert result("plan", Planned(PLANNED.changes, disturbs), Finished(0, 2))["disturbs"] is disturbs
+
+
 def test_no_changes_is_ok() -> None:
     assert not result("install", Planned(()), Finished(0, 0))["changed"]
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from gpuprov.agent.run import run_request
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.progress import JsonLines
+from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report_command import summary
-from gpuprov.fleet.run import Recorder
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.events import SCHEMA, CauseFound, Event, PlannedChange
 from gpuprov.wire.request import COMMANDS, Request
@@ -34,6 +34,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,
     "number": lambda value: type(value) in (int, float),
+    "boolean": lambda value: isinstance(value, bool),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }

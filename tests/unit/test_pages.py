@@ -24,7 +24,8 @@ _MISSPELLED = "gpuprov_driver_verison"  # the example of what is said of one
 
 def wrong_words(call: str) -> Iterator[str]:
     """Yield what `gpuprov CALL` has that the command does not; words that are no command are prose."""
-    words = call.split()
+    # What stands in quotes is another program's.
+    words = re.sub(r"(?<= )'[^']*'", "''", call).split()
     command: click.Command = cli
     while words and isinstance(command, click.Group) and words[0] in command.commands:
         command = command.commands[words.pop(0)]

@@ -29,7 +29,7 @@ options:
     description:
       - Keeps C(plan) and C(install) to these steps, in the plan's own order. None means all.
       - C(download), C(repositories), C(packages), C(nouveau), C(reboot), C(driver), C(boot), C(device nodes),
-        C(toolkit), C(cdi), C(docker), C(engines), C(images).
+        C(toolkit), C(cdi), C(docker), C(engines), C(images), C(watch).
     type: list
     elements: str
     default: []
@@ -77,6 +77,10 @@ changes:
   returned: C(plan) and C(install)
   type: list
   elements: dict
+disturbs:
+  description: Whether containers, or processes on the GPUs, may stop by these changes.
+  returned: C(plan), C(install), C(rollback) and C(uninstall)
+  type: bool
 checks:
   description: What was verified, each with C(name), C(status), C(host), C(container) and C(reason).
   returned: C(verify), C(doctor) and C(cuda)

@@ -231,6 +231,14 @@ CONTAINER_ROWS = (
         LIKELY,
     ),
     *LEFTOVER_ROWS,
+    Row(
+        "watch-failed",
+        unit("gpuprov-watch.service", active="failed", result="timeout"),
+        "Result=timeout",
+        "journalctl -u gpuprov-watch.service",
+        ASIDE,
+    ),
+    Row("watch-stopped", unit("gpuprov-watch.timer", active="inactive"), "ActiveState=inactive", "start", ASIDE),
     # -- CDI specification
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row(

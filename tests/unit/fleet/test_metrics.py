@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,7 @@ from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone
 
 Samples = dict[tuple[str, ...], float]
+DOCS = Path(__file__).parents[3] / "docs"
 EVIL = 'gpu"\n1{}\\'
 
 
@@ -93,3 +95,14 @@ def test_drift_has_an_exit_code_for_those_who_ask(
     done = CliRunner().invoke(cli, ["install", "--hosts", "gpu1,", *words, "--metrics", str(path)])
     assert done.exit_code == code, done.output
     assert samples(path)["gpuprov_host_changes_pending", "localhost"] == result.changed
+
+
+def test_the_alerts_of_the_page_ask_for_metrics_that_exist() -> None:
+    """promtool is not here (100 MB): the rules are read as YAML, their metrics are looked up in the table."""
+    rules = re.findall(r"```yaml\n(groups:.*?)```", (DOCS / "watch.md").read_text(), re.DOTALL)
+    alerts = [rule for group in yaml.safe_load(rules[0])["groups"] for rule in group["rules"]]
+    documented = set(re.findall(r"^\| `(gpuprov_\w+)` \|", (DOCS / "fleets.md").read_text(), re.MULTILINE))
+    assert len(alerts) == 4
+    for alert in alerts:
+        assert set(re.findall(r"gpuprov_\w+", alert["expr"])) <= documented, alert
+        assert alert["annotations"]["summary"]

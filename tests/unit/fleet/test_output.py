@@ -385,5 +385,5 @@ def test_summary_for_programs() -> None:
     assert summary["hosts"][1] == {
         "host": "lab-d", "exit_code": 4, "result": "unreachable", "changed": 0, "seconds": 0.0, "summary": "",
         "problems": [{"what": "no answer", "evidence": "", "next_step": ""}], "versions": {},
-        "same_as": "",
+        "same_as": "", "drain": None,
     }  # fmt: skip

@@ -88,6 +88,11 @@ def test_yaml_and_json_have_the_same_objects() -> None:
     assert yaml.safe_load(printed("--mode", "operator")) == json.loads(printed("--mode", "operator", "--json"))
 
 
+def test_claims_are_in_the_version_that_the_cluster_serves() -> None:
+    first = next(one for one in yaml.safe_load_all(printed("--mode", "dra", "--resource-api", "v1beta1")) if one)
+    assert first["apiVersion"] == "resource.k8s.io/v1beta1"
+
+
 def test_the_operator_leaves_driver_and_toolkit_to_the_host() -> None:
     values = json.loads(printed("--mode", "operator", "--json"))
     assert values["driver"] == values["toolkit"] == {"enabled": False}

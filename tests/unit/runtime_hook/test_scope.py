@@ -122,7 +122,7 @@ def test_the_nodes_are_added_to_the_units_list() -> None:
 @pytest.mark.parametrize("value", ["strict", "closed"])
 def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
     served = systemd(policy(value), message(RETURN))
-    prestart.wait(scope.tell(UNIT, NODES))
+    scope.wait(scope.tell(UNIT, NODES))
     served.end()
     assert served.heard.startswith(b"\0AUTH EXTERNAL ") and b"BEGIN\r\n" in served.heard
     assert served.heard.count(b"l\1\0\1") == 2 and b"Hello" not in served.heard
@@ -140,7 +140,7 @@ def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> 
     signal = message(SIGNAL, string("x"), fields=b"")
     hello = message(RETURN, string(":1.7")) + signal * 3
     served = systemd(hello, signal + policy("strict"), message(RETURN), name="bus")
-    prestart.wait(scope.tell(UNIT, NODES))
+    scope.wait(scope.tell(UNIT, NODES))
     served.end()
     assert b"Hello" in served.heard and b"SetUnitProperties" in served.heard
 
@@ -180,4 +180,4 @@ def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
 
 def test_an_error_in_the_end_is_no_reason_against_a_start(systemd: Any) -> None:
     systemd(policy("strict"), message(ERROR, string("Access denied")))
-    prestart.wait(scope.tell(UNIT, NODES))
+    scope.wait(scope.tell(UNIT, NODES))

@@ -1,0 +1,113 @@
+"""What gpuprov-watch.service runs: a check and a verification by the stored specification, then the metrics.
+
+It changes nothing on the host but its own file. While a run of gpuprov holds the host it skips, and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from gpuprov.agent.run import run_request
+from gpuprov.agent.watch_metrics import Measured, metrics_text
+from gpuprov.core.changes import parent_of
+from gpuprov.core.disk import write_whole
+from gpuprov.core.lock import read_holder, try_lock
+from gpuprov.core.proxy import Proxy
+from gpuprov.core.system import System
+from gpuprov.engines.docker_proxy import ENVIRONMENT
+from gpuprov.facts.watch import STORED, stored
+from gpuprov.plan.steps import STEPS
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import CheckDone, Event, Finished
+from gpuprov.wire.request import Request
+
+_HOSTNAME = "/proc/sys/kernel/hostname"
+# A host that was installed from a bundle reaches no repository: what it lacks of these can't be told without it.
+_OF_A_BUNDLE = ("download", "repositories", "packages", "images")
+
+
+def main() -> int:
+    """Watch once, print what came of it for the journal, and return the exit code: 1 if nothing could be measured."""
+    try:
+        print(watch(System()))  # noqa: T201
+    except GpuprovError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return int(ExitCode.FAILED)
+    except OSError as error:
+        print(f"the metrics were not written: {error}", file=sys.stderr)  # noqa: T201
+        return int(ExitCode.FAILED)
+    return int(ExitCode.DONE)
+
+
+def watch(system: System) -> str:
+    """Check and verify the host and write the metrics; return a sentence. Raises GpuprovError or OSError."""
+    found = stored(system.read_bytes(STORED))
+    spec = found.get("spec")
+    if not isinstance(spec, dict) or not spec.get("watch_metrics"):
+        raise GpuprovError("there is no specification to watch by", STORED, "gpuprov install writes it again")
+    if busy := _busy(system):
+        return busy
+    begun = time.monotonic()
+    request = Request(
+        "install",
+        {**spec, "proxy": _proxy(system, spec)},
+        tables=dict(found.get("tables") or {}),
+        arguments={"watch": True, "bundle": bool(found.get("bundle"))},
+    )
+    steps = tuple(step.name for step in STEPS if step.name not in _OF_A_BUNDLE) if found.get("bundle") else ()
+    plan, _ = _run(system, replace(request, check=True, steps=steps))
+    proof, checks = _run(system, replace(request, command="verify"))
+    if busy := _busy(system):
+        return busy
+    code = plan.exit_code or proof.exit_code
+    versions = {**plan.versions, **{name: one for name, one in proof.versions.items() if one}}
+    pending = plan.changed if plan.exit_code == ExitCode.DONE else None
+    host = (system.read_text(_HOSTNAME) or "localhost").strip()
+    seconds = round(time.monotonic() - begun, 1)
+    text = metrics_text(Measured(host, code, pending, checks, versions, time.time(), seconds))
+    _write(system, str(spec["watch_metrics"]), text)
+    troubles = [str(problem) for one in (plan, proof) for problem in one.problems]
+    failed = [f"{check.name}: {check.reason}" for check in checks if check.status == "failed"]
+    told = f"{pending if pending is not None else 'unknown'} changes pending, {len(failed)} checks failed"
+    return "\n".join((told, *failed, *troubles))
+
+
+def _run(system: System, request: Request) -> tuple[Finished, tuple[CheckDone, ...]]:
+    events: list[Event] = []
+    run_request(request, events.append, system)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return last, tuple(event for event in events if isinstance(event, CheckDone))
+
+
+def _busy(system: System) -> str:
+    """Return that a run holds the host, and which; nothing if none does."""
+    with try_lock(system) as ours:
+        if ours:
+            return ""
+    holder = read_holder(system)
+    who = f"pid {holder.pid}: gpuprov {holder.command}, since {holder.since}" if holder else "its name is not known"
+    return f"skipped: a gpuprov run holds this host ({who})"
+
+
+def _proxy(system: System, spec: dict[str, Any]) -> str:
+    """Return the proxy with its login, which is not stored a second time: docker's own file for root alone has it."""
+    for line in (system.read_text(ENVIRONMENT) or "").splitlines():
+        name, _, value = line.partition("=")
+        url = value.strip('"')
+        if name in ("HTTP_PROXY", "HTTPS_PROXY") and Proxy(url).address == spec.get("proxy"):
+            return url
+    return str(spec.get("proxy", ""))
+
+
+def _write(system: System, path: str, text: str) -> None:
+    """Write the metrics whole or not at all, and through no link: other users may write into that folder."""
+    if system.status(parent_of(path)) is None:
+        raise GpuprovError(
+            f"there is no folder {parent_of(path)} for the metrics", f"gpuprov_watch_metrics is {path}",
+            f"mkdir -p {parent_of(path)}",
+        )  # fmt: skip
+    write_whole(system.path(parent_of(path)) / path.rpartition("/")[2], text.encode(), 0o644, (0, 0))

@@ -1,0 +1,275 @@
+"""gpuprov_watch: a timer by which the host checks and verifies itself; agent/watch.py is what runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gpuprov.core.changes import (
+    Change,
+    Json,
+    Tell,
+    capture_path,
+    capture_path_itself,
+    parent_of,
+    restore_path,
+    text_diff,
+)
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.proxy import Proxy
+from gpuprov.core.system import System
+from gpuprov.facts.host import HostFacts
+from gpuprov.facts.watch import (
+    LINK,
+    OFF,
+    PROGRAM,
+    SERVICE,
+    SERVICE_FILE,
+    STAMP,
+    STORED,
+    TIMER,
+    TIMER_FILE,
+    stored,
+)
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.spec import HostSpec, spec_to_json
+
+# How far the hosts of a fleet are spread, so that they do not all ask a mirror at once.
+_DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
+_SYSTEMCTL_SECONDS = 60
+_LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
+# What says how a run goes, not what the host shall be.
+_OF_A_RUN = ("reboot", "lock_timeout")
+_SERVICE_TEXT = f"""\
+# By gpuprov: checks and verifies this host, changes nothing, and writes the metrics (gpuprov_watch).
+[Unit]
+Description=Check and verification of the GPUs for containers (gpuprov)
+Documentation=https://prometheus.io/docs/guides/node-exporter/
+After=network-online.target docker.service containerd.service crio.service
+ConditionPathExists={STORED}
+
+[Service]
+Type=oneshot
+ExecStart={{python}} -I {PROGRAM} watch
+Environment=HOME=/root
+TimeoutStartSec=30min
+Nice=19
+IOSchedulingClass=idle
+UMask=0077
+# /usr, /boot and /etc are read-only. What it starts are containers, whose own rules must still fit.
+ProtectSystem=full
+ProtectHome=read-only
+PrivateTmp=yes
+ProtectClock=yes
+ProtectHostname=yes
+LockPersonality=yes
+RestrictRealtime=yes
+"""
+_TIMER_TEXT = """\
+# By gpuprov: how often this host is watched (gpuprov_watch).
+[Unit]
+Description=Check and verification of the GPUs for containers, {schedule} (gpuprov)
+
+[Timer]
+OnCalendar={schedule}
+RandomizedDelaySec={delay}
+Persistent=true
+
+[Install]
+WantedBy=timers.target
+"""
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what installs, updates or removes the watch, or nothing."""
+    if spec.watch == OFF:
+        return (RemoveWatch(),) if facts.watch.is_there else ()
+    wanted = {
+        SERVICE_FILE: (_SERVICE_TEXT.format(python=facts.interpreter.path).encode(), 0o644),
+        TIMER_FILE: (_TIMER_TEXT.format(schedule=spec.watch, delay=_DELAYS[spec.watch]).encode(), 0o644),
+        STORED: (stored_text(facts, spec), 0o600),
+    }
+    wrong = tuple(
+        (path, content, mode)
+        for path, (content, mode) in wanted.items()
+        if (found := facts.watch.files.get(path)) is None or not found.is_roots(content, mode)
+    )
+    # Without the agent's file at hand, the program that lies there stays.
+    stale = bool(facts.watch.agent) and facts.watch.agent != facts.watch.program
+    if not wrong and not stale and facts.watch.link == TIMER_FILE:
+        return ()
+    return (SetWatch(spec.watch, spec.watch_metrics, wrong, facts.watch.agent_path if stale else ""),)
+
+
+def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
+    """Return what prevents a watch: no folder for the metrics, a login that would have to be stored."""
+    return () if spec.watch == OFF else tuple(_problems(facts, spec))
+
+
+def _problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
+    if facts.image is not None:
+        yield Problem(
+            "gpuprov_watch is not for images: a timer needs a host that runs", "gpuprov_target is image",
+            "set gpuprov_watch: off for the image, and install the watch on the hosts that boot it",
+        )  # fmt: skip
+        return
+    folder = parent_of(spec.watch_metrics)
+    if folder not in facts.watch.folders:
+        yield Problem(
+            f"there is no folder {folder} for the metrics of gpuprov_watch",
+            f"gpuprov_watch_metrics is {spec.watch_metrics}",
+            "install prometheus-node-exporter, name another file with gpuprov_watch_metrics, or: mkdir -p " + folder,
+        )
+    if not facts.watch.agent and not facts.watch.program:
+        yield Problem(
+            "the program of gpuprov_watch is not at hand", facts.watch.agent_path or "no file of the agent is named",
+            "run gpuprov install from the controller: --hosts INVENTORY",
+        )  # fmt: skip
+    named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and _has_login(value)]
+    if named:
+        yield Problem(
+            "gpuprov_watch can't store a specification with a password in a URL",
+            f"in {', '.join(f'gpuprov_{name}' for name in named)}",
+            "take the login from the URL (a mirror that knows the host by its address), or set gpuprov_watch: off",
+        )
+
+
+def _has_login(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_login, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_login, value))
+    return isinstance(value, str) and _LOGIN_IN_URL.search(value) is not None
+
+
+def stored_text(facts: HostFacts, spec: HostSpec) -> bytes:
+    """Return the specification as the watch finds it: without secrets, and without what is only of a run."""
+    values = {name: value for name, value in spec_to_json(spec).items() if name not in _OF_A_RUN}
+    values["proxy"] = Proxy(spec.proxy).address
+    return json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class SetWatch(Change):
+    """The host checks and verifies itself by a timer.
+
+    `files`: path, content, mode; `agent`: the file that becomes the program, empty where the program stays.
+    """
+
+    schedule: str
+    metrics: str
+    files: tuple[tuple[str, bytes, int], ...]
+    agent: str = ""
+
+    def summary(self) -> str:
+        return f"watch this host {self.schedule} ({TIMER}), metrics in {self.metrics}"
+
+    @property
+    def key(self) -> str:
+        return "watch this host"
+
+    def diff(self, system: System) -> str:
+        program = [f"+{PROGRAM}"] if self.agent else []
+        texts = (text_diff(path, system.read_bytes(path), content) for path, content, _ in self.files)
+        return "\n".join(part for part in (*texts, *program) if part)
+
+    def capture(self, system: System) -> Json:
+        paths = (*(path for path, *_ in self.files), *([PROGRAM] if self.agent else []))
+        images = [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]
+        return {"files": images, "metrics": self.metrics, "before": _metrics(system)}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        system.make_directory(STATE_DIRECTORY, 0o700)
+        if self.agent:
+            system.make_directory(parent_of(PROGRAM))
+            system.write(PROGRAM, system.read_bytes(self.agent) or b"", mode=0o644, owner=(0, 0))
+        if (old := _metrics(system)) != self.metrics:
+            remove_metrics(system, old)
+        for path, content, mode in self.files:
+            system.make_directory(parent_of(path))
+            system.write(path, content, mode=mode, owner=(0, 0))
+        system.make_directory(parent_of(LINK))
+        system.make_link(LINK, TIMER_FILE)
+        _systemctl(system, "daemon-reload")
+        done = system.run(("systemctl", "restart", TIMER), timeout=_SYSTEMCTL_SECONDS)
+        if not done.ok:
+            raise GpuprovError(f"{TIMER} does not start", done.evidence(3), f"systemctl status {TIMER}")
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        _stop(system)
+        if before["metrics"] != before["before"]:
+            remove_metrics(system, before["metrics"])
+        _restore(system, before)
+
+
+@dataclass(frozen=True)
+class RemoveWatch(Change):
+    """Nothing of the watch shall be there: timer, unit, program, stored specification, metrics."""
+
+    def summary(self) -> str:
+        return f"remove the watch ({TIMER}) with its specification and metrics"
+
+    @property
+    def key(self) -> str:
+        return "remove the watch"
+
+    def diff(self, system: System) -> str:
+        return "\n".join(text_diff(path, system.read_bytes(path), None) for path in (SERVICE_FILE, TIMER_FILE, STORED))
+
+    def capture(self, system: System) -> Json:
+        paths = (SERVICE_FILE, TIMER_FILE, STORED, PROGRAM)
+        return {"files": [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        remove_metrics(system, _metrics(system))
+        _stop(system)
+        for path in (LINK, TIMER_FILE, SERVICE_FILE, STORED, PROGRAM, STAMP):
+            system.remove(path)
+        _systemctl(system, "daemon-reload")
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        _restore(system, before)
+
+
+def remove_metrics(system: System, path: str) -> None:
+    """Remove the file of the metrics if the watch has written it."""
+    status = system.status(path) if path else None
+    if (
+        status is not None
+        and status.kind == "file"
+        and (system.read_start(path, 100) or b"").startswith(b"# HELP gpuprov_")
+    ):
+        system.remove(path)
+
+
+def _metrics(system: System) -> str:
+    """Return the file of the metrics that the stored specification names, nothing where none is stored."""
+    spec = stored(system.read_bytes(STORED)).get("spec")
+    return str(spec.get("watch_metrics", "")) if isinstance(spec, dict) else ""
+
+
+def _stop(system: System) -> None:
+    system.run(("systemctl", "stop", TIMER, SERVICE), timeout=_SYSTEMCTL_SECONDS)
+    # What failed once would be listed as failed for ever.
+    system.run(("systemctl", "reset-failed", SERVICE), timeout=_SYSTEMCTL_SECONDS)
+
+
+def _restore(system: System, before: Json) -> None:
+    for image in before["files"]:
+        restore_path(system, image)
+    if system.status(TIMER_FILE) is None:
+        system.remove(STAMP)
+    _systemctl(system, "daemon-reload")
+    if system.status(LINK) is not None:
+        system.run(("systemctl", "restart", TIMER), timeout=_SYSTEMCTL_SECONDS)
+
+
+def _systemctl(system: System, verb: str) -> None:
+    system.run(("systemctl", verb), timeout=_SYSTEMCTL_SECONDS)

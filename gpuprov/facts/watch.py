@@ -1,0 +1,87 @@
+"""What lies on a host of gpuprov_watch: units, program, stored specification; no decision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuprov.core.changes import FileFact
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.system import System
+from gpuprov.facts.boot_files import UNITS
+from gpuprov.runtime_hook.deploy import LIBRARY_PATH
+
+OFF = "off"
+SERVICE = "gpuprov-watch.service"
+TIMER = "gpuprov-watch.timer"
+SERVICE_FILE = f"{UNITS}/{SERVICE}"
+TIMER_FILE = f"{UNITS}/{TIMER}"
+LINK = f"{UNITS}/timers.target.wants/{TIMER}"
+# The agent's own file, where no other user can write: a timer of root's must not run what lies in a home directory.
+PROGRAM = f"{LIBRARY_PATH}/watch.pyz"
+STORED = f"{STATE_DIRECTORY}/watch.json"
+# When systemd ran a persistent timer last (systemd.timer(5)).
+STAMP = f"/var/lib/systemd/timers/stamp-{TIMER}"
+TEXTS = (SERVICE_FILE, TIMER_FILE, STORED)
+
+
+@dataclass(frozen=True)
+class WatchFacts:
+    """What is there. `files`: path → file of TEXTS. `program` and `agent`: SHA-256 of the program that lies there, and
+    of the agent's file at `agent_path`, which becomes the program. `folders`: those of the metrics that exist.
+
+    `extra` is what the request has besides the specification, to be stored with it.
+    """
+
+    files: Mapping[str, FileFact] = field(default_factory=dict)
+    program: str = ""
+    agent: str = ""
+    agent_path: str = ""
+    link: str = ""
+    folders: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_there(self) -> bool:
+        """Say whether anything of the watch is on the host."""
+        return bool(self.files or self.program or self.link)
+
+
+def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[str, Any]) -> WatchFacts:
+    """Return what is there of the watch. `metrics` is the file that is asked for, empty where no watch is."""
+    found = {path: fact for path in TEXTS if (fact := _file(system, path)) is not None}
+    link = system.status(LINK)
+    folder = metrics.rpartition("/")[0]
+    has_folder = bool(folder) and (status := system.status(folder)) is not None and status.kind == "directory"
+    return WatchFacts(
+        files=found,
+        program=_digest(system, PROGRAM),
+        agent=_digest(system, agent_path) if metrics and agent_path else "",
+        agent_path=agent_path,
+        link=link.target if link is not None else "",
+        folders=(folder,) if has_folder else (),
+        extra=dict(extra),
+    )
+
+
+def stored(content: bytes | None) -> dict[str, Any]:
+    """Return what a stored specification says, nothing if it can't be read: then it is written again."""
+    try:
+        data = json.loads(content or b"")
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _file(system: System, path: str) -> FileFact | None:
+    status, content = system.status(path), system.read_bytes(path)
+    if status is None or content is None:
+        return None
+    return FileFact(content, status.mode, status.uid, status.gid)
+
+
+def _digest(system: System, path: str) -> str:
+    status = system.status(path)
+    return system.sha256(path) if status is not None and status.kind == "file" else ""

@@ -1,0 +1,118 @@
+"""A rolling driver upgrade over four real hosts: drained one batch after the other, and one drain fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import simgpu
+from tests.integration.test_ansible import play
+from tests.lab.fixtures import DRIVER, Site, gpuprov
+
+pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
+OLD = "535.261.03"
+HOSTS = ("main", "twin", "bullseye", "trixie")
+# It plays a scheduler: it writes down what it is asked, and refuses the hosts that a file names.
+_SCRIPT = """#!/bin/sh
+echo "$1 $2" >> {folder}/calls
+if [ "$1" = drain ] && grep -qx "$2" {folder}/refused; then echo "error: $2 has a pod that may not go" >&2; exit 1; fi
+"""
+
+
+def inventory(site: Site, version: str) -> Path:
+    """Write an inventory that asks for a driver, which the hosts' kernel has already: it is the container host's."""
+    file = simgpu.build_run(site.lab.www, version)
+    for name in HOSTS:
+        outside = site.hosts[name].root / "usr/lib/simgpu/proc/driver/nvidia/version"
+        outside.write_text(outside.read_text().replace(OLD, version).replace(DRIVER, version))
+    return site.inventory(
+        *HOSTS, gpuprov_packages=None, gpuprov_repositories=None, gpuprov_driver_version=version,
+        gpuprov_driver_url=f"{site.lab.url}/{file.name}",
+        gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )  # fmt: skip
+
+
+def driver(site: Site, name: str) -> str:
+    return site.hosts[name].ssh("ls /usr/lib/x86_64-linux-gnu/libcuda.so.*.*").stdout.strip().rpartition(".so.")[2]
+
+
+def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    script, calls, refused = (tmp_path / name for name in ("scheduler", "calls", "refused"))
+    script.write_text(_SCRIPT.format(folder=tmp_path))
+    script.chmod(0o700)
+    refused.write_text("bullseye\n")
+    calls.write_text("")
+    words = ("--before-host", f"{script} drain {{host}}", "--after-host", f"{script} undrain {{host}}")
+
+    # Four bare hosts: no container can run there, so nobody is drained.
+    first = gpuprov("install", "--hosts", inventory(site, OLD), *words, timeout=600)
+    assert (first.returncode, calls.read_text()) == (0, ""), first.stdout
+
+    hosts = inventory(site, DRIVER)
+    foreseen = gpuprov("install", "--hosts", hosts, "--check", *words)
+    assert foreseen.returncode == 0, foreseen.stdout
+    assert f"would run before the changes: {script} drain twin" in foreseen.stdout
+    assert calls.read_text() == ""
+
+    rolled = gpuprov("install", "--hosts", hosts, "--serial", "2", "--max-fail", "1", *words, timeout=600)
+    assert rolled.returncode == 1, rolled.stdout
+    assert "error: bullseye has a pod that may not go" in rolled.stdout
+    assert "drain failed: bullseye" in rolled.stdout.splitlines()[-1]
+    order = calls.read_text().splitlines()
+    assert sorted(order) == sorted([f"drain {name}" for name in HOSTS]
+                                   + [f"undrain {name}" for name in HOSTS if name != "bullseye"])  # fmt: skip
+    # An inventory in YAML is sorted by name here, so these two are the first batch.
+    assert {line.split()[1] for line in order[:3]} == {"bullseye", "main"}
+    assert {name: driver(site, name) for name in HOSTS} == {**dict.fromkeys(HOSTS, DRIVER), "bullseye": OLD}
+
+    kept = json.loads(gpuprov("report", "--json").stdout)
+    assert {one["host"]: one["drain"]["state"] for one in kept["results"]} == {
+        **dict.fromkeys(HOSTS, "undrained"), "bullseye": "failed"
+    }  # fmt: skip
+
+    # The same command again, once the pod is gone: only the host that is left is drained.
+    refused.write_text("")
+    calls.write_text("")
+    again = gpuprov("install", "--hosts", hosts, *words, timeout=600)
+    assert again.returncode == 0, again.stdout
+    assert calls.read_text().splitlines() == ["drain bullseye", "undrain bullseye"]
+    assert driver(site, "bullseye") == DRIVER
+
+
+_TASKS = """
+- name: Tell the scheduler
+  ansible.builtin.command: {script} {verb} {{{{ inventory_hostname }}}}
+  delegate_to: localhost
+  become: false
+  changed_when: true
+"""
+
+
+def test_a_playbooks_hooks_do_the_same(site: Site, tmp_path: Path) -> None:
+    """Nothing is drained while nothing stops; a host whose drain fails is not changed."""
+    script, calls, refused = (tmp_path / name for name in ("scheduler", "calls", "refused"))
+    script.write_text(_SCRIPT.format(folder=tmp_path))
+    script.chmod(0o700)
+    refused.write_text("")
+    calls.write_text("")
+    words = []
+    for verb, name in (("drain", "before"), ("undrain", "after")):
+        (tmp_path / f"{verb}.yml").write_text(_TASKS.format(script=script, verb=verb))
+        words += ["-e", f"gpuprov_play_{name}_host_tasks={tmp_path / verb}.yml"]
+    limit = ("--limit", "main", *words)
+    first = play("site", inventory(site, DRIVER), *limit)
+    assert (first.returncode, calls.read_text()) == (0, ""), first.stdout
+    hosts = inventory(site, OLD)
+    refused.write_text("main\n")
+    failed = play("site", hosts, *limit)
+    assert failed.returncode != 0 and calls.read_text() == "drain main\n", failed.stdout
+    assert driver(site, "main") == DRIVER
+    refused.write_text("")
+    done = play("site", hosts, *limit)
+    assert done.returncode == 0, done.stdout
+    assert calls.read_text().splitlines() == ["drain main", "drain main", "undrain main"]
+    assert driver(site, "main") == OLD

@@ -1,0 +1,246 @@
+"""Drain, change, prove, undrain: what is run in which order, and what is told of hosts that stay drained."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gpuprov.fleet.batches import Rollout, parse_rollout
+from gpuprov.fleet.history import Run, from_json, to_json
+from gpuprov.fleet.host_command import parse_host_commands
+from gpuprov.fleet.options import Options
+from gpuprov.fleet.page import render
+from gpuprov.fleet.report import print_report, summary_json
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.run import Fleet, RunSettings
+from gpuprov.fleet.target import HostTarget
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import CheckDone, Finished, Note, Planned, PlannedChange, Sink
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec
+
+CALLS = "calls"
+SCRIPT = """#!/bin/sh
+echo "$1 $2" >> {calls}; sleep 0.1
+if [ "$1 $2" = "{fails}" ]; then echo "error: $2 \033[31mhas pods\033[0m <b>" >&2; exit 1; fi
+"""
+
+
+class Site:
+    """Hosts named by letters that answer requests as they are told, and a script that drains them."""
+
+    def __init__(self, folder: Path, fails: str = "") -> None:
+        self.calls = folder / CALLS
+        self.script = folder / "hosts.sh"
+        self.script.write_text(SCRIPT.format(calls=self.calls, fails=fails))
+        self.script.chmod(0o700)
+        self.disturbing = "abcdef"
+        self.ill = ""
+        self.failing = ""
+        self.reboots = ""
+        self.told: list[str] = []
+        self.notes: list[str] = []
+
+    def answer(self, name: str, request: Request, sink: Sink) -> Finished:
+        kind = "look" if request.check else "calm" if request.undisturbed else request.command
+        with self.calls.open("a") as file:
+            file.write(f"{kind} {name}\n")
+        if request.command == "verify":
+            sink(CheckDone("docker, all GPUs", "failed" if name in self.ill else "ok"))
+            return Finished(int(name in self.ill), versions={"driver": "550"})
+        sink(Planned((PlannedChange("k", "docker", "restart docker", disturbs=name in self.disturbing),)))
+        if not request.check and name in self.failing:
+            raise GpuprovError("the disk is full")
+        return Finished(3 if not request.check and name in self.reboots else 0, 1)
+
+    def run(
+        self, names: str = "ab", command: str = "install", *, check: bool = False, after: bool = True,
+        rollout: Rollout | None = None,
+    ) -> tuple[HostResult, ...]:  # fmt: skip
+        commands = parse_host_commands(f"{self.script} drain {{host}}", f"{self.script} undrain {{host}}" * after, 20)
+        settings = RunSettings(
+            lambda: pytest.fail("no host needs the agent"), Options(command, forks=1), self.told.append,
+            rollout or Rollout(), commands,
+        )  # fmt: skip
+        self.fleet = Fleet(settings)
+        site = self
+
+        def run_here(request: Request, sink: Sink, stop: object) -> Finished:
+            return site.answer(site.current, request, sink)
+
+        targets = [HostTarget(name, HostSpec(), connection="local") for name in names]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gpuprov.fleet.run.run_here", run_here)
+            patch.setattr("gpuprov.fleet.run.Fleet._claim", lambda fleet, name, *rest: setattr(site, "current", name))
+            return self.fleet.run(targets, Request(command, check=check), self._sink)
+
+    def _sink(self, host: str, event: object) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event.message)
+
+    current = ""
+
+    def order(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+def states(results: tuple[HostResult, ...]) -> list[str]:
+    return [result.drain.state if result.drain else "" for result in results]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_each_host_is_looked_at_drained_changed_verified_and_undrained(site: Site) -> None:
+    results = site.run("ab")
+    assert [result.exit_code for result in results] == [0, 0]
+    assert site.order() == [f"{word} {name}" for name in "ab" for word in
+                            ("look", "drain", "install", "verify", "undrain")]  # fmt: skip
+    assert states(results) == ["undrained", "undrained"]
+    assert results[0].checks[0].status == "ok"
+    assert results[0].versions == {"driver": "550"}
+    assert results[0].drain is not None and results[0].drain.seconds > 0
+
+
+def test_host_whose_plan_stops_nothing_is_not_drained(site: Site) -> None:
+    site.disturbing = ""
+    results = site.run("a")
+    assert site.order() == ["look a", "calm a"]
+    assert states(results) == [""]
+
+
+def test_check_drains_nobody_and_says_what_would_be_run(site: Site) -> None:
+    results = site.run("a", check=True)
+    assert site.order() == ["look a"]
+    assert states(results) == ["foreseen"]
+    told = [f"would run before the changes: {site.script} drain a",
+            f"would run once verify is green: {site.script} undrain a"]  # fmt: skip
+    assert [note for note in site.notes if "would run" in note] == told
+
+
+def test_drain_that_fails_stops_its_host_alone(tmp_path: Path) -> None:
+    site = Site(tmp_path, fails="drain a")
+    results = site.run("abc")
+    assert [result.exit_code for result in results] == [1, 0, 0]
+    assert [line for line in site.order() if line.endswith(" a")] == ["look a", "drain a"]
+    problem = results[0].problems[0]
+    assert "so the host was not changed" in problem.what
+    assert "exit code 1\nerror: a has pods <b>" in problem.evidence
+    assert f"{site.script} undrain a" in problem.next_step
+    assert states(results) == ["failed", "undrained", "undrained"]
+
+
+def test_host_that_is_not_green_stays_drained_with_the_command_to_type(site: Site) -> None:
+    site.ill = "a"
+    results = site.run("ab")
+    assert [result.exit_code for result in results] == [1, 0]
+    assert "undrain a" not in site.order()
+    assert results[0].changed == 1
+    assert f"once verify is green: {site.script} undrain a" in results[0].problems[0].next_step
+    assert states(results) == ["drained", "undrained"]
+
+
+@pytest.mark.parametrize("trouble", ["failing", "reboots"])
+def test_host_that_fails_or_waits_for_a_reboot_stays_drained(site: Site, trouble: str) -> None:
+    setattr(site, trouble, "a")
+    results = site.run("a")
+    assert results[0].exit_code == (1 if trouble == "failing" else 3)
+    assert site.order() == ["look a", "drain a", "install a"]
+    assert states(results) == ["drained"]
+
+
+def test_undrain_that_fails_is_the_hosts_failure(tmp_path: Path) -> None:
+    site = Site(tmp_path, fails="undrain a")
+    results = site.run("a")
+    assert results[0].exit_code == ExitCode.FAILED
+    assert states(results) == ["drained"]
+    assert results[0].problems[0].next_step == f"the host is ready: {site.script} undrain a"
+
+
+def test_without_a_command_for_afterwards_the_host_stays_drained(site: Site) -> None:
+    results = site.run("a", "uninstall", after=False)
+    assert site.order() == ["look a", "drain a", "uninstall a"]
+    assert states(results) == ["drained"]
+    assert results[0].exit_code == ExitCode.DONE
+
+
+def test_canary_whose_drain_fails_is_the_only_host_that_is_drained(tmp_path: Path) -> None:
+    site = Site(tmp_path, fails="drain a")
+    results = site.run("abc", rollout=parse_rollout(canary="1"))
+    assert site.order() == ["look a", "drain a"]
+    assert [result.begun for result in results] == [True, False, False]
+
+
+def test_too_many_failures_of_a_batch_end_the_run(tmp_path: Path) -> None:
+    site = Site(tmp_path, fails="drain b")
+    results = site.run("abcd", rollout=parse_rollout("2", "0"))
+    assert [line for line in site.order() if line.startswith("drain")] == ["drain a", "drain b"]
+    assert [result.begun for result in results] == [True, True, False, False]
+
+
+def test_ctrl_c_drains_no_further_host_and_says_who_is_drained(site: Site) -> None:
+    real = site.answer
+
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
+        if request.command == "install" and not request.check:
+            site.fleet.interrupt()
+            site.failing = "a"
+        return real(name, request, sink)
+
+    site.answer = answer  # type: ignore[method-assign]
+    results = site.run("ab")
+    assert states(results) == ["drained", ""]
+    assert any(line.startswith("drained now: a;") for line in site.told)
+    assert not results[1].begun
+
+
+def test_ctrl_c_during_the_look_leaves_the_host_alone(site: Site) -> None:
+    real = site.answer
+
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
+        site.fleet.interrupt()
+        return real(name, request, sink)
+
+    site.answer = answer  # type: ignore[method-assign]
+    results = site.run("a")
+    assert site.order() == ["look a"]
+    assert results[0].exit_code == ExitCode.FAILED
+
+
+def report(results: tuple[HostResult, ...]) -> str:
+    out = io.StringIO()
+    print_report(Console(file=out, width=200), "install", results, check=False, next_command="", verbose=False)
+    return out.getvalue()
+
+
+def test_report_json_page_and_history_say_who_is_still_drained(tmp_path: Path) -> None:
+    site = Site(tmp_path, fails="drain c")
+    site.ill = "a"
+    results = site.run("abc")
+    text = report(results)
+    assert text.rstrip().endswith("; still drained: a; drain failed: c")
+    assert f"{site.script} undrain a" in text
+    assert "\x1b" not in text
+    summary = json.loads(json.dumps(summary_json("install", results)))
+    assert [host["drain"]["state"] for host in summary["hosts"]] == ["drained", "undrained", "failed"]
+    run = Run("20261121T081500-7", "install", "2026-11-21T08:15:00+0000", 1.0, results)
+    page = render(run)
+    assert "Drained hosts" in page and "still drained" in page
+    assert "has pods &lt;b&gt;" in page and "<b>\n" not in page
+    again = from_json(json.loads(json.dumps(to_json(run))))
+    assert [result.drain for result in again.results] == [result.drain for result in results]
+    assert report(again.results) == text
+
+
+def test_runs_kept_by_an_earlier_version_have_no_drain(site: Site) -> None:
+    results = (HostResult("a", ExitCode.FAILED, problems=(Problem("x"),)),)
+    kept = to_json(Run("20261121T081500-7", "install", "2026-11-21T08:15:00+0000", 1.0, results))
+    del kept["results"][0]["drain"]
+    assert from_json(kept).results[0].drain is None
+    assert "drain" not in report(results)

@@ -1,0 +1,214 @@
+"""gpuprov_watch: what is planned, stored and removed; the metrics have the names of `gpuprov --metrics`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuprov.agent import watch
+from gpuprov.agent.run import run_request
+from gpuprov.agent.watch_metrics import Measured, metrics_text
+from gpuprov.boot import watch as boot_watch
+from gpuprov.core.lock import LOCK_PATH
+from gpuprov.engines.docker_proxy import ENVIRONMENT
+from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
+from gpuprov.fleet.history import Run
+from gpuprov.fleet.metrics import write_metrics
+from gpuprov.fleet.result import HostResult
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.events import CheckDone, Event, Finished, Planned
+from gpuprov.wire.request import Request
+from gpuprov.wire.spec import HostSpec, spec_to_json
+from tests.unit.doctor.host import SPEC, DoctorHost, healthy
+
+pytestmark = pytest.mark.root
+METRICS = "/srv/metrics/gpuprov.prom"
+DAILY = replace(SPEC, watch="daily", watch_metrics=METRICS)
+SECRET = "http://me:opensesame@proxy.example.org:3128"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> DoctorHost:
+    """A host that is as it should be, with a folder for metrics and the agent's file."""
+    made = healthy(tmp_path / "root")
+    (made.root / "srv/metrics").mkdir(parents=True)
+    (made.root / "srv/agent.pyz").write_bytes(b"the agent")
+    return made
+
+
+def install(host: DoctorHost, spec: HostSpec, command: str = "install", **more: Any) -> Finished:
+    events: list[Event] = []
+    run_request(Request(command, spec_to_json(spec), agent="/srv/agent.pyz", **more), events.append, host)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return last
+
+
+def there(host: DoctorHost) -> list[str]:
+    return [path for path in (*TEXTS, PROGRAM, LINK, METRICS) if host.status(path) is not None]
+
+
+def test_the_timer_is_installed_once_and_started(host: DoctorHost) -> None:
+    assert install(host, DAILY).changed == 1
+    assert there(host) == [*TEXTS, PROGRAM, LINK]
+    assert host.read_bytes(PROGRAM) == b"the agent"
+    assert ("systemctl", "restart", TIMER) in host.commands
+    assert "OnCalendar=daily\nRandomizedDelaySec=2h\n" in (host.read_text(TIMER_FILE) or "")
+    assert "TimeoutStartSec=30min" in (host.read_text(SERVICE_FILE) or "")
+    assert install(host, DAILY).changed == 0
+
+
+@pytest.mark.parametrize("how", ["off", "rollback", "uninstall"])
+def test_everything_goes_again(host: DoctorHost, how: str) -> None:
+    before = host.tree()
+    install(host, DAILY)
+    (host.root / METRICS[1:]).write_text("# HELP gpuprov_x\n")
+    last = install(host, SPEC) if how == "off" else install(host, SPEC, how)
+    assert last.exit_code == 0, last.problems
+    assert there(host) == []
+    if how == "rollback":
+        assert host.tree() == before
+    if how == "off":
+        assert install(host, SPEC).changed == 0
+
+
+def test_somebody_elses_file_under_the_metrics_name_stays(host: DoctorHost) -> None:
+    install(host, DAILY)
+    (host.root / METRICS[1:]).write_text("mine\n")
+    install(host, SPEC)
+    assert there(host) == [METRICS]
+
+
+def test_other_file_for_the_metrics_takes_the_old_one_away(host: DoctorHost) -> None:
+    install(host, DAILY)
+    (host.root / METRICS[1:]).write_text("# HELP gpuprov_x\n")
+    assert install(host, replace(DAILY, watch_metrics="/srv/other.prom")).changed == 1
+    assert METRICS not in there(host)
+
+
+def test_another_agent_replaces_the_program(host: DoctorHost) -> None:
+    install(host, DAILY)
+    (host.root / "srv/agent.pyz").write_bytes(b"a newer agent")
+    assert install(host, DAILY).changed == 1
+    assert host.read_bytes(PROGRAM) == b"a newer agent"
+
+
+def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost) -> None:
+    install(host, replace(DAILY, proxy=SECRET))
+    status, text = host.status(STORED), host.read_text(STORED) or ""
+    assert status is not None and status.mode == 0o600
+    assert "opensesame" not in text
+    assert json.loads(text)["spec"]["proxy"] == "http://proxy.example.org:3128"
+    # The login comes from docker's own file, so the check compares with what the host shall have.
+    assert watch._proxy(host, json.loads(text)["spec"]) == SECRET
+    (host.root / ENVIRONMENT[1:]).unlink()
+    assert watch._proxy(host, json.loads(text)["spec"]) == "http://proxy.example.org:3128"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (replace(DAILY, watch_metrics="/nowhere/gpuprov.prom"), "there is no folder /nowhere"),
+        (replace(DAILY, toolkit_repository="https://me:opensesame@mirror.example.org/x"), "gpuprov_toolkit_repository"),
+    ],
+    ids=["folder", "login"],
+)
+def test_what_can_not_be_is_refused_before_any_change(host: DoctorHost, spec: HostSpec, said: str) -> None:
+    before = host.tree()
+    last = install(host, spec)
+    assert last.exit_code == ExitCode.FAILED
+    assert said in "\n".join(map(str, last.problems))
+    assert "opensesame" not in str(last)
+    assert host.tree() == before
+
+
+def test_without_the_agents_file_nothing_is_installed(host: DoctorHost) -> None:
+    (host.root / "srv/agent.pyz").unlink()
+    assert "is not at hand" in install(host, DAILY).problems[0].what
+
+
+def test_watch_needs_a_stored_specification(host: DoctorHost) -> None:
+    with pytest.raises(GpuprovError, match="no specification to watch by"):
+        watch.watch(host)
+
+
+def test_watch_measures_and_changes_nothing_else(host: DoctorHost) -> None:
+    install(host, DAILY)
+    before = host.tree()
+    said = watch.watch(host)
+    after = host.tree()
+    assert "0 changes pending" in said
+    assert {path for path in {*before, *after} if before.get(path) != after.get(path)} <= {METRICS[1:], METRICS}
+    assert "gpuprov_host_changes_pending{" in (host.read_text(METRICS) or "")
+    (host.root / "etc/cdi/nvidia.json").unlink()
+    assert "1 changes pending" in watch.watch(host)
+
+
+def test_metrics_are_written_through_no_link(host: DoctorHost) -> None:
+    install(host, DAILY)
+    victim = host.root / "etc/victim"
+    victim.write_text("kept")
+    (host.root / METRICS[1:]).symlink_to(victim)
+    watch.watch(host)
+    assert victim.read_text() == "kept"
+    assert not (host.root / METRICS[1:]).is_symlink()
+
+
+def test_watch_skips_while_a_run_holds_the_host(host: DoctorHost) -> None:
+    install(host, DAILY)
+    with host.open_private(LOCK_PATH) as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        assert watch.watch(host).startswith("skipped: a gpuprov run holds this host")
+    assert METRICS not in there(host)
+
+
+def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
+    host: DoctorHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(host, DAILY)
+    kept = json.loads(host.read_text(STORED) or "")
+    (host.root / STORED[1:]).write_text(json.dumps({**kept, "bundle": True}))
+    asked: list[Request] = []
+
+    def run(request: Request, sink: Any, system: Any) -> None:
+        asked.append(request)
+        sink(Planned(()))
+        sink(Finished(0))
+
+    monkeypatch.setattr(watch, "run_request", run)
+    watch.watch(host)
+    assert "watch" in asked[0].steps and not {"packages", "repositories", "images"} & set(asked[0].steps)
+    assert [request.command for request in asked] == ["install", "verify"]
+    assert asked[0].check
+
+
+def test_metrics_are_those_of_the_controller(tmp_path: Path) -> None:
+    evil = 'docker, "all"\nGPUs\\'
+    checks = (CheckDone("driver", "ok"), CheckDone(evil, "failed"), CheckDone("image", "skipped"))
+    versions = {"os": "Debian 12", "kernel": "6.1", "driver": "535.54.03", "docker": "26", "gpus": "2"}
+    ours = metrics_text(Measured("gpu1", 1, 3, checks, versions, 1795338923.0, 9.5))
+    result = HostResult("gpu1", ExitCode.FAILED, 3, checks=checks, versions=versions)
+    run = Run("20261122T0815-7", "watch", "2026-11-22T08:15:00+0000", 9.5, (result,), check=True)
+    write_metrics(run, str(tmp_path / "gpuprov.prom"), 1795338923.0)
+
+    def parsed(text: str) -> list[tuple[str, dict[str, str], float]]:
+        families = text_string_to_metric_families(text)
+        return sorted(
+            ((one.name, one.labels, one.value) for family in families for one in family.samples), key=repr
+        )  # fmt: skip
+
+    def ordered(rows: list[tuple[str, dict[str, str], float]]) -> list[tuple[str, list[tuple[str, str]], float]]:
+        return sorted((name, sorted(labels.items()), value) for name, labels, value in rows)
+
+    assert ordered(parsed(ours)) == ordered(parsed((tmp_path / "gpuprov.prom").read_text()))
+    assert any(name == "gpuprov_known_hole_score" for name, *_ in parsed(ours))
+
+
+def test_delays_spread_each_schedule() -> None:
+    assert set(boot_watch._DELAYS) == {"hourly", "daily", "weekly"}
