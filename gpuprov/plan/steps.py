@@ -140,6 +140,10 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
+def _plan_boot(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*prepare.plan(facts, spec), *clean.plan_mark(facts, spec))
+
+
 def _plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     # An image's devices are where it boots, and so is what describes them.
     return toolkit.plan_device_nodes(facts, spec) if facts.image is None else ()
@@ -157,7 +161,7 @@ STEPS = (
     Step("reboot", reboot.plan),
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
-    Step("boot", prepare.plan),
+    Step("boot", _plan_boot),
     Step("device nodes", _plan_device_nodes),
     Step("toolkit", toolkit.plan_runtime),
     Step("cdi", _plan_cdi),
