@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs bench agent collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -31,9 +31,9 @@ demo: setup  ## Start two lab hosts, install them over SSH, verify them.
 demo-down:  ## Remove every trace of the demo.
 	@if [ -x $(BIN)/python ]; then $(BIN)/python -m tests.demo down; fi
 
-# What runs on hosts, on any Python from this one on; the controller's folders may need a newer one.
+# What runs on hosts, as the agent and as the one-file program, on any Python from this one on.
 OLDEST_PYTHON := 3.9
-TRAVELS := $(filter-out gpuprov/__% gpuprov/py.typed gpuprov/cli gpuprov/fleet gpuprov/bundling,$(wildcard gpuprov/*)) playbooks/plugins/modules
+TRAVELS := gpuprov playbooks/plugins/modules
 
 lint: setup lint-oldest-python lint-text  ## Format, lint, types, import layers, the oldest Python, text, playbooks.
 	$(BIN)/ruff format --check .
@@ -83,8 +83,12 @@ docs: setup  ## Write the references of configuration and command line, the page
 	$(BIN)/python -m tests.distributions_page
 	$(BIN)/python -m tests.doctor_page
 	$(BIN)/python -m tools.cli_page
+	$(BIN)/python -m tools.ansible_page
 	@{ printf '# Configuration\n\nVariables for inventories, and for `-e`. This page is written by `make docs` from the schema in\n'; \
 	printf '`gpuprov/wire/spec.py`.\n\n'; $(BIN)/gpuprov options --markdown; } >docs/configuration.md
+
+pictures: demo  ## Write the README's pictures from the demo's own output; needs chromium.
+	$(BIN)/python -m tools.pictures docs/pictures
 
 bench: setup  ## Measure what is claimed of speed: container starts, first runs, runs that change nothing, a thousand hosts (half an hour).
 	$(BIN)/python -m benchmarks.container_start
@@ -95,11 +99,14 @@ bench: setup  ## Measure what is claimed of speed: container starts, first runs,
 agent: setup  ## Build the agent zipapp as gpuprov pushes it to hosts.
 	$(BIN)/gpuprov agent build -o build/gpuprov-agent.pyz
 
+pyz: setup  ## Build gpuprov-host.pyz: the commands for one machine in one file, for Python 3.9 and later.
+	$(BIN)/python -m tools.host_program build/gpuprov-host.pyz
+
 collection: setup  ## Build the Ansible collection gpuprov.host, the agent inside.
 	$(BIN)/python playbooks/collection.py build/ansible_collections/gpuprov/host
 	$(BIN)/ansible-galaxy collection build --force --output-path build build/ansible_collections/gpuprov/host
 
-release: setup  ## Build wheel, sdist, collection, agent, SBOM and SHA256SUMS into dist/: the same bytes each time.
+release: setup  ## Build wheel, sdist, collection, agent, one-file program, SBOM and SHA256SUMS into dist/: the same bytes each time.
 	rm -rf dist
 	$(BIN)/python -m tools.release dist
 

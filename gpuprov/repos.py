@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from gpuprov.packaging.apt_components import PATH as COMPONENTS
 from gpuprov.packaging.apt_sources import OURS, SOURCES, Entry, entries, foreign_sources, text_of
 from gpuprov.packaging.keys import InstallKey, problems_of_any
 from gpuprov.packaging.pgp import dearmored, fingerprints
+from gpuprov.packaging.retired import REPOSITORY
 from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 _KEYRINGS = "/etc/apt/keyrings"
 # Debian's name of an architecture, from `uname -m`.
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-# NVIDIA's repositories for single distributions, and of nvidia-docker; the one for all has replaced them. Beside it
-# they offer older packages of the same names, and mostly another Signed-By. Source: the toolkit's installation guide.
-_RETIRED = re.compile(
-    r"https?://nvidia\.github\.io/"
-    r"(nvidia-docker|nvidia-container-runtime|libnvidia-container/(?!(stable|experimental)/deb))\b"
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ def _unwanted(path: str, file: FileFact, wanted: tuple[AptRepository, ...], spec
         double = ours.get((_plain(entry.uri, architecture), entry.suite.replace("$(ARCH)", architecture)))
         if double is not None:
             found[entry] = f"a second source for {double.uri}"
-        elif spec.toolkit == "nvidia" and _RETIRED.match(entry.uri):
+        elif (spec.toolkit == "nvidia" or spec.migrate_nvidia_docker) and REPOSITORY.match(entry.uri):
             found[entry] = "NVIDIA has retired this repository"
     return found
 

@@ -1,4 +1,4 @@
-"""Builds a release into a folder: wheel, sdist, Ansible collection, agent, SBOM, SHA256SUMS; the same bytes each time.
+"""Builds a release into a folder: wheel, sdist, collection, agent, one-file program, SBOM, SHA256SUMS; always the same.
 
 python -m tools.release dist
 """
@@ -18,6 +18,8 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Iterator
+from email.message import Message
+from importlib.metadata import PackageMetadata
 from pathlib import Path
 
 from cyclonedx.contrib.license.factories import LicenseFactory
@@ -30,6 +32,7 @@ from packageurl import PackageURL
 
 from gpuprov import __version__
 from gpuprov.fleet.agent_build import build_agent, host_distributions
+from tools import host_program
 
 _CLONE = Path(__file__).resolve().parents[1]
 _SBOM_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_URL, "https://github.com/gpuprov/gpuprov")
@@ -43,16 +46,23 @@ def write_release(folder: Path) -> None:
     for target in ("sdist", "wheel"):
         _run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder))
     (folder / f"gpuprov-agent-{__version__}.pyz").write_bytes(build_agent().content)
+    (folder / host_program.NAME).write_bytes(host_program.build())
+    (folder / host_program.NAME).chmod(0o755)
     (folder / f"gpuprov-host-{__version__}.tar.gz").write_bytes(_collection())
     (folder / f"gpuprov-{__version__}.cdx.json").write_text(sbom(), encoding="utf-8")
     (folder / "SHA256SUMS").write_text("".join(f"{line}\n" for line in _sums(folder)))
 
 
 def sbom() -> str:
-    """Return the CycloneDX description of what the agent holds: gpuprov and the distributions beside it."""
-    names = host_distributions()
-    own = _component("gpuprov", ComponentType.APPLICATION)
-    bundled = [_component(name, ComponentType.LIBRARY) for name in names]
+    """Return the CycloneDX description of what agent and one-file program hold: gpuprov and what is beside it."""
+    own = _component("gpuprov", ComponentType.APPLICATION, metadata.distribution("gpuprov").metadata)
+    held: list[tuple[str, PackageMetadata | Message]]
+    held = [(name, metadata.distribution(name).metadata) for name in host_distributions()]
+    held += [(name, host_program.metadata_of(wheel)) for name, wheel in host_program.wheels().items()]
+    by_purl = {
+        one.bom_ref.value: one for one in (_component(name, ComponentType.LIBRARY, found) for name, found in held)
+    }
+    bundled = [by_purl[purl] for purl in sorted(map(str, by_purl))]
     identity = " ".join(f"{component.name}=={component.version}" for component in (own, *bundled))
     bom = Bom(
         components=bundled,
@@ -65,8 +75,7 @@ def sbom() -> str:
     return outputter.output_as_string(indent=2) + "\n"
 
 
-def _component(name: str, kind: ComponentType) -> Component:
-    found = metadata.distribution(name).metadata
+def _component(name: str, kind: ComponentType, found: PackageMetadata | Message) -> Component:
     # Older metadata have a free text, newer ones an SPDX expression.
     text = next((found[key] for key in ("License-Expression", "License") if key in found), "")
     version = __version__ if name == "gpuprov" else found["Version"]

@@ -19,6 +19,7 @@ from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import ChangeDone, Event, Finished, Planned, PlannedChange
+from gpuprov.wire.words import counted
 
 # What one round brings to light, the next one sees to: nodes first, then what nvidia-smi says.
 _MOST_ROUNDS = 3
@@ -54,7 +55,7 @@ def check(run: RunContext) -> Finished:
     _announce(run, look.fix.changes, _Work())
     _tell_left(run, look.fix)
     count = len(look.fix.changes)
-    return replace(finished, changed=count, summary=f"{finished.summary}; {_counted(count)} would be made")
+    return replace(finished, changed=count, summary=f"{finished.summary}; {counted(count, 'change')} would be made")
 
 
 def fix(run: RunContext) -> Finished:
@@ -108,7 +109,7 @@ def _told(run: RunContext, look: _Look, work: _Work) -> Finished:
     if not work.planned:
         _announce(run, (), work)
     _tell_left(run, look.fix)
-    summary = f"{_counted(work.made)} made; {finished.summary}"
+    summary = f"{counted(work.made, 'change')} made; {finished.summary}"
     if work.problems:
         failed, problems = int(ExitCode.FAILED), (*work.problems, *finished.problems)
         return replace(finished, exit_code=failed, changed=work.made, problems=problems, summary=summary)
@@ -168,7 +169,3 @@ def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _W
         work.tried += [change.key for change in rest[: applied.made]]
         # After one that makes the rest stale, the host is looked at again.
         rest = rest[applied.made :] if failed and not stop else []
-
-
-def _counted(number: int) -> str:
-    return f"{number} change" if number == 1 else f"{number} changes"

@@ -26,6 +26,7 @@ from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan, repository_changes
 from gpuprov.wire.advisories import TOOLKIT_PACKAGE
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished, Planned, PlannedChange
+from gpuprov.wire.words import counted
 
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
@@ -50,7 +51,7 @@ def check(run: RunContext) -> Finished:
     if busy:
         run.note(f"{busy} holds the package manager's lock; a run waits up to {run.spec.lock_timeout} s for it")
     count = len(plan.changes)
-    summary = f"{count} changes would be made" if count else "nothing to change"
+    summary = f"{counted(count, 'change')} would be made" if count else "nothing to change"
     return Finished(int(ExitCode.DONE), changed=count, summary=summary, versions=_versions(facts))
 
 

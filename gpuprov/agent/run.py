@@ -33,6 +33,7 @@ from gpuprov.wire.events import FactsGathered, Finished, Planned, Sink, Started
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import secret_free
 from gpuprov.wire.spec import parse_spec
+from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.agent.uninstall import Removal
@@ -146,7 +147,7 @@ def _roll_back(run: RunContext) -> Finished:
         for sentence in lasting(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink)
-        summary = f"{count} changes undone"
+        summary = f"{counted(count, 'change')} undone"
     problem = failure(run.system)
     if problem is not None:
         return Finished(int(ExitCode.FAILED), changed=count, problems=(problem,), summary=summary)
@@ -161,14 +162,14 @@ def _check_roll_back(run: RunContext) -> Finished:
     for sentence in removal.lasting:
         run.note(sentence, "warning")
     run.sink(Planned(planned(run.system, removal, "rollback", diff=run.request.diff)))
-    summary = f"{removal.count} changes would be undone" if removal.count else "there is no run to roll back"
+    summary = f"{counted(removal.count, 'change')} would be undone" if removal.count else "there is no run to roll back"
     return Finished(int(ExitCode.DONE), changed=removal.count, summary=summary)
 
 
 def _check_uninstall(run: RunContext) -> Finished:
     """Report what an uninstall would do, and what it can't bring back."""
     count = _announced_removal(run).count
-    summary = f"{count} changes would be made" if count else _NOTHING_THERE
+    summary = f"{counted(count, 'change')} would be made" if count else _NOTHING_THERE
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 
@@ -178,7 +179,9 @@ def _uninstall(run: RunContext) -> Finished:
     removal = _announced_removal(run)
     carry_out(run.system, removal, CHANGE_KINDS, run.sink, run.stop_requested)
     count = removal.count
-    summary = f"{count} changes undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    summary = (
+        f"{counted(count, 'change')} undone: the host is as before gpuprov's first run" if count else _NOTHING_THERE
+    )
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 

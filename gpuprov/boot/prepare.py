@@ -34,6 +34,8 @@ from gpuprov.facts.boot_files import (
     PERSISTENCE,
     PERSISTENCE_PROGRAM,
     REFRESH,
+    SERVE,
+    SERVE_SOCKET,
     SSH_KEYS,
     UDEV_RULES,
     UNITS,
@@ -54,6 +56,10 @@ _MODULES = (
     "core/files", "core/lock", "core/proxy", "core/system",
     "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "wire/__init__",
     "wire/errors",
+    # nvidia-docker and `gpuprov serve`.
+    "boot/gpu_report", "boot/gpu_report_child", "boot/gpu_report_text", "boot/plain_gpus", "boot/serve_answers",
+    "boot/serve_main",
+    "engines/__init__", "engines/docker_line", "engines/nvidia_docker_command", "engines/plain_flags",
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
@@ -73,7 +79,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         for path, content in wanted.items()
         if (found := facts.files.get(path)) is None or not found.is_roots(content)
     )
-    units = tuple(name for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS) if f"{UNITS}/{name}" in wanted)
+    units = tuple(name for name in boot_files.STARTED if f"{UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{WANTS}/{name}") != f"{UNITS}/{name}")
     stale = tuple(
         path
@@ -99,6 +105,9 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
     if divided:
         texts[f"{UNITS}/{MIG}"] = boot_files.mig_text(divided)
+    if spec.serve:
+        texts[f"{UNITS}/{SERVE}"] = boot_files.serve_text(python)
+        texts[f"{UNITS}/{SERVE_SOCKET}"] = boot_files.SERVE_SOCKET_TEXT
     if _has_persistence(facts, spec):
         texts[f"{UNITS}/{PERSISTENCE}"] = boot_files.PERSISTENCE_TEXT
     if facts.image is not None:
@@ -178,7 +187,10 @@ class PrepareBoot(Change):
     def capture(self, system: System) -> Json:
         links = (f"{WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
         paths = (*(path for path, _ in self.files), *self.stale, *links)
-        return {"files": [capture_path_itself(system, path) for path in paths], "units": list(self.units)}
+        files = [capture_path_itself(system, path) for path in paths]
+        # A unit that goes now runs again once its file and its link are back.
+        going = [name for name in map(_name_of, self.stale) if name and system.status(f"{WANTS}/{name}") is not None]
+        return {"files": files, "units": [*self.units, *going]}
 
     def apply(self, system: System, tell: Tell) -> Json:
         for path, content in self.files:

@@ -1,7 +1,8 @@
 """The program that a host runs itself, without a controller: at each boot, and when its driver or its GPUs change.
 
 `nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
-again if they are out of date. It needs no network, and travels as one file (program.py).
+again if they are out of date; `serve` answers old scripts (serve_main.py). It needs no network, and travels as one
+file (prepare.py). The command nvidia-docker lies in the same file (engines/nvidia_docker_command.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpuprov.wire.errors import GpuprovError
 
 def main() -> None:
     """Do what the first word says; end with 1 and a sentence if it can't be done."""
-    actions = {"nodes": make_nodes, "refresh": refresh}
+    actions = {"nodes": make_nodes, "refresh": refresh, "serve": serve}
     action = actions.get(sys.argv[1] if len(sys.argv) == 2 else "")
     if action is None:
         sys.exit(f"usage: {sys.argv[0]} {'|'.join(actions)}")
@@ -90,6 +91,13 @@ def refresh(system: System) -> str:
     if not changed:
         return "nothing has changed"
     return f"refreshed: {', '.join(sorted(changed))}" + (f" ({reason})" if reason else "")
+
+
+def serve(system: System) -> str:
+    """Answer requests for GPU arguments and status; return why it ended."""
+    from gpuprov.boot import serve_main
+
+    return serve_main.serve(system)
 
 
 if __name__ == "__main__":

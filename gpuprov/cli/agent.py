@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from gpuprov.fleet import one_file
+
 
 @click.group()
 def agent() -> None:
@@ -31,6 +33,7 @@ def build(output: str) -> None:
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.wire.errors import from_os_error
 
+    one_file.require_whole_program("`gpuprov agent build`")
     made = build_agent()
     try:
         Path(output).write_bytes(made.content)

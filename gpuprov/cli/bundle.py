@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from gpuprov.fleet import one_file
 from gpuprov.fleet.options import INVENTORY_FIELDS, options_of_inventories, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.bundle.format import Contents
@@ -108,6 +110,7 @@ def create(sign_key: str, output: str, **options: Any) -> None:
       gpuprov bundle create --distro debian-12 --driver 580.178.04 --kernel 6.1.0-37-amd64 -o bundle.tar
       gpuprov bundle create --distro debian-12 --hosts inventory.ini --sign ops@example.org -o bundle.tar
     """
+    one_file.require_whole_program("`gpuprov bundle create`")
     from gpuprov.bundling.recipe import Wanted, make_recipe
     from gpuprov.bundling.sources import machine_mirror, mirror_at
     from gpuprov.core.system import System
@@ -126,7 +129,9 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
     contents = _create(system, recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
-    click.echo(f"{output}: {size} bytes, {len(contents.manifest.packages)} packages, digest {contents.digest}")
+    click.echo(
+        f"{output}: {size} bytes, {counted(len(contents.manifest.packages), 'package')}, digest {contents.digest}"
+    )
 
 
 def _sha256(file: str) -> str:
@@ -296,4 +301,6 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
         click.echo(json.dumps({"ok": True, "digest": contents.digest, "files": count, "signed_by": bundle_key}))
         return
     signed = "signed by the pinned key" if bundle_key else "signature not looked at (--bundle-key)"
-    click.echo(f"{file}: whole, {count} files, for {contents.manifest.target}, {signed}; digest {contents.digest}")
+    click.echo(
+        f"{file}: whole, {counted(count, 'file')}, for {contents.manifest.target}, {signed}; digest {contents.digest}"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posix
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
     from gpuprov.engines.plain_flags import PlainFlags
 
 _FORMATS = ("shell", "json", "compose", "quadlet")
-# What flags never give, whatever the host has; docs/docker-args.md explains.
-_NEVER = (
-    "no loader cache is written: an image whose loader searches neither /usr/lib/MULTIARCH nor /usr/lib64 needs "
-    "LD_LIBRARY_PATH",
-    "the image's NVIDIA_REQUIRE_* and its compatibility libraries are not considered",
-)
 
 
 @click.command("docker-args", short_help="Print flags that give one container GPUs, without a runtime.")
@@ -44,11 +37,11 @@ def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: 
       gpuprov docker-args --format compose --service trainer > gpu.yaml
       docker compose -f compose.yaml -f gpu.yaml up
     """
-    from gpuprov.engines.plain_flags import compose, plain_flags, quadlet, shell_words
+    from gpuprov.boot.plain_gpus import NEVER, granted_flags
+    from gpuprov.engines.plain_flags import compose, quadlet, shell_words
 
     try:
-        flags = plain_flags(_edits(gpus, capabilities), f"/usr/lib/{posix.uname().machine}-linux-gnu")
-        _require_nodes(flags)
+        flags = granted_flags(gpus, capabilities)
         text = {
             "shell": lambda: " ".join(shell_words(flags)) + "\n",
             "json": lambda: json.dumps(_document(flags)) + "\n",
@@ -59,65 +52,13 @@ def docker_args(gpus: str, capabilities: str, form: str, service: str, verbose: 
         raise GpuprovError(
             str(error), "", "gpuprov docker-args --format json has it as data", exit_code=ExitCode.FAILED
         ) from None
-    for sentence in (*flags.left_out, *_NEVER) if verbose else flags.left_out:
+    for sentence in (*flags.left_out, *NEVER) if verbose else flags.left_out:
         click.echo(f"note: {sentence}", err=True)
     click.echo(text, nl=False)
 
 
 def _document(flags: PlainFlags) -> dict[str, Any]:
+    from gpuprov.boot.plain_gpus import NEVER
     from gpuprov.engines.plain_flags import words
 
-    return {"schema": 1, "args": words(flags), **asdict(flags), "left_out": [*flags.left_out, *_NEVER]}
-
-
-def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
-    """Return what the runtime would give a container that asks for the same by its environment."""
-    import tempfile
-
-    from gpuprov.runtime_hook.explain import explain
-    from gpuprov.runtime_hook.settings import read_settings
-
-    asked = [f"NVIDIA_VISIBLE_DEVICES={gpus}"]
-    if capabilities:
-        asked.append(f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
-    config = {"process": {"env": asked, "user": {}}}
-    settings, trouble = read_settings()
-    # That setting is about what images and users ask for; here root's command does.
-    settings.accept_envvar_when_unprivileged = True
-    with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
-        if not _has_specification(settings.spec_dirs):
-            _write_specification(f"{folder}/nvidia.json")
-            settings.spec_dirs = (folder,)
-        found = explain(config, settings, trouble)
-    if found["error"]:
-        raise GpuprovError(found["error"], f"--gpus {gpus}", "gpuprov doctor")
-    edits: dict[str, Any] = found["edits"]
-    return edits
-
-
-def _has_specification(folders: tuple[str, ...]) -> bool:
-    from pathlib import Path
-
-    return any(Path(folder, "nvidia.json").is_file() for folder in folders)
-
-
-def _write_specification(path: str) -> None:
-    """Describe the driver for this call alone, where gpuprov has not installed."""
-    from pathlib import Path
-
-    from gpuprov.cdi.specification import render_json
-    from gpuprov.cli.cdi_generate import generated
-
-    Path(path).write_bytes(render_json(generated("auto", "/", (), ())))
-
-
-def _require_nodes(flags: PlainFlags) -> None:
-    from pathlib import Path
-
-    for device in flags.devices:
-        if not Path(device.source).is_char_device():
-            raise GpuprovError(
-                f"the device node {device.source} is missing",
-                f"ls: {device.source}: not a device",
-                "nvidia-modprobe -u -c 0",
-            )
+    return {"schema": 1, "args": words(flags), **asdict(flags), "left_out": [*flags.left_out, *NEVER]}

@@ -22,11 +22,13 @@ from gpuprov.cli.cdi import cdi
 from gpuprov.cli.cuda import cuda
 from gpuprov.cli.docker_args import docker_args
 from gpuprov.cli.hook import hook
+from gpuprov.cli.kubernetes import kubernetes
 from gpuprov.cli.passwords import password_options, take_passwords
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.report import report
 from gpuprov.cli.runtime import runtime
-from gpuprov.fleet.options import options_of, text_option
+from gpuprov.cli.serve import serve_command
+from gpuprov.fleet.options import FILE, options_of, text_option
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -88,8 +90,18 @@ def install(reboot: str | None, **options: Any) -> None:
               "host's own.")  # fmt: skip
 @text_option("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
 @text_option("--tensorflow-image", metavar="IMAGE", help="Also ask TensorFlow in this image for its GPUs.")
+@click.option("--kubernetes", is_flag=True, help="Verify a cluster's nodes with a pod on each, by your own kubectl.")
+@text_option("--context", metavar="NAME", help="With --kubernetes: the kubeconfig's context.")
+@text_option("--kubeconfig", metavar="FILE", type=FILE, help="With --kubernetes: the kubeconfig.")
+@text_option("--namespace", metavar="NAME", help="With --kubernetes: an existing namespace for the pods. Default: "
+             "a new one, removed afterwards.")  # fmt: skip
+@click.option("--pod-timeout", metavar="SECONDS", type=click.FloatRange(1, 3600), default=300.0, show_default=True,
+              help="With --kubernetes: how long pods may take.")  # fmt: skip
 @_run_options("verify")
-def verify(image: str, torch_image: str, tensorflow_image: str, **options: Any) -> None:
+def verify(
+    image: str, torch_image: str, tensorflow_image: str, kubernetes: bool, context: str, kubeconfig: str,
+    namespace: str, pod_timeout: float, **options: Any,
+) -> None:  # fmt: skip
     """Compare what containers see with what the host has; a table of checks.
 
     \b
@@ -97,7 +109,18 @@ def verify(image: str, torch_image: str, tensorflow_image: str, **options: Any) 
       sudo gpuprov verify
       gpuprov verify --hosts inventory.ini
       gpuprov verify --hosts inventory.ini --torch-image pytorch/pytorch --json
+      gpuprov verify --kubernetes --context prod
+      gpuprov verify --kubernetes --hosts inventory.ini --limit gpu07
     """
+    if kubernetes:
+        from gpuprov.fleet.options import Options
+        from gpuprov.kubernetes.command import Cluster, verify_cluster
+
+        made = Options("verify", **take_passwords(options), **options)
+        cluster = Cluster(context, kubeconfig, namespace, image, pod_timeout, bool(torch_image or tensorflow_image))
+        raise SystemExit(int(verify_cluster(made, cluster)))
+    if context or kubeconfig or namespace:
+        raise click.UsageError("--context, --kubeconfig and --namespace need --kubernetes")
     images = {"verify_image": image, "torch_image": torch_image, "tensorflow_image": tensorflow_image}
     _run("verify", options, **images)
 
@@ -205,9 +228,11 @@ cli.add_command(cdi)
 cli.add_command(cuda)
 cli.add_command(docker_args)
 cli.add_command(hook)
+cli.add_command(kubernetes)
 cli.add_command(playbooks)
 cli.add_command(report)
 cli.add_command(runtime)
+cli.add_command(serve_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:

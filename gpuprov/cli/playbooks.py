@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from gpuprov.fleet import one_file
+
 
 @click.command(short_help="Write the playbooks and an example inventory into a folder.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
@@ -21,5 +23,6 @@ def playbooks(folder: Path) -> None:
     """
     from gpuprov.fleet.playbook_files import write_playbooks
 
+    one_file.require_whole_program("`gpuprov playbooks`")
     for path in write_playbooks(folder):
         click.echo(f"wrote {path}")

@@ -88,7 +88,7 @@ def _names_absent(x: Examined) -> Finding | None:
             step = _anew(x, path)
             ours = (remove(path),) if step == f"rm {path}" else ()
             return Finding(
-                f"the CDI specification {path} names {len(absent)} files that are not there",
+                f"the CDI specification {path} names files that do not exist: {len(absent)}",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
                 step,
                 remedies=_OURS if path == PATH else ours,

@@ -30,6 +30,7 @@ from gpuprov.facts.hiding import PRELOAD
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_name
+from gpuprov.facts.leftovers import with_docker
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
 from gpuprov.verify.cuda.hiding import gather_hiding
@@ -65,6 +66,8 @@ def gather(system: System, spec: HostSpec) -> Examined:
     """Return all that the rules look at."""
     host = gather_host(system, other_engines.names(system, spec))
     host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
+    if spec.docker != "none":
+        host = replace(host, leftovers=with_docker(system, host.leftovers, host.docker, host.packages))
     log, log_error = _kernel_log(system)
     first, own = system.which("nvidia-smi") or "", _own_smi(host.driver)
     is_other = bool(first and own) and system.real_path(first) != own

@@ -150,7 +150,7 @@ _DRIVER_SIGNS = (
     LogSign(
         "probe-not-called", MODULE, "`NVIDIA probe routine was not called`",
         r"NVIDIA probe routine was not called for (?P<count>\d+) device",
-        "another driver has taken {count} GPUs before NVIDIA's", words.keep_nouveau_out,
+        "another driver has taken GPUs before NVIDIA's: {count}", words.keep_nouveau_out,
         follows=("gpu-nouveau", "gpu-vfio", "bound-to-another"),
     ),
     LogSign(

@@ -11,6 +11,7 @@ from gpuprov.doctor import (
     docker_rules,
     driver_rules,
     engine_rules,
+    leftover_rules,
     library_rules,
     log_rules,
     machine_rules,
@@ -38,7 +39,7 @@ from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
     *smi_rules.RULES, *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES,
-    *access_rules.RULES, *engine_rules.RULES,
+    *access_rules.RULES, *engine_rules.RULES, *leftover_rules.RULES,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, DRIVER, LIKELY, Fin
 from gpuprov.doctor.parse import per_gpu
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.fabric import UNIT
+from gpuprov.wire.words import counted
 
 _RESET = "systemctl reboot"
 # Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
@@ -56,7 +57,7 @@ def _smi_shows_fewer(x: Examined) -> Finding | None:
     if x.smi.reason or x.smi.returncode or shown >= known:
         return None
     return Finding(
-        f"nvidia-smi shows {shown} of the driver's {known} GPUs", f"nvidia-smi -q -x: {shown} GPUs; "
+        f"nvidia-smi shows {shown} of the driver's {known} GPUs", f"nvidia-smi -q -x: {counted(shown, 'GPU')}; "
         f"/proc/driver/nvidia/gpus: {known}", "nvidia-smi -L; dmesg | grep -i -e nvrm -e xid", LIKELY,
     )  # fmt: skip
 

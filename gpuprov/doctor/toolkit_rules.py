@@ -246,17 +246,6 @@ def _mixed_toolkit(x: Examined) -> Finding | None:
     )  # fmt: skip
 
 
-def _retired(x: Examined) -> Finding | None:
-    found = next((name for name in ("nvidia-docker2", "nvidia-docker", "nvidia-container-runtime")
-                  if name in x.host.packages.installed), "")  # fmt: skip
-    if not found:
-        return None
-    return Finding(
-        f"{found} is retired, and its repository clashes with the toolkit's", f"package {found} is installed",
-        words.remove_packages(x, found), ASIDE,
-    )  # fmt: skip
-
-
 def _obstructed(x: Examined) -> Finding | None:
     problems = (*preflight.read_only(x.host, x.host.read_only), *preflight.host_problems(x.host))
     return Finding(problems[0].what, problems[0].evidence, problems[0].next_step) if problems else None
@@ -318,5 +307,4 @@ RULES = (
     Rule("ldconfig-missing", TOOLKIT, "config.toml: ldconfig names a program that is not there", _ldconfig),
     Rule("toolkit-old", TOOLKIT, "nvidia-container-toolkit has known security holes", _old_toolkit),
     Rule("toolkit-mixed", TOOLKIT, "the toolkit's four packages are not of one version", _mixed_toolkit),
-    Rule("toolkit-retired", TOOLKIT, "nvidia-docker2 or a package older than it", _retired),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,11 +249,13 @@ def plan(
     set_default: bool,
     runtime_name: str = "nvidia",
     cdi: bool = False,
+    drop: Sequence[str] = (),
     offline: bool = False,
 ) -> tuple[Change, ...]:
     """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right.
 
-    `cdi`: docker shall read CDI specifications, where its version can. `offline`: it can't run here (an image).
+    `cdi`: docker shall read CDI specifications, where its version can. `drop`: runtimes that shall go. `offline`: it
+    can't run here (an image).
     """
     if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
         return ()
@@ -264,6 +266,7 @@ def plan(
         "" if by_flag else runtime_path,
         set_default=set_default and not by_flag,
         cdi=cdi and docker_cdi.is_to_be_set(facts),
+        drop=drop,
     )
     restart = facts.live_restore or not facts.running_containers
     cdi_waits = cdi and docker_cdi.waits_for_restart(facts)

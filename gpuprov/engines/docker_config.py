@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuprov.engines.docker_unit import DAEMON_JSON
-from gpuprov.engines.json_text import BOM, in_place, with_member
+from gpuprov.engines.json_text import BOM, in_place, with_member, without_member
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.versions import version_numbers
 
@@ -72,10 +72,12 @@ def has_member_twice(text: str) -> bool:
     return found
 
 
-def edited(text: str | None, name: str, path: str, *, set_default: bool, cdi: bool = False) -> str | None:
+def edited(
+    text: str | None, name: str, path: str, *, set_default: bool, cdi: bool = False, drop: Sequence[str] = ()
+) -> str | None:
     """Return the text of valid daemon.json with a runtime of that name and path; None if nothing is to be changed.
 
-    Without a path it is left without a runtime; `cdi` sets features.cdi.
+    Without a path it is left without a runtime; `cdi` sets features.cdi; the runtimes of `drop` go.
     What docker reads and JSON's own writer would lose stays, by an edit in place: a byte order mark, a name that
     is duplicated, bytes that are no UTF-8. Line ends stay as they are.
     """
@@ -84,6 +86,7 @@ def edited(text: str | None, name: str, path: str, *, set_default: bool, cdi: bo
     wanted = with_runtime(config, name, path, set_default=set_default) if path else dict(config)
     if cdi:
         wanted["features"] = {**(wanted.get("features") or {}), "cdi": True}
+    wanted = _without_runtimes(wanted, drop)
     if wanted == config:
         return None
     is_plain = plain == (text or "") and not re.search("[\udc80-\udcff]", plain)
@@ -95,9 +98,24 @@ def edited(text: str | None, name: str, path: str, *, set_default: bool, cdi: bo
             text = with_member(text, ("runtimes", name), wanted["runtimes"][name])
         if set_default:
             text = with_member(text, ("default-runtime",), name)
+        for one in drop:
+            text = without_member(text, ("runtimes", one))
+        if drop and "default-runtime" not in wanted:
+            text = without_member(text, ("default-runtime",))
         return with_member(text, ("features", "cdi"), True) if cdi else text
 
     return in_place(text or "", edit)
+
+
+def _without_runtimes(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration without these runtimes; docker does not start with a default that it has not."""
+    runtimes = config.get("runtimes") or {}
+    if not any(name in runtimes for name in names):
+        return config
+    left = {name: one for name, one in runtimes.items() if name not in names}
+    config = {**config, "runtimes": left} if left else {key: one for key, one in config.items() if key != "runtimes"}
+    gone = config.get("default-runtime") in names
+    return {key: one for key, one in config.items() if key != "default-runtime"} if gone else config
 
 
 def _number(text: str) -> float:

@@ -20,6 +20,8 @@ REFRESH = "gpuprov-refresh.service"
 WATCH = "gpuprov-refresh.path"
 MIG = "gpuprov-mig.service"
 PERSISTENCE = "nvidia-persistenced.service"
+SERVE = "gpuprov-serve.service"
+SERVE_SOCKET = "gpuprov-serve.socket"
 UDEV_RULES = "/etc/udev/rules.d/71-gpuprov.rules"
 SSH_KEYS = "gpuprov-ssh-keys.service"
 SSH_KEYGEN = "/usr/bin/ssh-keygen"
@@ -29,7 +31,8 @@ PERSISTENCE_PROGRAM = "/usr/bin/nvidia-persistenced"
 _MARK = "# By gpuprov"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
 _PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
-_ENABLED = tuple(f"{WANTS}/{name}" for name in (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS))
+STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, SSH_KEYS, SERVE_SOCKET)
+_ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
 
 _NODES_TEXT = f"""\
 {_MARK}: device nodes do not outlive a boot, and the driver makes its own only when a program first asks for them.
@@ -95,6 +98,27 @@ Restart=on-failure
 [Install]
 WantedBy=multi-user.target
 """
+# systemd makes the sockets, so the service needs no right to: it runs as a user of its own without a network. Some of
+# these settings mount another /proc, and in a system container /proc/driver may be a mount: it is taken along.
+SERVE_SOCKET_TEXT = f"""\
+{_MARK}: the addresses of nvidia-docker-plugin's REST interface, for this host alone.
+[Unit]
+Description=GPU arguments and status for nvidia-docker scripts: sockets (gpuprov)
+
+[Socket]
+ListenStream=127.0.0.1:3476
+ListenStream=/run/gpuprov/serve.sock
+SocketUser=root
+SocketGroup=root
+SocketMode=0600
+DirectoryMode=0755
+RemoveOnStop=yes
+IPAddressDeny=any
+IPAddressAllow=localhost
+
+[Install]
+WantedBy=multi-user.target
+"""
 # In images: the unit is the package's, and a copy may have no GPU.
 DRIVEN_TEXT = f"""\
 {_MARK}: copies of this image without a GPU have nothing for it to do.
@@ -119,6 +143,52 @@ ExecStart=/usr/bin/ssh-keygen -A
 [Install]
 WantedBy=multi-user.target
 """
+_SERVE_TEXT = f"""\
+{_MARK}: answers GET on the sockets of {SERVE_SOCKET}; reads, and changes nothing.
+[Unit]
+Description=GPU arguments and status for nvidia-docker scripts (gpuprov)
+Requires={SERVE_SOCKET}
+After={SERVE_SOCKET} {NODES}
+
+[Service]
+ExecStart={{python}} -I {PROGRAM} serve
+DynamicUser=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+PrivateNetwork=yes
+PrivateIPC=yes
+RestrictAddressFamilies=AF_UNIX
+IPAddressDeny=any
+IPAddressAllow=localhost
+DevicePolicy=closed
+DeviceAllow=char-nvidia* rw
+ProtectProc=invisible
+BindReadOnlyPaths=-/proc/driver -/proc/devices
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+MemoryDenyWriteExecute=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged @resources
+SystemCallErrorNumber=EPERM
+UMask=0077
+KeyringMode=private
+MemoryMax=256M
+TasksMax=32
+LimitNOFILE=256
+"""
 _START = f"/bin/systemctl --no-block start {REFRESH}"
 UDEV_TEXT = f"""\
 {_MARK}: the driver is loaded or unloaded, a GPU is bound to it or unbound.
@@ -131,7 +201,7 @@ MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
 # Those that belong to no package: what lies there and is not wanted is removed if it is gpuprov's.
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
-    UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
+    f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
 )  # fmt: skip
 
 
@@ -143,6 +213,11 @@ def nodes_text(python: str) -> str:
 def refresh_text(python: str) -> str:
     """Return the unit that refreshes the CDI specification, as nodes_text does."""
     return _REFRESH_TEXT.format(python=python)
+
+
+def serve_text(python: str) -> str:
+    """Return the unit that answers old scripts, as nodes_text does."""
+    return _SERVE_TEXT.format(python=python)
 
 
 def python_of(unit: bytes) -> str:

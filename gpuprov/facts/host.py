@@ -17,6 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker_proxy, kubernetes
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker import gather as gather_docker
+from gpuprov.engines.nvidia_docker_file import PATH as NVIDIA_DOCKER
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.engines.other_engines import gather as gather_engines
 from gpuprov.facts import boot_files
@@ -29,6 +30,7 @@ from gpuprov.facts.holders import RunningDriver
 from gpuprov.facts.image import ImageFacts
 from gpuprov.facts.initramfs import BLACKLIST, DRACUT_CONFIGURATION, InitramfsFacts, gather_initramfs
 from gpuprov.facts.interpreter import Interpreter, bytecode_is_current, gather_interpreter
+from gpuprov.facts.leftovers import Leftovers, gather_leftovers
 from gpuprov.facts.mig import MigGpu
 from gpuprov.facts.reboot_state import IN_USE_MARK, RebootFacts, gather_reboot
 from gpuprov.machine.distros import Distribution, distribution_of
@@ -36,7 +38,7 @@ from gpuprov.machine.machine import Kernel, OperatingSystem, gather_displays, ga
 from gpuprov.machine.pci import PciGpu, gather_gpus
 from gpuprov.package_managers.interface import PackageManager
 from gpuprov.package_managers.registry import manager_of
-from gpuprov.packaging import rpm_repos
+from gpuprov.packaging import retired, rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts
 from gpuprov.packaging.apt_pins import PinnedOut
 from gpuprov.runtime_hook import deploy
@@ -52,6 +54,7 @@ PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
     "/etc/apt/sources.list",
+    retired.TRUSTED,
     BLACKLIST,
     DKMS_SIGNING,
     PREFERENCES,
@@ -59,6 +62,7 @@ _MANAGED_FILES = (
     deploy.LAUNCHER_PATH,
     HOOK_PATH,
     deploy.NVIDIA_HOOK_PATH,
+    NVIDIA_DOCKER,
     *boot_files.MANAGED,
     "/var/lib/gpuprov/driver-incomplete",
     IN_USE_MARK,
@@ -94,7 +98,8 @@ class HostFacts:
     `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
     `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
     installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out. `image`: what the disk becomes, where it becomes an image.
+    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left. `image`: what the disk becomes, where it
+    becomes an image.
     """
 
     os: OperatingSystem
@@ -133,6 +138,7 @@ class HostFacts:
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
     kubernetes: tuple[str, ...] = ()
+    leftovers: Leftovers = field(default_factory=Leftovers)
     image: ImageFacts | None = None
 
     @cached_property
@@ -173,6 +179,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
     driver = discover(system)
     files = gather_files(system)
     interpreter = gather_interpreter(system, _deployed_python(files))
+    docker = gather_docker(system)
     return HostFacts(
         os=os,
         architecture=system.architecture(),
@@ -185,7 +192,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         other_specifications=specifications(system),
         driver_packaged=_driver_package(packages),
         packages=packages,
-        docker=gather_docker(system),
+        docker=docker,
         engines=gather_engines(system, engines),
         files=files,
         downloads=gather_downloads(system),
@@ -202,6 +209,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=kubernetes.gather(system),
+        leftovers=gather_leftovers(system, packages, docker, manager_of(distribution_of(os))),
     )
 
 
@@ -263,8 +271,8 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
             content = system.read_bytes(path)
             if content is not None:
                 found[path] = FileFact(content, status.mode, status.uid, status.gid)
-        elif path == deploy.NVIDIA_HOOK_PATH:
-            # A link, or a program too large to be ours, is there all the same, and NVIDIA's.
+        elif path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER):
+            # A link, or a program too large to be ours, is there all the same, and another's.
             found[path] = FileFact(b"", status.mode, status.uid, status.gid)
     return found
 

@@ -11,7 +11,7 @@ import importlib.metadata as metadata
 import io
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import gpuprov
 from gpuprov.fleet.agent_run import Agent
@@ -20,7 +20,7 @@ from gpuprov.wire.errors import GpuprovError
 # The host side's own dependencies, the lines marked [host] in pyproject.toml; theirs are found through their metadata.
 HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
-# The folders that travel; `cli`, `fleet` and `bundling` are the controller's alone.
+# The folders that travel; `cli`, `kubernetes`, `fleet` and `bundling` are the controller's alone.
 _HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
     "packaging", "plan", "runtime_hook", "verify", "wire",
@@ -29,11 +29,16 @@ _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
 _CACHE = "~/.cache/gpuprov"
 
-MAIN = '''\
-"""Starts gpuprov's agent: unpacks this zip once, then runs from there."""
+_STARTER = '''\
+"""Starts gpuprov's {name}: unpacks this zip once, then runs from there."""
 
 import os
 import sys
+
+if sys.version_info < (3, 9):
+    sys.exit("gpuprov needs Python 3.9 or later\\n  seen: %s is Python %d.%d\\n  next: install a newer Python (Ubuntu "
+             "20.04: apt-get install python3.9; RHEL 8: dnf install python3.12), then name it: sudo python3.9 %s"
+             % (sys.executable, sys.version_info[0], sys.version_info[1], sys.argv[0]))
 
 DIGEST = "{digest}"
 PLACE = "/var/cache/gpuprov" if os.geteuid() == 0 else os.path.expanduser("~/.cache/gpuprov")
@@ -41,7 +46,7 @@ PLACE = "/var/cache/gpuprov" if os.geteuid() == 0 else os.path.expanduser("~/.ca
 
 def unpacked():
     """Return the folder with the modules, ours alone, or the zip itself where no folder can be had."""
-    folder = os.path.join(PLACE, "agent-" + DIGEST)
+    folder = os.path.join(PLACE, "{name}-" + DIGEST)
     archive = os.path.dirname(os.path.abspath(__file__))
     try:
         os.makedirs(PLACE, mode=0o700, exist_ok=True)
@@ -68,9 +73,10 @@ def unpack(archive, folder):
 
     for name in os.listdir(PLACE):
         old = os.path.join(PLACE, name)
-        if name.startswith(("agent-", ".agent-")) and is_ours(old) and time.time() - os.stat(old).st_mtime > 30 * 86400:
+        is_old = name.startswith(("{name}-", ".{name}-")) and time.time() - os.lstat(old).st_mtime > 30 * 86400
+        if is_old and is_ours(old):
             shutil.rmtree(old, ignore_errors=True)
-    made = tempfile.mkdtemp(prefix=".agent-", dir=PLACE)
+    made = tempfile.mkdtemp(prefix=".{name}-", dir=PLACE)
     try:
         with zipfile.ZipFile(archive) as file:
             file.extractall(made)
@@ -81,11 +87,13 @@ def unpack(archive, folder):
     return True
 
 
+'''
+AGENT_START = """\
 sys.path[0] = unpacked()
 from gpuprov.agent.agent import main  # noqa: E402
 
 sys.exit(main())
-'''
+"""
 
 
 def build_agent(cache: Path | None = None) -> Agent:
@@ -94,7 +102,7 @@ def build_agent(cache: Path | None = None) -> Agent:
     Raises GpuprovError if a dependency is missing or does not run on Python 3.9.
     """
     files = dict(sorted(_files()))
-    digest = _digest_of(files)
+    main, digest = main_program("agent", AGENT_START, files)
     kept = (cache or Path(_CACHE).expanduser()) / f"build-{digest}.pyz"
     try:
         content = kept.read_bytes()
@@ -102,9 +110,20 @@ def build_agent(cache: Path | None = None) -> Agent:
             return Agent(content, hashlib.sha256(content).hexdigest())
     except OSError:
         pass
-    content = pack({"__main__.py": MAIN.replace("{digest}", digest).encode(), **files})
+    content = pack({"__main__.py": main, **files})
     _keep(kept, content)
     return Agent(content, hashlib.sha256(content).hexdigest())
+
+
+def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes, str]:
+    """Return the `__main__.py` of a zipapp with these files, and the digest that stands in it.
+
+    It unpacks the zip into a folder NAME-DIGEST, the same for the same files; then `start`, code that calls
+    `unpacked()`, goes on.
+    """
+    text = (_STARTER + start).replace("{name}", name)
+    digest = _digest_of(text, files)
+    return text.replace("{digest}", digest).encode(), digest
 
 
 def pack(files: dict[str, bytes]) -> bytes:
@@ -162,24 +181,24 @@ def _files() -> Iterator[tuple[str, bytes]]:
     package = Path(gpuprov.__file__).parent
     for path in package.rglob("*"):
         place = path.relative_to(package)
-        if path.is_file() and place.parts[0] in (*_HOST_FOLDERS, *_HOST_FILES) and _travels(path):
+        if path.is_file() and place.parts[0] in (*_HOST_FOLDERS, *_HOST_FILES) and travels(path):
             yield f"gpuprov/{place.as_posix()}", path.read_bytes()
     for name in host_distributions():
         distribution = _distribution(name)
         for entry in distribution.files or ():
             path = Path(str(distribution.locate_file(entry)))
-            if ".." not in entry.parts and ".dist-info" not in entry.parts[0] and path.is_file() and _travels(path):
+            if ".." not in entry.parts and ".dist-info" not in entry.parts[0] and path.is_file() and travels(path):
                 yield entry.as_posix(), path.read_bytes()
 
 
-def _travels(path: Path) -> bool:
-    """Say whether a file belongs into the agent: sources and data, nothing compiled for this machine."""
+def travels(path: PurePath) -> bool:
+    """Say whether a file belongs into a zipapp: sources and data, nothing compiled for this machine."""
     return path.suffix not in (".pyc", ".so", ".pyi") and "__pycache__" not in path.parts and path.name != "py.typed"
 
 
-def _digest_of(files: dict[str, bytes]) -> str:
-    digest = hashlib.sha256(MAIN.encode())
-    for name, content in files.items():
+def _digest_of(main: str, files: dict[str, bytes]) -> str:
+    digest = hashlib.sha256(main.encode())
+    for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 

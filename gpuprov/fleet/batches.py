@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpuprov.fleet.display_text import counted, listed
+from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import counted
 
 _SHARE = re.compile(r"(\d{1,6})(%?)")
 

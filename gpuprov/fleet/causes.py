@@ -41,9 +41,10 @@ def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
 
 def _problems(results: Iterable[HostResult]) -> Iterator[tuple[str, Problem]]:
     for result in results:
+        told_already = {problem.what for problem in result.problems}
         for check in result.checks:
-            # What the doctor finds in an area stands in its causes.
-            if check.status == "failed" and (check.reason or not result.problems):
+            # What the doctor finds in an area stands in its causes; a problem has the evidence of its check.
+            if check.status == "failed" and check.reason not in told_already and (check.reason or not result.problems):
                 yield result.host, Problem(told(check))
         for problem in result.problems:
             yield result.host, problem

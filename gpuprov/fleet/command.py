@@ -65,11 +65,16 @@ def run_command(options: Options) -> ExitCode:
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
         options.check, options.hosts, options.limit,
     )  # fmt: skip
-    _keep(run, options, inventory.hosts)
-    _report(options, run)
-    _write_metrics(options, run)
+    conclude(options, run, inventory.hosts, _next_command(options))
     drifted = options.detailed_exitcode and run.exit_code == ExitCode.DONE and any(one.changed for one in results)
     return ExitCode.WOULD_CHANGE if drifted else run.exit_code
+
+
+def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_command: str) -> None:
+    """Keep a run that has ended, print its report, and write its page and its metrics where they are asked for."""
+    _keep(run, options, targets)
+    _report(options, run, next_command)
+    _write_metrics(options, run)
 
 
 def require_writable(path: str) -> None:
@@ -181,7 +186,7 @@ def _run(options: Options, targets: Sequence[HostTarget], request: Request, roll
         lambda text: console.print(text) if not options.json else print(text, file=sys.stderr),  # noqa: T201
         rollout,
     )
-    progress = _progress(options, console, [target.name for target in targets])
+    progress = make_progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
         return Fleet(settings).run(targets, request, progress)
 
@@ -198,7 +203,8 @@ def make_console() -> Console:
     return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
 
 
-def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
+def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
+    """Return what shows a run over these hosts as it goes."""
     from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 
     if options.json:
@@ -208,7 +214,7 @@ def _progress(options: Options, console: Console, hosts: Sequence[str]) -> Progr
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 
-def _report(options: Options, run: Run) -> None:
+def _report(options: Options, run: Run, next_command: str) -> None:
     from gpuprov.fleet.report import print_report
     from gpuprov.fleet.report_command import summary, write_page
 
@@ -219,7 +225,7 @@ def _report(options: Options, run: Run) -> None:
         console.file.write(json.dumps(summary(run), separators=(",", ":")) + "\n")
     else:
         print_report(
-            console, run.command, run.results, check=run.check, next_command=_next_command(options),
+            console, run.command, run.results, check=run.check, next_command=next_command,
             verbose=options.verbose,
         )  # fmt: skip
     if options.report:

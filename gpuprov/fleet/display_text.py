@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from gpuprov.wire.words import counted
+
 # ECMA-48 control sequences (CSI …), operating system commands (OSC … BEL or ST) and the other escapes, C0 and C1
 # controls, and Unicode's direction overrides, which make a line read differently from what it is (CVE-2021-42574).
 _CONTROLS = re.compile(
@@ -24,11 +26,6 @@ def plain(text: object) -> str:
 def one_line(text: object) -> str:
     """Return the text as one line without control sequences."""
     return " ".join(plain(text).split())
-
-
-def counted(number: int, noun: str) -> str:
-    """Return `1 host`, `2 hosts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

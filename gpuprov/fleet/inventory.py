@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpuprov.fleet import one_file
+from gpuprov.fleet.extra_vars import plain_extra_vars, require_files
 from gpuprov.fleet.inventory_messages import (
     EXTRA_VARS_HINT,
     Wrong,
@@ -51,9 +53,10 @@ def read_inventory(
     Raises GpuprovError (exit code 2) for what cannot be read, and for wrong or unknown gpuprov_ variables of all hosts
     at once.
     """
+    one_file.require_whole_program("--hosts")
     for source in sources:
         _require_there(source)
-    _require_files(extra_vars)
+    require_files(extra_vars)
     with ansible_temporary_folder(), ansible_said() as said:
         try:
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, said)
@@ -74,20 +77,12 @@ def _require_there(source: str) -> None:
         raise _usage(f"there is no inventory {source}", f"{Path(source).absolute()}: no such file or directory", hint)
 
 
-def _require_files(extra_vars: Sequence[str]) -> None:
-    """Raise GpuprovError if -e names a file that is not there; Ansible's own sentence has five lines."""
-    for word in extra_vars:
-        path = Path(word[1:]).expanduser()
-        if word.startswith("@") and not path.is_file():
-            raise _usage(f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}",
-                         EXTRA_VARS_HINT)  # fmt: skip
-
-
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
     """Return this machine as the one host, described by extra variables alone. Raises GpuprovError (exit code 2)."""
-    values: Mapping[str, Any] = {}
-    _require_files(extra_vars)
-    if extra_vars:
+    require_files(extra_vars)
+    values: Mapping[str, Any]
+    values, other = plain_extra_vars(extra_vars)
+    if other:
         from ansible.parsing.dataloader import DataLoader
         from ansible.template import Templar
 

@@ -66,7 +66,7 @@ def _option(*flags: str, default: Any = None, commands: tuple[str, ...] = (), **
     return field(default=value, metadata={_OPTION: made, _COMMANDS: commands})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SshSettings:
     """What all connections have in common."""
 
@@ -81,8 +81,8 @@ class SshSettings:
 
 
 @dataclass(frozen=True)
-class Options(SshSettings):
-    """What the command line asks for. `overrides` are options of the specification that win over the inventory."""
+class RunOptions:
+    """What the command line asks for, but for connections."""
 
     command: str
     hosts: tuple[str, ...] = _option(
@@ -162,11 +162,17 @@ class Options(SshSettings):
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Options(SshSettings, RunOptions):
+    """What the command line asks for. `overrides` are options of the specification that win over the inventory.
+
+    A dataclass has the fields of its last base first: those of all connections come last.
+    """
+
+
 def options_of(command: str) -> Callable[[_Command], _Command]:
     """Return what gives a click command its options; they arrive under the names of the fields."""
-    # Those of all connections last: a dataclass has its base's fields first.
-    ordered = sorted(fields(Options), key=lambda one: one.name in SshSettings.__annotations__)
-    ours = [one for one in ordered if _OPTION in one.metadata]
+    ours = [one for one in fields(Options) if _OPTION in one.metadata]
     return _giving([one for one in ours if command in (one.metadata[_COMMANDS] or (command,))])
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import collections
 import math
+import pkgutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
-from gpuprov.fleet.display_text import counted, listed, plain, shortened
+from gpuprov.fleet.display_text import listed, plain, shortened
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
 from gpuprov.fleet.result import HostResult, MadeChange, machines
@@ -25,6 +25,7 @@ from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.wire.words import counted
 
 _VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
 _MOST_NAMED = 30
@@ -35,10 +36,16 @@ _MOST_PLANS = 30
 _MOST_BINS = 24
 
 
+def _template(name: str) -> str | None:
+    """Return a template beside this module, which may lie in an archive."""
+    content = pkgutil.get_data("gpuprov.fleet", name)
+    return None if content is None else content.decode()
+
+
 def render(run: Run, before: Run | None = None) -> str:
     """Return the page; the same runs give the same bytes. `before` is the run to compare with."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_shown, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {"duration": _duration, "listed": _listed}

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.fleet.display_text import counted, one_line, plain
+from gpuprov.fleet.display_text import one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
     SCHEMA,
@@ -34,6 +34,7 @@ from gpuprov.wire.events import (
     Started,
     to_line,
 )
+from gpuprov.wire.words import counted
 
 
 class Progress(Protocol):

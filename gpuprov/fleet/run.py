@@ -17,7 +17,6 @@ from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
 from gpuprov.fleet.batches import Batch, Rollout, make_batches
-from gpuprov.fleet.display_text import counted
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.reboot import wait_for_boot
 from gpuprov.fleet.result import HostResult, MadeChange
@@ -39,6 +38,7 @@ from gpuprov.wire.events import (
 )
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
+from gpuprov.wire.words import counted
 
 # A host that asks for more has a fault that reboots do not fix.
 _MOST_REBOOTS = 3

@@ -14,7 +14,7 @@ from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution, ExtraRepository
 from gpuprov.machine.driver_rows import own_driver
 from gpuprov.package_managers.interface import Commands, Installation
-from gpuprov.packaging import apt, apt_components, apt_packages
+from gpuprov.packaging import apt, apt_components, apt_packages, apt_remove, apt_undo, retired
 from gpuprov.packaging.apt_packages import InstallPackages, PackageFacts, RefreshPackageIndex, own_name, pinned
 from gpuprov.packaging.rpm_repos import Host
 from gpuprov.wire.errors import Problem
@@ -104,6 +104,15 @@ class Apt:
         held = replace(packages, held=packages.held - {names[name] for name in lifted})
         holds = () if wanted.hold is None else apt_packages.plan_holds(held, wanted.hold, wanted.lock_timeout)
         return (*(installation if lacking else ()), *holds)
+
+    unowned = staticmethod(apt_remove.unowned)
+    needed_by = staticmethod(apt_undo.needed_by_others)
+
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
+        return apt_remove.RemovePackages(names, keep, lock_timeout)
+
+    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
+        return retired.plan_keys(host.files, spec.toolkit_key_fingerprint)
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         return ()

@@ -58,6 +58,9 @@ class Dnf(RpmManager):
         tool = "dnf5" if row.id == "fedora" and int(row.version) >= _DNF5_FEDORA else "dnf"
         return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
 
+    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
+        return ("dnf", "-q", "-y", f"--setopt=destdir={folder}", "reinstall", "--downloadonly", *names)
+
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
         # dnf.conf(5), includepkgs.
         return True, (f"includepkgs={' '.join(only)}",)

@@ -108,6 +108,18 @@ class PackageManager(Protocol):
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
 
+    def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the paths that no package has brought."""
+
+    def needed_by(self, system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+        """Return name → other installed packages that need it, those of `names` left out."""
+
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
+        """Return the change that removes packages; the files of `keep` stay, and undo brings the packages back."""
+
+    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
+        """Return the changes that remove what `plan_repositories` leaves of nvidia-docker's repositories and key."""
+
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         """Return the packages that holding needs on this distribution."""
 

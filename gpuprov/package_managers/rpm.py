@@ -13,12 +13,13 @@ from gpuprov.core.changes import Change, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.package_managers.interface import Commands, Installation
-from gpuprov.packaging import rpm_locks, rpm_packages, rpm_repos
+from gpuprov.packaging import retired, rpm_locks, rpm_packages, rpm_remove, rpm_repos
 from gpuprov.packaging.apt_packages import PackageFacts, pinned
 from gpuprov.packaging.keys import place_keys, with_placed_keys
 from gpuprov.packaging.pgp import armored
 from gpuprov.packaging.rpm_packages import InstallRpmPackages, RefreshRpmIndex
-from gpuprov.packaging.rpm_repos import InstallRpmKey
+from gpuprov.packaging.rpm_repos import Host, InstallRpmKey
+from gpuprov.wire.spec import HostSpec
 
 QUERY_SECONDS = 600
 NO_INDEX = "the package index could not be refreshed"
@@ -87,6 +88,24 @@ class RpmManager(ABC):
     @abstractmethod
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         """Return the packages that holding needs on this distribution."""
+
+    @abstractmethod
+    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the command that fetches installed packages (NAME-VERSION-RELEASE.ARCH) into a folder."""
+
+    unowned = staticmethod(rpm_remove.unowned)
+    needed_by = staticmethod(rpm_remove.needed_by)
+
+    def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
+        return rpm_remove.RemoveRpms(self, names, keep, lock_timeout)
+
+    def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
+        changes = retired.plan_repo_files(host.files)
+        fingerprint = spec.toolkit_key_fingerprint
+        is_left = fingerprint in host.packages.trusted_keys and spec.toolkit != "nvidia"
+        if is_left and not retired.needs_key(host.files):
+            changes += (rpm_remove.RemoveRpmKey(fingerprint),)
+        return changes
 
     def gather(self, system: System) -> PackageFacts:
         return rpm_packages.gather_packages(system, self)

@@ -52,6 +52,12 @@ class Zypper(RpmManager):
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
         return ()
 
+    def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]:
+        # zypper takes NAME=VERSION; the names here are rpm's.
+        wanted = [f"{name}={version}-{release.rpartition('.')[0]}"
+                  for name, version, release in (one.rsplit("-", 2) for one in names)]  # fmt: skip
+        return (*_ZYPPER, "--pkg-cache-dir", folder, "install", "--force", "--download-only", "--", *wanted)
+
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
         # zypper has no such list: the repository counts for the one command that asks for it, after all others.
         return False, ("priority=200",)

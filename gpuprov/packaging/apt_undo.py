@@ -12,6 +12,7 @@ from gpuprov.packaging import apt
 from gpuprov.packaging.apt import Package
 from gpuprov.packaging.apt_failures import finish
 from gpuprov.packaging.package_lock import tell_nobody
+from gpuprov.wire.words import counted
 
 _CONFFILES = ("dpkg-query", "--show", "--showformat=${Package}\n${Conffiles}\n", "--")
 # Debian's docker.io takes all of docker's data along when it is purged (its postrm).
@@ -128,4 +129,4 @@ def _docker_data(system: System) -> str:
     containers = system.run(("docker", "ps", "--all", "--quiet"), timeout=20).stdout.split()
     images = system.run(("docker", "images", "--format", "{{.Repository}}"), timeout=20).stdout.split()
     others = [name for name in images if not name.startswith("gpuprov-")]
-    return f"{len(containers)} containers, {len(others)} images" if containers or others else ""
+    return f"{counted(len(containers), 'container')}, {counted(len(others), 'image')}" if containers or others else ""

@@ -75,6 +75,19 @@ def fingerprints(key: bytes) -> tuple[str, ...]:
     return tuple(found)
 
 
+def without_key(keyring: bytes, fingerprint: str) -> bytes:
+    """Return the packets of a keyring without one primary key and all that belongs to it. Raises GpuprovError."""
+    plain = dearmored(keyring)
+    kept, place, is_gone = b"", 0, False
+    while place < len(plain):
+        tag, start, length = _header(plain, place)
+        if tag == _PUBLIC_KEY:
+            is_gone = _fingerprint(plain[start : start + length]) == fingerprint
+        kept += b"" if is_gone else plain[place : start + length]
+        place = start + length
+    return armored(kept) if keyring.lstrip().startswith(b"-----BEGIN") else kept
+
+
 def key_ids(key: bytes) -> frozenset[str]:
     """Return the ids (16 hexadecimal digits, small) of a key and its subkeys, by which signatures name their maker."""
     packets = _packets(dearmored(key))

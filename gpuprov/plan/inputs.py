@@ -19,6 +19,7 @@ from gpuprov.engines.docker_unit import UNIT
 from gpuprov.facts.fabric import FabricFacts, gather_fabric
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.image import gather_image, kernel_to_come
+from gpuprov.facts.leftovers import with_docker
 from gpuprov.facts.mig import gather_mig
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
@@ -91,6 +92,10 @@ def gather_for(
     """
     facts = _as_image(system, gather(system, other_engines.names(system, spec)), spec)
     facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
+    if spec.docker != "none":
+        asks = spec.migrate_nvidia_docker
+        leftovers = with_docker(system, facts.leftovers, facts.docker, facts.packages, always=asks)
+        facts = replace(facts, leftovers=leftovers)
     if running_driver.is_in_the_way(facts, spec):
         facts = replace(facts, running=running_driver.gather_running(system, facts))
     facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import reboot
+from gpuprov.boot import nvidia_docker, reboot
 from gpuprov.core.changes import Change
 from gpuprov.driver import (
     cuda_repository,
@@ -26,7 +26,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import NAMES, packages_of_pythons
 from gpuprov.machine.distros import machine_problems
 from gpuprov.packaging import apt_pins
-from gpuprov.plan import availability, software, with_bundle
+from gpuprov.plan import availability, migration, software, with_bundle
 from gpuprov.wire.advisories import DRIVER, THRESHOLDS, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.driver_releases import support_end
 from gpuprov.wire.errors import Problem
@@ -40,7 +40,8 @@ _EARLIEST_CLOCK = 1767225600
 _LATEST_CLOCK = 2240611200
 # Besides packages.
 _WRITES_USR = (
-    toolkit.InstallRuntime, driver_install.InstallDriver, cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
+    toolkit.InstallRuntime, nvidia_docker.InstallNvidiaDocker, driver_install.InstallDriver,
+    cuda_runfile.InstallCudaToolkit, cuda_runfile.LinkCudaToolkit,
 )  # fmt: skip
 _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
@@ -72,6 +73,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *apt_pins.problems(facts.pinned_out),
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
+            *migration.problems(facts, spec),
             *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
         )
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import driver_run, toolkit
-from gpuprov.boot import clean, prepare, reboot
+from gpuprov.boot import clean, nvidia_docker, prepare, reboot
 from gpuprov.core.changes import Change, MakeNode, RemoveFile, WriteFile
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.repairs import RefreshLoaderCache, RestartUnit, SetMode
@@ -29,13 +29,15 @@ from gpuprov.driver import (
 )
 from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
 from gpuprov.engines.docker_change import ReconfigureDocker
+from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import derivative_note
-from gpuprov.packaging import rpm_packages, rpm_repos
+from gpuprov.packaging import rpm_packages, rpm_remove, rpm_repos
 from gpuprov.packaging.apt_packages import HoldPackages, InstallPackages, RefreshPackageIndex
+from gpuprov.packaging.apt_remove import RemovePackages
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.packaging.rpm_locks import HoldRpmPackages
-from gpuprov.plan import images, software
+from gpuprov.plan import images, migration, software
 from gpuprov.plan.preflight import preflight, read_only_problems, security_warnings
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
@@ -91,6 +93,7 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
             runtime_path=runtime,
             set_default=spec.docker_default_runtime,
             cdi=True,
+            drop=migration.dead_runtimes(facts, spec),
             offline=facts.image is not None and facts.image.offline,
         )
         if spec.docker != "none"
@@ -119,12 +122,19 @@ def _plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         *distribution_plan.plan_repository_package(facts, spec),
         *cuda_repository.plan_pin(facts, spec),
         *kernel.plan_signing(facts, spec),
+        *migration.plan_packages(facts, spec),
         *toolkit.plan_hook_handover(facts, spec),
         *software.plan(facts, spec),
         *cuda_repository.plan_other_version(facts, spec),
         *distribution_plan.plan_other_branch(facts, spec),
         *cuda_repository.plan_profile(facts, spec),
     )
+
+
+def _plan_toolkit(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    left = migration.without_removed(facts, spec)
+    # Behind what each boot brings: the command's modules come with it.
+    return (*toolkit.plan_runtime(left, spec), *nvidia_docker.plan(left, spec))
 
 
 def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -163,7 +173,9 @@ STEPS = (
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
     Step("boot", _plan_boot),
     Step("device nodes", _plan_device_nodes),
-    Step("toolkit", toolkit.plan_runtime),
+    # Just before what takes the place of the removed programs.
+    Step("leftovers", migration.plan),
+    Step("toolkit", _plan_toolkit),
     Step("cdi", _plan_cdi),
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
@@ -181,13 +193,15 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.EnableStream, packaged.SwitchPin, packaged.ChangeDriverPackages, packaged.ChangeDriverRpms,
         packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
-        toolkit.InstallRuntime, toolkit.HandOverHook,
+        toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
         toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,
         fabric_manager.RunFabricManager, mig.DivideGpus, cuda_runfile.InstallCudaToolkit,
         cuda_runfile.LinkCudaToolkit, SetMode, RestartUnit, RefreshLoaderCache,
+        RemovePackages, rpm_remove.RemoveRpms, rpm_remove.RemoveRpmKey, RemoveVolume, StopPlugin, RemoveAccount,
+        RemoveFolder,
     )
 }  # fmt: skip
 
@@ -211,10 +225,13 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
         kernel.note(facts, spec),
         dkms.note(facts, spec),
         software.engine_note(facts, spec),
+        migration.note(facts, spec),
+        *(str(one) for one in (migration.kept(facts, spec) if spec.migrate_nvidia_docker else ())),
     )
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished)))
+    kept = nvidia_docker.warning(migration.without_removed(facts, spec), spec)
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept)))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 

@@ -19,12 +19,13 @@ from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.verify.cuda.hiding import gather_hiding
 from gpuprov.verify.engine_checks import Subject, check_engines
-from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict, counted
+from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
 from gpuprov.verify.smi import SmiReport, parse_smi
 from gpuprov.verify.without_gpu import verify_copy
 from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Holes, holes
 from gpuprov.wire.events import Sink
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.words import counted
 
 _SMI_SECONDS = 120
 # nvidia-smi's exit codes and what to do; its message comes on stdout.
@@ -94,7 +95,7 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
     if not report.gpus:
         raise Failed(f"nvidia-smi sees no GPU; {_where(system, 'dmesg | grep -i nvrm')}")
     reports.append(report)
-    return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus))}", ""
+    return f"{report.driver}, CUDA {report.cuda}, {counted(len(report.gpus), 'GPU')}", ""
 
 
 def _where(system: System, hint: str) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.verify.engines import ALL, DOCKER, DOCKER_GPUS, Engine
-from gpuprov.verify.outcome import Failed, Shown, counted, telling_line
+from gpuprov.verify.outcome import Failed, Shown, telling_line
 from gpuprov.verify.smi import SmiReport, compare, parse_smi
+from gpuprov.wire.words import counted
 
 _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && echo $path; done; :"
 # What docker says where no hook was on its PATH when it started.
@@ -48,7 +49,7 @@ def all_gpus(bench: Bench) -> Shown:
         seen = f"{different.field}: host {different.host or '(none)'}, container {different.container or '(none)'}"
         reason = f"{seen}; gpuprov install refreshes the CDI specification"
         raise Failed(reason, different.host, different.container)
-    return counted(len(bench.host.gpus)), f"{counted(len(report.gpus))}, every field the same"
+    return counted(len(bench.host.gpus), "GPU"), f"{counted(len(report.gpus), 'GPU')}, every field the same"
 
 
 def one_gpu(bench: Bench) -> Shown:
@@ -86,7 +87,7 @@ def same_gpus(bench: Bench) -> Shown:
     seen, wanted = ([gpu.uuid for gpu in one.gpus] for one in (parse_smi(done.stdout), bench.host))
     if seen != wanted:
         raise Failed(f"the container sees {', '.join(seen) or 'none'}", ", ".join(wanted), ", ".join(seen))
-    return counted(len(wanted)), f"{counted(len(seen))} ({bench.engine.way})"
+    return counted(len(wanted), "GPU"), f"{counted(len(seen), 'GPU')} ({bench.engine.way})"
 
 
 def _smi(bench: Bench, devices: str) -> SmiReport:

@@ -21,9 +21,10 @@ from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.verify.cuda.survey import Survey, survey
 from gpuprov.verify.engines import ALL, DockerLike
-from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown, counted
+from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.versions import version_numbers
+from gpuprov.wire.words import counted
 
 CALLS, COMPUTES = "CUDA", "CUDA kernel"
 _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
@@ -197,7 +198,7 @@ def _calls(bench: Bench, python: _Python, seen: _Seen) -> Shown:
         raise LeftOut(python.missing)
     host = _on_host(bench.system)
     everything = _readable(seen.calls, bench.image)
-    told = f"CUDA {host.release}, {counted(len(host.uuids))}"
+    told = f"CUDA {host.release}, {counted(len(host.uuids), 'GPU')}"
     _require_same(host, everything, seen, told)
     last = bench.host.gpus[-1]
     asked = last.uuid if len(bench.host.gpus) > 1 else "0"
@@ -207,7 +208,7 @@ def _calls(bench: Bench, python: _Python, seen: _Seen) -> Shown:
     none = _readable(_run(bench, python, bench.engine.nothing[-1]), bench.image)
     if none.uuids:
         raise Failed(f"a container that asked for no GPU computes on {', '.join(none.uuids)}", told, _said(none))
-    return told, f"CUDA {everything.release}, {counted(len(everything.uuids))}; one alone; none"
+    return told, f"CUDA {everything.release}, {counted(len(everything.uuids), 'GPU')}; one alone; none"
 
 
 def _require_same(host: Calls, everything: Calls, seen: _Seen, told: str) -> None:
@@ -271,4 +272,4 @@ def _computes(found: Calls) -> Shown:
         raise LeftOut(kernel.left_out)
     if kernel.wrong:
         raise Failed(f"{kernel.wrong}; dmesg | grep -i -e nvrm -e xid")
-    return "", f"right results on {counted(kernel.gpus)}"
+    return "", f"right results on {counted(kernel.gpus, 'GPU')}"

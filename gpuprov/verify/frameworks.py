@@ -14,7 +14,8 @@ from gpuprov.verify.containers import Bench
 from gpuprov.verify.cuda.results import result_of
 from gpuprov.verify.cuda_checks import explain_image
 from gpuprov.verify.engines import ALL
-from gpuprov.verify.outcome import Failed, Shown, counted
+from gpuprov.verify.outcome import Failed, Shown
+from gpuprov.wire.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600
@@ -104,7 +105,7 @@ def _require_all(bench: Bench, found: Mapping[str, Any], what: str) -> None:
 
 def _shown(bench: Bench, found: Mapping[str, Any], name: str, cuda: str) -> Shown:
     made_for = f" for CUDA {cuda}" if cuda else ""
-    return counted(len(bench.host.gpus)), f"{counted(int(found['count']))}, {name}{made_for}"
+    return counted(len(bench.host.gpus), "GPU"), f"{counted(int(found['count']), 'GPU')}, {name}{made_for}"
 
 
 def _torch_result(said: str) -> str:

@@ -130,8 +130,3 @@ def telling_line(done: Completed) -> str:
     said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["(silent)"]
     found = (line for mark in ("gpuprov:", "rror", "") for line in said if mark in line)
     return next(found).strip()[:_LONGEST_LINE]
-
-
-def counted(number: int) -> str:
-    """Return `1 GPU`, `2 GPUs`."""
-    return f"{number} GPU" if number == 1 else f"{number} GPUs"

@@ -113,6 +113,21 @@ class HostSpec(ImageOptions, DriverOptions):
         "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
+    nvidia_docker: bool = flag(
+        False,
+        "Install a command `nvidia-docker` for scripts that use it: `run` and `create` get the GPUs, `NV_GPU` chooses "
+        "them. A command of that name that is not gpuprov's is left alone.",
+    )
+    serve: bool = flag(
+        False,
+        "Install a service that answers as nvidia-docker-plugin did (`/docker/cli`, `/gpu/info`, `/gpu/status`), on "
+        "127.0.0.1:3476 and on a unix socket of root's alone. `gpuprov docker-args` is the safer way.",
+    )
+    migrate_nvidia_docker: bool = flag(
+        False,
+        "Remove what nvidia-docker 1 and 2 have left: packages, plugin, unused volumes, repositories and their key, "
+        "entries of daemon.json without a program. Containers, and what they use, stay.",
+    )
     repositories: tuple[SiteRepository, ...] = option(
         schema_fields.List(schema_fields.Nested(RepositorySchema)),
         (),

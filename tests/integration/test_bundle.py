@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _IMAGE = "site/app:1"
 # SSH goes on; every other packet that the host would send is refused.
-_CUT_OFF = (
+CUT_OFF = (
     "ip route del default; rm -f /etc/resolv.conf; "
     "iptables -I OUTPUT -o host0 -p tcp --sport 22 -j ACCEPT; iptables -I OUTPUT 2 -o host0 -j REJECT"
 )
@@ -101,7 +101,7 @@ def one_file() -> bytes:
 def without_network(host: Host) -> Iterator[Host]:
     """Give the host pristine and without any way out; other tests get it back as it was."""
     host.reset()
-    host.ssh(_CUT_OFF)
+    host.ssh(CUT_OFF)
     yield host
     host.reset()
 

@@ -140,7 +140,7 @@ def test_a_bundle_is_made_through_the_proxy(proxy: RunningProxy, tmp_path: Path)
         refused = gpuprov(*words, "-e", "gpuprov_docker=preinstalled", "-o", tmp_path / "refused.tar")
         assert refused.returncode != 0 and "403" in refused.stdout
         done = gpuprov(*words, "-e", f"@{tmp_path}/proxy.yml", "-o", tmp_path / "bundle.tar")
-    assert done.returncode == 0 and "1 packages" in done.stdout, done.stdout
+    assert done.returncode == 0 and "1 package," in done.stdout, done.stdout
     assert PASSWORD not in done.stdout and ENCODED not in done.stdout
     shown = gpuprov("bundle", "show", tmp_path / "bundle.tar", "--json").stdout
     assert PASSWORD not in shown and ENCODED not in shown

@@ -13,6 +13,7 @@ import pytest
 from gpuprov.fleet.agent_build import host_distributions
 from gpuprov.fleet.playbook_files import write_playbooks
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from tools import host_program
 
 CLONE = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -42,17 +43,19 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_another_clone_of_the_same_commit_gives_the_same_bytes(release: Path, tmp_path: Path) -> None:
     again = clone_and_build(tmp_path)
-    assert len(again) == 6
+    assert len(again) == 7
     assert {path.name: path.read_bytes() for path in release.iterdir()} == again
 
 
 @pytest.mark.slow
-def test_the_sums_are_right_and_the_sbom_names_what_the_agent_holds(release: Path) -> None:
+def test_the_sums_are_right_and_the_sbom_names_what_the_programs_hold(release: Path) -> None:
     subprocess.run(("sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"), cwd=release, check=True)
     (path,) = release.glob("*.cdx.json")
     bom = json.loads(path.read_text())
     assert bom["bomFormat"] == "CycloneDX"
-    assert tuple(sorted(one["name"] for one in bom["components"])) == host_distributions()
+    named = {(one["name"], one["version"]) for one in bom["components"]}
+    assert {name for name, _ in named} == {*host_distributions(), *host_program.locked()}
+    assert named >= {(name, version) for name, (version, _) in host_program.locked().items()}
     assert all(one["version"] and one["purl"].startswith("pkg:pypi/") for one in bom["components"])
 
 

@@ -14,7 +14,7 @@ from tests.lab.repository import build_package, build_repository, sign, stand_in
 _PYTHON = "/usr/bin/python3"
 _LIBRARY = "/usr/lib/nvidia-stand-in"
 # Only the base is asked for in the very version: that is how apt comes to take newer ones of the others.
-_PACKAGES = {
+PACKAGES = {
     "libnvidia-container1": "",
     "libnvidia-container-tools": "libnvidia-container1 (>= {version})",
     "nvidia-container-toolkit-base": "",
@@ -22,9 +22,9 @@ _PACKAGES = {
         "nvidia-container-toolkit-base (= {version}), libnvidia-container-tools (>= {version})"
     ),
 }
-NAMES = tuple(_PACKAGES)
+NAMES = tuple(PACKAGES)
 # The same in rpm's words.
-RPM_REQUIRES = {name: depends.replace("(", "").replace(")", "") for name, depends in _PACKAGES.items()}
+RPM_REQUIRES = {name: depends.replace("(", "").replace(")", "") for name, depends in PACKAGES.items()}
 
 
 def build_toolkit(folder: Path, gnupg: Path, channels: dict[str, tuple[str, ...]]) -> str:
@@ -34,14 +34,15 @@ def build_toolkit(folder: Path, gnupg: Path, channels: dict[str, tuple[str, ...]
         place = folder / f"{channel}/deb/amd64"
         fingerprint = build_repository(place, gnupg)
         for version in versions:
-            for name, depends in _PACKAGES.items():
-                build_package(place, stand_in(name, version, depends.format(version=version)), _files(name))
+            for name, depends in PACKAGES.items():
+                build_package(place, stand_in(name, version, depends.format(version=version)), files_of(name))
         sign(place, gnupg)
         (folder / "gpgkey").write_bytes((place / "key.asc").read_bytes())
     return fingerprint
 
 
-def _files(name: str) -> dict[str, str]:
+def files_of(name: str) -> dict[str, str]:
+    """Return the files of a package of the toolkit."""
     if name == "nvidia-container-toolkit":
         return {"usr/bin/nvidia-container-runtime-hook": f'#!/bin/sh\nexec {_LIBRARY}/hook "$@"\n'}
     if name != "nvidia-container-toolkit-base":

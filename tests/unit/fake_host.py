@@ -142,6 +142,8 @@ class FakeHost(System):
     def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "${Conffiles}" in words[1]:
             return 0, ""
+        if words[0] == "--search":
+            return 1, "dpkg-query: no path found matching pattern"
         rows = sorted(self.installed.items())
         wants = {name: "hold" if name in self.held else "install" for name in self.installed}
         return 0, "".join(f"installed {name} {version} amd64 {wants[name]} ok \n" for name, version in rows)

@@ -19,7 +19,17 @@ from gpuprov.cdi.generate import difference
 from gpuprov.core.changes import FileFact
 from gpuprov.core.lock import LOCK_PATH, try_lock
 from gpuprov.facts import boot_files
-from gpuprov.facts.boot_files import MODULES, NODES, PERSISTENCE, REFRESH, UDEV_RULES, UNITS, WATCH
+from gpuprov.facts.boot_files import (
+    MODULES,
+    NODES,
+    PERSISTENCE,
+    REFRESH,
+    SERVE,
+    SERVE_SOCKET,
+    UDEV_RULES,
+    UNITS,
+    WATCH,
+)
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec, parse_spec
@@ -74,6 +84,25 @@ def test_a_system_container_loads_no_modules_and_keeps_no_gpu_awake(container: H
 def test_a_machine_with_its_own_kernel_does_both(metal: HostFacts) -> None:
     assert written(metal, spec()) == EVERYWHERE | {MODULES, f"{UNITS}/{PERSISTENCE}"}
     assert prepare.packages(metal, spec()) == ("libtirpc3",)
+
+
+def test_the_service_for_old_scripts_comes_where_it_is_asked_for_and_goes_again(host: FakeHost) -> None:
+    assert written(gather(host), spec(serve=True)) == EVERYWHERE | {f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}"}
+    prepared(gather(host), spec(serve=True)).apply(host, lambda *words: None)
+    assert ("systemctl", "restart", SERVE_SOCKET) in host.commands
+    assert ("systemctl", "restart", SERVE) not in host.commands  # the socket starts it
+    assert prepare.plan(gather(host), spec(serve=True)) == ()
+    change = prepared(gather(host), spec())
+    assert set(change.stale) == {f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}"}
+    before = change.capture(host)
+    change.apply(host, lambda *words: None)
+    assert not [path for path in host.root.rglob("gpuprov-serve*") if path.exists() or path.is_symlink()]
+    host.commands.clear()
+    prepare.PrepareBoot.undo(host, before, {})
+    (restart,) = (command for command in host.commands if command[:2] == ("systemctl", "restart"))
+    assert SERVE_SOCKET in restart
+    assert SERVE not in restart
+    assert prepare.plan(gather(host), spec(serve=True)) == ()
 
 
 def test_a_packaged_persistence_daemon_is_left_alone(metal: HostFacts) -> None:

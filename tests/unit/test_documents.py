@@ -18,7 +18,7 @@ from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 from tests.integration.doctor_cases import GROUPS
 from tests.integration.test_doctor import TROUBLES
-from tools import cli_page
+from tools import ansible_page, cli_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +46,11 @@ def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
     wanted = set(re.findall(r"^## .*$|(?<![\w-])--[a-z][a-z-]+", cli_page.page(), re.MULTILINE))
     assert len(wanted) > 100
     assert sorted(word for word in wanted if word not in text) == [], "next: make docs"
+
+
+def test_the_reference_of_the_collection_is_its_own() -> None:
+    text = ansible_page.PAGE.read_text()
+    assert "| `reboot_needed` |" in text and ansible_page.page() == text, "next: make docs"
 
 
 def test_every_page_is_in_the_index() -> None:

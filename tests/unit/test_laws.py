@@ -44,6 +44,9 @@ FOREIGN = {
     "dev/null-like": "",
 }
 
+# What nvidia-docker 1 has left, for the step that removes it.
+LEFTOVER = "etc/default/nvidia-docker"
+
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
@@ -65,6 +68,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostSpec]:
                 "driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
                 "repositories": [{**repository, "key_fingerprint": fingerprint}],
                 "packages": ["site-gpu-tools=1.0"],
+                "migrate_nvidia_docker": True,
             }
         )
         server.shutdown()
@@ -76,6 +80,8 @@ def host(tmp_path: Path) -> FakeHost:
     for path, text in FOREIGN.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
+    (tmp_path / LEFTOVER).parent.mkdir(parents=True)
+    (tmp_path / LEFTOVER).write_text("NV_DOCKER=docker\n")
     # docker runs with the file that it finds here.
     made.run(("systemctl", "reload", "docker.service"))
     return made
@@ -231,7 +237,7 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
 # As the playbooks' roles divide the plan: not in its own order.
 PARTS = (
     ("repositories", "packages"), ("nouveau", "reboot"), ("download", "driver", "boot", "device nodes"),
-    ("toolkit", "cdi"), ("docker", "engines"),
+    ("leftovers", "toolkit", "cdi"), ("docker", "engines"),
 )  # fmt: skip
 
 
@@ -251,7 +257,7 @@ def install_parts(host: FakeHost, spec: HostSpec, run_id: str = "", *, check: bo
 
 def test_part_by_part_is_the_whole(host: FakeHost, spec: HostSpec, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = FakeHost(tmp_path_factory.mktemp("other") / "root")
-    for path, text in FOREIGN.items():
+    for path, text in {**FOREIGN, LEFTOVER: ""}.items():
         (other.root / path).parent.mkdir(parents=True, exist_ok=True)
         (other.root / path).write_text(text)
     other.run(("systemctl", "reload", "docker.service"))

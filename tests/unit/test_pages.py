@@ -13,7 +13,7 @@ from gpuprov.cli.main import cli
 from gpuprov.wire.spec import option_names
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = (*sorted(_ROOT.glob("*.md")), *sorted((_ROOT / "docs").glob("*.md")))
+_PAGES = (*sorted(_ROOT.glob("*.md")), *sorted((_ROOT / "docs").rglob("*.md")))
 # Where a command begins: a line of its own, or code within one; behind sudo, a prompt, or the folder that it lies in.
 _CALL = re.compile(r"(?:^|`|sudo |\$ |bin/)gpuprov ((?:[a-z]|--)[^`\n#│─]*)", re.MULTILINE)
 # Variables of the playbooks' own, and metrics (tests/unit/fleet/test_metrics.py).

@@ -204,16 +204,18 @@ def test_a_stanza_with_other_repositories_is_its_owners(content: str, line: int)
         ("https://nvidia.github.io/nvidia-container-runtime/stable/debian10/$(ARCH)", True),
         ("https://nvidia.github.io/libnvidia-container/stable/ubuntu18.04/$(ARCH)", True),
         ("https://nvidia.github.io/libnvidia-container/debian11/amd64", True),
+        ("https://nvidia.github.io/libnvidia-container/stable/debian10/$(ARCH)", True),
         ("https://nvidia.github.io/libnvidia-container/experimental/deb/$(ARCH)", False),
         ("https://nvidia.github.io/libnvidia-container/stable/deb/arm64", False),
         ("https://mirror.example.org/nvidia-docker/ubuntu18.04/amd64", False),
     ],
 )
-def test_nvidias_retired_repositories_go_with_its_toolkit_alone(uri: str, retired: bool) -> None:
+def test_nvidias_retired_repositories_go_with_its_toolkit_or_on_request(uri: str, retired: bool) -> None:
     path = f"{OTHERS}.list"
     found = {path: fact(f"deb {uri} /\n")}
     changes = plan_repositories(found, HostSpec(toolkit="nvidia"), "x86_64")
     assert (RemoveFile(path, "NVIDIA has retired this repository") in changes) is retired
+    assert (plan_repositories(found, HostSpec(migrate_nvidia_docker=True), "x86_64") != ()) is retired
     assert plan_repositories(found, HostSpec(), "x86_64") == ()
 
 

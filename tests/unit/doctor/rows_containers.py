@@ -29,6 +29,7 @@ from tests.unit.doctor.ill import (
     unit,
     without,
 )
+from tests.unit.doctor.rows_leftovers import LEFTOVER_ROWS
 
 
 def _without_package(x: Examined, name: str) -> Examined:
@@ -229,9 +230,7 @@ CONTAINER_ROWS = (
         "nvidia-container-toolkit libnvidia-container1",
         LIKELY,
     ),
-    Row(
-        "toolkit-retired", installed(nvidia_docker2="2.13.0-1"), "nvidia-docker2", "apt-get purge nvidia-docker2", ASIDE
-    ),
+    *LEFTOVER_ROWS,
     # -- CDI specification
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row(

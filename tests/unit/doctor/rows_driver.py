@@ -172,7 +172,7 @@ DRIVER_ROWS = (
     Row("nvidia-smi-124", smi(124), "exited 124: (silent)", "systemctl reboot"),
     Row("nvidia-smi-255", smi(255, "Failed to initialize NVML: Unknown Error"), "Unknown Error", "dmesg"),
     Row("nvidia-smi-fails", smi(77, "who knows"), "exited 77: who knows", "nvidia-smi"),
-    Row("nvidia-smi-fewer", report('<gpu id="00000000:1B:00.0">', "<gpu_gone>"), "1 GPUs", "nvidia-smi -L", LIKELY),
+    Row("nvidia-smi-fewer", report('<gpu id="00000000:1B:00.0">', "<gpu_gone>"), "1 GPU;", "nvidia-smi -L", LIKELY),
     Row("mig-without-instances", divided_without_instances, "current_mig is Enabled", "nvidia-smi -i 0 -mig 0"),
     Row("compute-prohibited", report("<compute_mode>Default", "<compute_mode>Prohibited"), "GPU 0, 1", "-c DEFAULT"),
     Row(

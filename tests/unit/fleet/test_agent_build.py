@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 import gpuprov
-from gpuprov.fleet.agent_build import HOST_DEPENDENCIES, MAIN, build_agent, host_distributions, pack
+from gpuprov.fleet.agent_build import (
+    AGENT_START,
+    HOST_DEPENDENCIES,
+    build_agent,
+    host_distributions,
+    main_program,
+    pack,
+)
 from gpuprov.fleet.agent_run import Agent
 
 PYPROJECT = Path(gpuprov.__file__).parents[1] / "pyproject.toml"
@@ -103,7 +110,8 @@ SAY = b"import sys\ndef main(): print(__file__); return 5\n"
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """Return a zipapp with the agent's real start and hardly anything to start; its cache lies in tmp_path/place."""
-    start = re.sub(r"PLACE = .*", f"PLACE = {str(tmp_path / 'place')!r}", MAIN.replace("{digest}", "d1"))
+    main, digest = main_program("agent", AGENT_START, {})
+    start = re.sub(r"PLACE = .*", f"PLACE = {str(tmp_path / 'place')!r}", main.decode().replace(digest, "d1"))
     path = tmp_path / "agent.pyz"
     path.write_bytes(
         pack(

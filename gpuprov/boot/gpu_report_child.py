@@ -1,0 +1,150 @@
+"""Asks NVML what `gpuprov serve` says of GPUs, in a process of its own, and prints it as JSON.
+
+The names are those of nvidia-docker-plugin 1.0's REST interface, the units too: W, MHz, MiB, MB/s. None stands for what
+NVML does not tell of a GPU. Process names are left out: every user of the host can ask.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any, Callable
+
+import pynvml
+
+_MIB = 1 << 20
+# MB/s of one lane, by PCIe generation.
+_LANE = {1: 250, 2: 500, 3: 985, 4: 1969, 5: 3938, 6: 7563}
+# nvml.h, nvmlDeviceArchitecture_t.
+_FAMILIES = {2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada", 9: "Hopper",
+             10: "Blackwell"}  # fmt: skip
+
+
+def main(library: str) -> None:
+    """Print what the NVML at that path says."""
+    ctypes.CDLL(library)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        sys.exit(error.value)
+    gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    version = _known(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    document = {
+        "Version": {
+            "Driver": _text(_known(pynvml.nvmlSystemGetDriverVersion)),
+            "CUDA": f"{version // 1000}.{version % 1000 // 10}",
+        },
+        "Info": [_info(gpu) for gpu in gpus],
+        "Status": [_status(gpu) for gpu in gpus],
+    }
+    sys.stdout.write(json.dumps(document))
+
+
+def _info(gpu: Any) -> dict[str, Any]:
+    minor = _known(pynvml.nvmlDeviceGetMinorNumber, gpu)
+    pci = _known(pynvml.nvmlDeviceGetPciInfo, gpu)
+    generation, width = (
+        _known(one, gpu) for one in (pynvml.nvmlDeviceGetMaxPcieLinkGeneration, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
+    )
+    capability = _known(pynvml.nvmlDeviceGetCudaComputeCapability, gpu)
+    ecc = _known(pynvml.nvmlDeviceGetEccMode, gpu)
+    return {
+        "UUID": _text(_known(pynvml.nvmlDeviceGetUUID, gpu)),
+        "Path": f"/dev/nvidia{minor}" if minor is not None else "",
+        "Model": _text(_known(pynvml.nvmlDeviceGetName, gpu)) or None,
+        "Power": _divided(_known(pynvml.nvmlDeviceGetPowerManagementLimit, gpu), 1000),
+        "CPUAffinity": _numa_node(_text(pci.busId) if pci else ""),
+        "PCI": {
+            "BusID": _text(pci.busId) if pci else "",
+            "BAR1": _divided(_member(_known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Total"), _MIB),
+            "Bandwidth": _LANE[generation] * width if generation in _LANE and width else None,
+        },
+        "Clocks": _clocks(pynvml.nvmlDeviceGetMaxClockInfo, gpu),
+        # The plugin listed the GPUs that share a switch; `nvidia-smi topo -m` tells more.
+        "Topology": None,
+        "Family": _FAMILIES.get(_known(pynvml.nvmlDeviceGetArchitecture, gpu)),
+        "Arch": ".".join(str(number) for number in capability or ()),
+        "Cores": _known(pynvml.nvmlDeviceGetNumGpuCores, gpu),
+        # What CUDA alone tells is None.
+        "Memory": {
+            "ECC": bool(ecc[0]) if ecc else None,
+            "Global": _divided(_member(_known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "total"), _MIB),
+            "Shared": None, "Constant": None, "L2Cache": None, "Bandwidth": None,
+        },
+    }  # fmt: skip
+
+
+def _status(gpu: Any) -> dict[str, Any]:
+    rates = _known(pynvml.nvmlDeviceGetUtilizationRates, gpu)
+    encoder, decoder = (
+        _known(one, gpu) for one in (pynvml.nvmlDeviceGetEncoderUtilization, pynvml.nvmlDeviceGetDecoderUtilization)
+    )
+    kind = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    errors = [
+        _known(pynvml.nvmlDeviceGetMemoryErrorCounter, gpu, kind, pynvml.NVML_VOLATILE_ECC, place)
+        for place in (pynvml.NVML_MEMORY_LOCATION_L1_CACHE, pynvml.NVML_MEMORY_LOCATION_L2_CACHE,
+                      pynvml.NVML_MEMORY_LOCATION_DEVICE_MEMORY)
+    ]  # fmt: skip
+    received, sent = (
+        _divided(_known(pynvml.nvmlDeviceGetPcieThroughput, gpu, counter), 1000)
+        for counter in (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES)
+    )
+    return {
+        "Power": _divided(_known(pynvml.nvmlDeviceGetPowerUsage, gpu), 1000),
+        "Temperature": _known(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+        "Utilization": {
+            "GPU": _member(rates, "gpu"), "Memory": _member(rates, "memory"),
+            "Encoder": encoder[0] if encoder else None, "Decoder": decoder[0] if decoder else None,
+        },
+        "Memory": {
+            "GlobalUsed": _divided(_member(_known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "used"), _MIB),
+            "ECCErrors": dict(zip(("L1Cache", "L2Cache", "Global"), errors)),
+        },
+        "Clocks": _clocks(pynvml.nvmlDeviceGetClockInfo, gpu),
+        "PCI": {
+            "BAR1Used": _divided(_member(_known(pynvml.nvmlDeviceGetBAR1MemoryInfo, gpu), "bar1Used"), _MIB),
+            "Throughput": {"RX": received, "TX": sent},
+        },
+        "Processes": [
+            {"PID": one.pid, "Name": "", "MemoryUsed": _divided(one.usedGpuMemory, _MIB)}
+            for one in _known(pynvml.nvmlDeviceGetComputeRunningProcesses, gpu) or ()
+        ],
+    }  # fmt: skip
+
+
+def _clocks(question: Callable[..., Any], gpu: Any) -> dict[str, Any]:
+    return {
+        "Cores": _known(question, gpu, pynvml.NVML_CLOCK_SM),
+        "Memory": _known(question, gpu, pynvml.NVML_CLOCK_MEM),
+    }
+
+
+def _numa_node(bus_id: str) -> int:
+    """Return the NUMA node; 0, as the plugin did, where the kernel does not tell."""
+    domain, _, rest = bus_id.lower().partition(":")
+    try:
+        with open(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node") as file:  # noqa: PTH123
+            return max(int(file.read()), 0)
+    except (OSError, ValueError):
+        return 0
+
+
+def _known(question: Callable[..., Any], *arguments: Any) -> Any:
+    """Return NVML's answer, None where this driver or this GPU has none."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _member(structure: Any, name: str) -> Any:
+    return None if structure is None else getattr(structure, name)
+
+
+def _divided(value: Any, unit: int) -> Any:
+    return None if value is None else value // unit
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

@@ -1,0 +1,60 @@
+"""The command nvidia-docker on a host: installed where it is asked for, and never over another's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuprov.core.changes import Change, Json, RemoveFile, WriteFile, restore_path
+from gpuprov.core.system import System
+from gpuprov.engines.nvidia_docker_file import PATH, is_ours, render
+from gpuprov.facts.boot_files import PROGRAM
+from gpuprov.facts.host import HostFacts
+from gpuprov.wire.spec import HostSpec
+
+_MODE = 0o755
+_PACKAGES = ("nvidia-docker2", "nvidia-docker")
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return what installs the command, or removes gpuprov's where it is no longer asked for."""
+    found = facts.files.get(PATH)
+    if found is not None and not is_ours(found.content):
+        return ()
+    if not spec.nvidia_docker:
+        return (RemoveFile(PATH, "gpuprov_nvidia_docker is false"),) if found is not None else ()
+    if not facts.interpreter.path:
+        return ()
+    content = render(facts.interpreter.path, PROGRAM)
+    current = found is not None and found.is_roots(content, _MODE)
+    return () if current else (InstallNvidiaDocker(PATH, content, _MODE),)
+
+
+def warning(facts: HostFacts, spec: HostSpec) -> str:
+    """Return a sentence if another program has the command's name: gpuprov leaves that one alone."""
+    found = facts.files.get(PATH)
+    if not spec.nvidia_docker or found is None or is_ours(found.content):
+        return ""
+    package = next((name for name in _PACKAGES if name in facts.packages.installed), "")
+    whose = f"belongs to the package {package}" if package else "is not gpuprov's"
+    remedy = f"remove {package or 'it'}"
+    return f"{PATH} {whose}: gpuprov keeps it and installs no other (to get gpuprov's: {remedy}, then install again)"
+
+
+@dataclass(frozen=True)
+class InstallNvidiaDocker(WriteFile):
+    """The command shall be gpuprov's. A package may replace it later: then it is the package's, and stays."""
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if not cls.kept(system, before):
+            restore_path(system, before)
+
+    @classmethod
+    def kept(cls, system: System, before: Json) -> tuple[str, ...]:
+        path: str = before["path"]
+        there = system.status(path) is not None
+        return (path,) if there and not is_ours(system.read_bytes(path) or b"") else ()
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return tuple(f"{path} stays: it is no longer gpuprov's" for path in cls.kept(system, before))

@@ -1,0 +1,75 @@
+"""`gpuprov kubernetes`: what a cluster needs for GPU nodes, printed; touches no cluster."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from gpuprov.fleet.options import text_option
+
+# As Kubernetes has label keys and values.
+_PAIR = re.compile(r"((?:[a-z0-9.-]{1,253}/)?[A-Za-z0-9][A-Za-z0-9_.-]{0,62})=([A-Za-z0-9_.-]{0,63})")
+
+
+@click.group("kubernetes")
+def kubernetes() -> None:
+    """Print what a Kubernetes cluster needs for nodes with GPUs.
+
+    \b
+    Examples:
+      gpuprov kubernetes manifest | kubectl apply -f -
+      gpuprov verify --kubernetes
+    """
+
+
+@kubernetes.command()
+@click.option("--mode", type=click.Choice(["plugin", "operator", "dra"]), default="plugin", show_default=True,
+              help="plugin: NVIDIA's device plugin; operator: values for the chart of NVIDIA's GPU operator; "
+              "dra: claims for NVIDIA's DRA driver.")  # fmt: skip
+@click.option("--strategy", type=click.Choice(["environment", "cdi", "cdi-annotations"]), default="environment",
+              show_default=True, help="How containers get the devices: by the runtime nvidia, or by the engine's CDI; "
+              "cdi-annotations before Kubernetes 1.29.")  # fmt: skip
+@text_option("--namespace", metavar="NAME", help="Default: kube-system, gpu-operator or dra-driver-nvidia-gpu.")
+@text_option("--image-mirror", metavar="REGISTRY[/PATH]", help="Take images from this registry.")
+@click.option("--mig", type=click.Choice(["none", "single", "mixed"]), default="none", show_default=True,
+              help="How MIG devices become resources.")  # fmt: skip
+@click.option("--node-selector", "selectors", metavar="KEY=VALUE", multiple=True,
+              help="Nodes for the device plugin. Default: nvidia.com/gpu.present=true or Node Feature Discovery's "
+              "label.")  # fmt: skip
+@click.option("--resource-api", type=click.Choice(["v1", "v1beta2", "v1beta1"]), default="v1", show_default=True,
+              help="For --mode dra: the cluster's version of resource.k8s.io (Kubernetes 1.34, 1.33, 1.32)."
+              )  # fmt: skip
+@click.option("--no-test-pod", is_flag=True, help="Leave out the pod that runs nvidia-smi -L.")
+@click.option("--json", "as_json", is_flag=True, help="Print a List, or the chart's values, as JSON.")
+def manifest(
+    mode: str, strategy: str, namespace: str, image_mirror: str, mig: str, selectors: tuple[str, ...],
+    resource_api: str, no_test_pod: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Print YAML for a cluster whose nodes gpuprov provisions. Comments say what to type.
+
+    The versions come from gpuprov's table; comments name their sources. docs/kubernetes.md has the whole way.
+
+    \b
+    Examples:
+      gpuprov kubernetes manifest | kubectl apply -f -
+      gpuprov kubernetes manifest --strategy cdi --namespace gpu --image-mirror registry.example.org/hub
+      gpuprov kubernetes manifest --mode operator > values.yaml
+      gpuprov kubernetes manifest --mode dra --resource-api v1beta1
+    """
+    from gpuprov.kubernetes.manifest import Choice, manifest
+
+    made = manifest(
+        Choice(mode, strategy, namespace, image_mirror, mig, resource_api, _pairs(selectors), not no_test_pod)
+    )
+    click.echo(made.as_json() if as_json else made.as_yaml(), nl=as_json)
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        pair = _PAIR.fullmatch(text)
+        if pair is None:
+            raise click.BadParameter(f"{text!r}: give KEY=VALUE, such as pool=gpu", param_hint="--node-selector")
+        found[pair[1]] = pair[2]
+    return found

@@ -1,0 +1,152 @@
+"""The changes that remove nvidia-docker 1 from a host: its volumes, its plugin's service, its user and its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gpuprov.core.changes import Change, Json, Tell
+from gpuprov.core.system import System
+from gpuprov.wire.errors import GpuprovError
+
+_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RemoveVolume(Change):
+    """A volume that no container refers to shall be gone. Its content does not come back."""
+
+    name: str
+
+    # Half of it may be gone, and can't be brought back.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"remove volume {self.name} (no container refers to it; a rollback can't restore its content)"
+
+    @property
+    def key(self) -> str:
+        return f"remove volume {self.name}"
+
+    def capture(self, system: System) -> Json:
+        return {"name": self.name}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # Without --force: docker itself refuses a volume that a container has taken since.
+        done = system.run(("docker", "volume", "rm", "--", self.name), timeout=_SECONDS)
+        if not done.ok and "no such volume" not in done.stderr.lower():
+            raise GpuprovError(
+                f"docker can't remove volume {self.name}", done.evidence(4),
+                f"docker ps --all --filter volume={self.name}; then run the same command again",
+            )  # fmt: skip
+        return {}
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return (f"volume {before['name']} and its content are not restored",)
+
+
+@dataclass(frozen=True)
+class StopPlugin(Change):
+    """The service of nvidia-docker 1's plugin shall neither run nor come up at boot."""
+
+    unit: str
+
+    def summary(self) -> str:
+        return f"stop and disable {self.unit}"
+
+    def capture(self, system: System) -> Json:
+        was = {verb: system.run(("systemctl", f"is-{verb}", "--quiet", self.unit)).ok for verb in ("active", "enabled")}
+        return {"unit": self.unit, **was}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        words = ("systemctl", "disable", "--now", self.unit)
+        what = f"{self.unit} can't be stopped"
+        system.require(words, what, f"systemctl status {self.unit}", timeout=_SECONDS)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        system.run(("systemctl", "daemon-reload"), timeout=_SECONDS)
+        for verb, was in (("enable", before["enabled"]), ("start", before["active"])):
+            if was:
+                system.run(("systemctl", verb, before["unit"]), timeout=_SECONDS)
+
+
+@dataclass(frozen=True)
+class RemoveAccount(Change):
+    """The system user of nvidia-docker 1's plugin shall be gone, and its group with it."""
+
+    name: str
+
+    def summary(self) -> str:
+        return f"remove user {self.name}"
+
+    def capture(self, system: System) -> Json:
+        return {"name": self.name, "line": _line(system, "/etc/passwd", self.name)}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        # The package's own scripts may have done it by now.
+        if _line(system, "/etc/passwd", self.name):
+            what = f"user {self.name} can't be removed"
+            system.require(("userdel", self.name), what, f"ps -u {self.name}", timeout=_SECONDS)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        name, fields = before["name"], before["line"].split(":")
+        if len(fields) != 7 or _line(system, "/etc/passwd", name):
+            return
+        _, _, uid, gid, comment, home, shell = fields
+        if not _line(system, "/etc/group", name):
+            system.run(("groupadd", "--system", "--gid", gid, name), timeout=_SECONDS)
+        words = ("useradd", "--system", "--no-create-home", "--uid", uid, "--gid", gid, "--comment", comment,
+                 "--home-dir", home, "--shell", shell, name)  # fmt: skip
+        system.require(words, f"user {name} can't be made again", f"getent passwd {uid}", timeout=_SECONDS)
+
+
+def _line(system: System, path: str, name: str) -> str:
+    lines = (system.read_text(path) or "").splitlines()
+    return next((line for line in lines if line.startswith(f"{name}:")), "")
+
+
+@dataclass(frozen=True)
+class RemoveFolder(Change):
+    """A folder of the plugin's shall be gone: what it holds, copies of the driver's files, the plugin made itself."""
+
+    path: str
+
+    # Half of it may be gone, and can't be brought back.
+    undo_when_interrupted: ClassVar[bool] = False
+
+    def summary(self) -> str:
+        return f"remove {self.path} (a rollback can't restore its content: copies of driver files)"
+
+    @property
+    def key(self) -> str:
+        return f"remove {self.path}"
+
+    def capture(self, system: System) -> Json:
+        found = system.status(self.path)
+        if found is None or found.kind != "directory":
+            return {"path": self.path, "mode": None}
+        return {"path": self.path, "mode": found.mode, "uid": found.uid, "gid": found.gid}
+
+    def apply(self, system: System, tell: Tell) -> Json:
+        found = system.status(self.path)
+        if found is not None and found.kind == "directory":
+            system.remove_tree(self.path)
+        if system.status(self.path) is not None:
+            system.remove(self.path)
+        return {}
+
+    @classmethod
+    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
+        if before["mode"] is None or system.status(before["path"]) is not None:
+            return
+        system.make_directory(before["path"], before["mode"])
+        system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
+
+    @classmethod
+    def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
+        return (f"the content of {before['path']} is not restored",) if before["mode"] is not None else ()

@@ -1,0 +1,209 @@
+"""The program `nvidia-docker`: gives `run` and `create` the GPUs, and becomes docker; every other call is docker's.
+
+Standard library alone, and imports little, for it starts with each container. It changes nothing on the host but that
+it pulls an image whose labels it must read, as docker would do next.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from gpuprov.engines.docker_line import ContainerCall, container_call
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Mapping, Sequence
+    from typing import Any, NoReturn
+
+_DEVICES = "NVIDIA_VISIBLE_DEVICES"
+_CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES"
+_DISABLE = "NVIDIA_DISABLE_REQUIRE"
+# The labels of nvidia-docker 1.
+_VOLUMES_LABEL = "com.nvidia.volumes.needed"
+_CUDA_LABEL = "com.nvidia.cuda.version"
+_TRUE = ("1", "t", "T", "true", "TRUE", "True")
+# As docker ends where it can't start a container, and a shell where a program is missing.
+_REFUSED, _NO_DOCKER = 125, 127
+_LARGEST_ENV_FILE = 1 << 20
+
+
+class Image:
+    """What an image says of itself: labels, and environment by name."""
+
+    __slots__ = ("environment", "labels")
+
+    def __init__(self, config: Any) -> None:
+        config = config if isinstance(config, dict) else {}
+        labels, environment = config.get("Labels"), config.get("Env")
+        self.labels: dict[str, str] = {
+            str(key): str(value) for key, value in (labels.items() if isinstance(labels, dict) else ())
+        }
+        entries = [str(entry).partition("=") for entry in (environment if isinstance(environment, list) else ())]
+        self.environment = {name: value for name, _, value in entries}
+
+
+def gpu_words(
+    call: ContainerCall, image: Image, caller: Mapping[str, str], given: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    """Return what is added to a call, by the first rule that fits.
+
+    `caller` is the caller's environment, `given` the container's variables that the call itself sets. A call that
+    chooses its GPUs by docker's own flags is left alone.
+    """
+    chooses_by_cdi = any(value.startswith("nvidia.com/gpu=") for value in call.values("device"))
+    if call.values("gpus") or chooses_by_cdi:
+        return ()
+    words = [] if call.values("runtime") else ["--runtime=nvidia"]
+    selected = caller.get("NV_GPU", "").replace(",", " ").split() or caller.get(_DEVICES, "").split()
+    if _DEVICES not in given:
+        if selected:
+            words.append(f"--env={_DEVICES}={','.join(selected)}")
+        elif not image.environment.get(_DEVICES):
+            words.append(f"--env={_DEVICES}=all")
+    # nvidia-docker 1 gave such images the whole driver.
+    if _VOLUMES_LABEL in image.labels and _CAPABILITIES not in {*given, *image.environment}:
+        words.append(f"--env={_CAPABILITIES}=all")
+    return tuple(words)
+
+
+def required_cuda(image: Image, given: Mapping[str, str | None]) -> str:
+    """Return the CUDA release that an image's label asks for, as MAJOR.MINOR; nothing where none counts."""
+    disabled = given[_DISABLE] if _DISABLE in given else image.environment.get(_DISABLE)
+    if disabled in _TRUE:
+        return ""
+    numbers = image.labels.get(_CUDA_LABEL, "").strip().lstrip("v").split(".")
+    return ".".join(numbers[:2]) if all(one.isascii() and one.isdigit() for one in numbers[:2]) else ""
+
+
+def given_variables(call: ContainerCall, caller: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that a call sets; a name alone takes the caller's value, None if there is none."""
+    lines: list[str] = []
+    for path in call.values("env-file"):
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (pathlib costs milliseconds)
+                lines += [line.strip() for line in file.read(_LARGEST_ENV_FILE).splitlines()]
+        except OSError:
+            continue  # docker says it next
+    entries = (entry.partition("=") for entry in (*lines, *call.values("e", "env")) if not entry.startswith("#"))
+    return {name: value if sign else caller.get(name) for name, sign, value in entries}
+
+
+def main(words: Sequence[str], own_path: str) -> NoReturn:
+    """Become docker. `own_path`: this program's file, which a `docker` on the PATH may be a link to."""
+    # Python ignores SIGPIPE and turns SIGINT into an exception; docker and its children shall have them as they were.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    docker = _docker(own_path)
+    call = container_call(words)
+    if call is not None and call.image:
+        words = (*call.before, *_added(docker, call), *call.after)
+    try:
+        os.execv(docker[0], (*docker, *words))
+    except OSError as error:
+        _end(_NO_DOCKER, f"{docker[0]} does not start", str(error), "docker --version")
+
+
+def _docker(own_path: str) -> tuple[str, ...]:
+    """Return docker's program and, where NV_DOCKER names it, its first words; never this program itself."""
+    first, *more = os.environ.get("NV_DOCKER", "").split() or ["docker"]
+    folders = os.environ.get("PATH", os.defpath).split(":") if "/" not in first else [""]
+    own = os.path.realpath(own_path)
+    for folder in folders:
+        path = os.path.join(folder, first)  # noqa: PTH118
+        if os.path.isfile(path) and os.access(path, os.X_OK) and os.path.realpath(path) != own:  # noqa: PTH113
+            return path, *more
+    seen = f"PATH={os.environ.get('PATH', '')}"
+    return _end(_NO_DOCKER, f"there is no program {first}", seen, "install docker, or set PATH")
+
+
+def _added(docker: tuple[str, ...], call: ContainerCall) -> tuple[str, ...]:
+    image = _image(docker, call)
+    given = given_variables(call, os.environ)
+    words = gpu_words(call, image, os.environ, given)
+    cuda = required_cuda(image, given)
+    if not cuda:
+        return words
+    if not _is_local(docker, call):
+        # The other host's runtime holds it against its own driver.
+        return (*words, f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={cuda}")
+    _require_cuda(call.image, image.labels[_CUDA_LABEL], cuda)
+    return words
+
+
+def _image(docker: tuple[str, ...], call: ContainerCall) -> Image:
+    """Return what the image says, pulled first where docker would do it; nothing if docker does not know it."""
+    import json
+
+    pull = ("missing", *call.values("pull"))[-1]
+    inspect = (*docker, *call.docker_options, "inspect", "--type=image", "--format={{json .Config}}", call.image)
+    done = _asked(inspect)
+    if pull == "always" or (done.returncode and pull != "never" and b"o such image" in done.stderr):
+        _pull(docker, call)
+        done = _asked(inspect)
+    try:
+        return Image(json.loads(done.stdout) if done.returncode == 0 else {})
+    except ValueError:
+        return Image({})
+
+
+def _asked(command: tuple[str, ...]) -> subprocess.CompletedProcess[bytes]:
+    import subprocess
+
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+
+
+def _pull(docker: tuple[str, ...], call: ContainerCall) -> None:
+    """Pull the image; end as docker does if that fails. Standard output is the container's."""
+    import subprocess
+
+    platform = [f"--platform={value}" for value in call.values("platform")]
+    quiet = ["--quiet"] if call.values("q", "quiet") else []
+    command = (*docker, *call.docker_options, "pull", *quiet, *platform, call.image)
+    output = 2 if not quiet else subprocess.DEVNULL
+    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, check=False).returncode:
+        sys.exit(_REFUSED)
+
+
+def _is_local(docker: tuple[str, ...], call: ContainerCall) -> bool:
+    """Say whether docker's daemon is this host's: docker's client says where it would connect."""
+    shown = _asked((*docker, *call.docker_options, "context", "inspect", "--format={{.Endpoints.docker.Host}}"))
+    place = shown.stdout.decode("utf-8", "replace").strip()
+    if shown.returncode or not place:  # older than 19.03
+        place = (*call.hosts, os.environ.get("DOCKER_HOST", ""))[0]
+    return place.startswith(("unix:", "fd:", "/")) or not place
+
+
+def _require_cuda(image: str, label: str, cuda: str) -> None:
+    """End with a sentence if this host's driver is older than the image's CUDA needs."""
+    from gpuprov.runtime_hook.errors import Refused
+    from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, check, version_key
+    from gpuprov.runtime_hook.settings import read_settings
+    from gpuprov.runtime_hook.specification import Specifications
+
+    settings, _ = read_settings()
+    if settings.disable_require:
+        return
+    try:
+        host = Specifications(settings).own.host
+    except Refused:
+        return  # the runtime says what is wrong with the specification
+    if check([f"cuda>={cuda}"], host)[0] != "violated":
+        return
+    first = next((driver for release, driver in FIRST_DRIVERS if version_key(release) >= version_key(cuda)), "")
+    newer = f"update the driver to ≥ {first}" if first else "update the driver"
+    _end(
+        _REFUSED,
+        f"the image {image} needs CUDA {cuda}, which this host's driver does not support",
+        f"label {_CUDA_LABEL}={label}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
+        f"{newer}, use an image for CUDA ≤ {host['cuda']}, or start it all the same with -e {_DISABLE}=1",
+    )
+
+
+def _end(code: int, what: str, seen: str, then: str) -> NoReturn:
+    sys.stderr.write(f"nvidia-docker: {what}\n  seen: {seen}\n  next: {then}\n")
+    sys.exit(code)

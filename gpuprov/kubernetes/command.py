@@ -1,0 +1,135 @@
+"""`gpuprov verify --kubernetes`: which nodes, what their hosts say, the verification, and the report of any run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
+from gpuprov.fleet.display_text import listed, one_line
+from gpuprov.fleet.history import Run, moment, new_identifier
+from gpuprov.fleet.options import Options
+from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.run import HostSink, Recorder
+from gpuprov.fleet.target import HostTarget
+from gpuprov.kubernetes.cluster import Node
+from gpuprov.kubernetes.components import components
+from gpuprov.kubernetes.hosts import HostList, host_lists, node_of
+from gpuprov.kubernetes.kubectl import Kubectl
+from gpuprov.kubernetes.manifest import require_namespace
+from gpuprov.kubernetes.stop import Stop
+from gpuprov.kubernetes.trial import Wanted
+from gpuprov.kubernetes.verify import all_nodes, verify_nodes
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.events import Finished
+
+_ONE_AT_A_TIME = "--serial, --canary and --max-fail"
+Chosen = tuple[Node, "HostList | None"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the command line says of the cluster; empty texts for kubectl's and gpuprov's own choices."""
+
+    context: str = ""
+    kubeconfig: str = ""
+    namespace: str = ""
+    image: str = ""
+    pod_seconds: float = 300.0
+    frameworks: bool = False
+    interval: float = 1.0
+
+
+def verify_cluster(options: Options, cluster: Cluster) -> ExitCode:
+    """Verify a cluster's nodes and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    _require_sense(options, cluster)
+    targets = inventory_of(options).hosts if options.hosts else ()
+    kubectl = Kubectl(cluster.context, cluster.kubeconfig)
+    image = cluster.image or components()["test"].image
+    wanted = Wanted(image, cluster.namespace, cluster.pod_seconds, cluster.interval)
+    now, begun = time.time(), time.monotonic()
+    console = make_console()
+
+    def tell(text: str) -> None:
+        print(one_line(text), file=sys.stderr)  # noqa: T201
+
+    stop = Stop(tell)
+    with stop.listening():
+        try:
+            chosen, absent = _chosen(all_nodes(kubectl), targets, options)
+        except GpuprovError as error:
+            if error.exit_code == ExitCode.USAGE:
+                raise
+            chosen, absent = (), ((cluster.context or "cluster", error),)
+        progress = make_progress(options, console, [*(name for name, _ in absent), *(node.name for node, _ in chosen)])
+        with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
+            results = tuple(_absent(name, error, progress) for name, error in absent)
+            results += verify_nodes(kubectl, chosen, wanted, stop, progress)
+    run = Run(
+        new_identifier(now), "verify", moment(now), round(time.monotonic() - begun, 1), results,
+        inventory=options.hosts, limit=options.limit,
+    )  # fmt: skip
+    conclude(options, run, targets, "")
+    return run.exit_code
+
+
+def _require_sense(options: Options, cluster: Cluster) -> None:
+    if cluster.namespace:
+        require_namespace(cluster.namespace)
+    wrong = "--torch-image and --tensorflow-image" if cluster.frameworks else ""
+    if options.serial or options.canary or options.max_fail:
+        wrong = _ONE_AT_A_TIME
+    if wrong:
+        raise GpuprovError(f"{wrong} are not for --kubernetes", "", "leave them out", exit_code=ExitCode.USAGE)
+    if options.limit and not options.hosts:
+        raise GpuprovError("--limit needs an inventory", "", "add --hosts INVENTORY", exit_code=ExitCode.USAGE)
+    for file in filter(None, (options.report, options.metrics)):
+        require_writable(file)
+
+
+def _chosen(
+    nodes: Sequence[Node], targets: Sequence[HostTarget], options: Options
+) -> tuple[tuple[Chosen, ...], tuple[tuple[str, GpuprovError], ...]]:
+    """Return the nodes to verify with what their hosts list, and the hosts that are no node, with the reason.
+
+    Without an inventory: all nodes with GPUs. Raises GpuprovError if there is none.
+    """
+    if not targets:
+        chosen = tuple((node, None) for node in nodes if node.has_gpus)
+        if not chosen:
+            raise _no_gpu_node(nodes)
+        return chosen, ()
+    pairs = [(target, node_of(target, nodes)) for target in targets]
+    members = [target for target, node in pairs if node is not None]
+    lists = host_lists(members, options)
+    found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
+    return tuple(found.values()), tuple(
+        (target.name, _no_node(target, nodes)) for target, node in pairs if node is None
+    )
+
+
+def _no_gpu_node(nodes: Sequence[Node]) -> GpuprovError:
+    return GpuprovError(
+        "no node of the cluster offers nvidia.com/gpu: no device plugin has registered",
+        f"nodes: {listed(node.name for node in nodes) or 'none'}",
+        "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
+    )
+
+
+def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
+    return GpuprovError(
+        "no node of the cluster has the host's name or address",
+        f"{' '.join(filter(None, (target.name, target.address)))}; nodes: {listed(node.name for node in nodes)}",
+        "kubectl get nodes -o wide; join the host to the cluster, or leave it out with --limit",
+    )
+
+
+def _absent(name: str, error: GpuprovError, sink: HostSink) -> HostResult:
+    """Return the result of what could not be verified at all."""
+    recorder = Recorder(name, sink)
+    problems: tuple[Problem, ...] = error.problems
+    recorder(Finished(int(error.exit_code), problems=problems))
+    return recorder.result(0.0)

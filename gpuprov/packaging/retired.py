@@ -1,0 +1,143 @@
+"""What NVIDIA has retired: the packages and repositories of nvidia-docker 1 and 2, and the repositories' key. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.packaging.apt_sources import OURS, entries, foreign_sources, text_of
+from gpuprov.packaging.pgp import dearmored, fingerprints, without_key
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.versions import version_numbers
+
+if TYPE_CHECKING:
+    from gpuprov.core.changes import FileFact
+
+# The command and docker's daemon.json (2), the command and the plugin (1).
+WRAPPERS = ("nvidia-docker2", "nvidia-docker")
+# What docker starts: until 3.5 the program itself, then a name for NVIDIA's toolkit.
+RUNTIMES = ("nvidia-container-runtime", "nvidia-container-runtime-hook")
+# What these need, of NVIDIA's toolkit.
+TOOLKIT = (
+    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
+)  # fmt: skip
+# The first release after nvidia-docker2's last.
+_FIRST_AFTER = (1, 14)
+# NVIDIA's repositories for single distributions, and of nvidia-docker; the one for all has replaced them. Beside it
+# they offer older packages of the same names, and mostly another Signed-By. Source: the toolkit's installation guide.
+REPOSITORY = re.compile(
+    r"https?://nvidia\.github\.io/"
+    r"(nvidia-docker|nvidia-container-runtime|libnvidia-container/(?!(stable|experimental)/(deb|rpm)/))\b"
+)
+_ANY_OF_NVIDIAS = re.compile(r"https?://nvidia\.github\.io/")
+TRUSTED = "/etc/apt/trusted.gpg"
+# What apt trusts for every repository: a key that no repository needs is better not there.
+_FOR_ALL = re.compile(r"/etc/apt/trusted\.gpg|/etc/apt/trusted\.gpg\.d/[A-Za-z0-9_.-]+\.(gpg|asc)")
+# What the installation guides of these packages called their keys.
+_NAMED = re.compile(
+    rf"(/usr/share/keyrings|/etc/apt/keyrings)/(?!{OURS})"
+    r"[\w.-]*(nvidia-docker|nvidia-container-runtime|libnvidia-container)[\w.-]*\.(gpg|asc)"
+)
+_REASON = "the key of NVIDIA's retired repositories"
+
+
+def retired_packages(installed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the packages of nvidia-docker 1 and 2 that are installed, without NVIDIA's toolkit."""
+    return tuple(name for name in (*WRAPPERS, *RUNTIMES) if name in installed)
+
+
+def old_toolkit(installed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the packages of NVIDIA's toolkit that nvidia-docker has brought: beside it, or as old as its last one."""
+    found = tuple(name for name in TOOLKIT if name in installed)
+    is_old = any(version_numbers(installed[name]) < _FIRST_AFTER for name in found)
+    return found if retired_packages(installed) or is_old else ()
+
+
+def retired_sources(files: Mapping[str, FileFact]) -> tuple[str, ...]:
+    """Return apt's sources, and .repo files, that name one of the retired repositories."""
+    found = [
+        path
+        for path, file in foreign_sources(files)
+        if any(REPOSITORY.match(one.uri) for one in entries(path, text_of(file)))
+    ]
+    found += [path for path, file in _repo_files(files) if any(is_gone for _, is_gone in _sections(text_of(file)))]
+    return tuple(found)
+
+
+def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...]:
+    """Return the keyrings with the key of the retired repositories that no other source of apt's needs."""
+    keyrings = [path for path in files if _FOR_ALL.fullmatch(path) or _NAMED.fullmatch(path)]
+    holding = [path for path in keyrings if fingerprint in _fingerprints(files[path].content)]
+    left = [
+        one.option("Signed-By")
+        for path, file in foreign_sources(files)
+        for one in entries(path, text_of(file))
+        if _ANY_OF_NVIDIAS.match(one.uri) and not REPOSITORY.match(one.uri)
+    ]
+    if "" in left:
+        # Such a source takes every key that apt trusts.
+        return tuple(path for path in holding if not _FOR_ALL.fullmatch(path))
+    named = {word for value in left for word in value.split()}
+    return tuple(path for path in holding if path not in named)
+
+
+def plan_keys(files: Mapping[str, FileFact], fingerprint: str) -> tuple[Change, ...]:
+    """Return the changes that take the key out of these keyrings; a keyring that has no other goes."""
+    changes: list[Change] = []
+    for path in key_files(files, fingerprint):
+        file = files[path]
+        if set(_fingerprints(file.content)) == {fingerprint}:
+            changes.append(RemoveFile(path, _REASON))
+        else:
+            changes.append(WriteFile(path, without_key(file.content, fingerprint), file.mode))
+    return tuple(changes)
+
+
+def _fingerprints(content: bytes) -> tuple[str, ...]:
+    try:
+        # apt reads one key or several from a file, armored or not.
+        return fingerprints(dearmored(content))
+    except GpuprovError:
+        return ()
+
+
+def plan_repo_files(files: Mapping[str, FileFact]) -> tuple[Change, ...]:
+    """Return the changes that take the retired repositories out of .repo files; a file that has no other goes."""
+    changes: list[Change] = []
+    for path, file in _repo_files(files):
+        sections = _sections(text_of(file))
+        if not any(is_gone for _, is_gone in sections):
+            continue
+        if all(is_gone or not text.lstrip().startswith("[") for text, is_gone in sections):
+            changes.append(RemoveFile(path, "NVIDIA has retired this repository"))
+            continue
+        left = "".join(text for text, is_gone in sections if not is_gone)
+        changes.append(WriteFile(path, left.encode("utf-8", "surrogateescape"), file.mode))
+    return tuple(changes)
+
+
+def needs_key(files: Mapping[str, FileFact]) -> bool:
+    """Say whether a .repo file that stays, or one of gpuprov's, names a repository of NVIDIA's that has this key."""
+    texts = [
+        text for _, file in _repo_files(files, ours=True) for text, is_gone in _sections(text_of(file)) if not is_gone
+    ]
+    return any(_ANY_OF_NVIDIAS.search(text) or "nvidia-container-toolkit" in text for text in texts)
+
+
+def _repo_files(files: Mapping[str, FileFact], *, ours: bool = False) -> Iterable[tuple[str, FileFact]]:
+    pattern = re.compile(rf"/etc/(yum\.repos\.d|zypp/repos\.d)/{'' if ours else f'(?!{OURS})'}[^/]+\.repo")
+    return [(path, file) for path, file in files.items() if pattern.fullmatch(path)]
+
+
+def _sections(text: str) -> list[tuple[str, bool]]:
+    """Return the sections of a .repo file, what comes ahead of the first one too, and whether each is a retired one."""
+    parts = re.split(r"(?m)^(?=\[)", text)
+    return [(part, _is_retired(part)) for part in parts if part]
+
+
+def _is_retired(section: str) -> bool:
+    found = re.search(r"(?m)^\s*baseurl\s*=\s*(.*(?:\n[ \t]+.*)*)", section)
+    words = re.split(r"[\s,]+", found[1].strip()) if found else []
+    return bool(words) and all(REPOSITORY.match(word) for word in words)

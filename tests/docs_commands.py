@@ -1,0 +1,195 @@
+"""The commands that README and docs/ tell people to type, and which tests execute them.
+
+A command is in order if tests execute it, or if its page marks it as an example. A mark stands above a block's fence,
+says why, and holds for all commands of the block:
+
+    <!-- example: needs a GPU -->
+
+- `gpuprov SUBCOMMAND`: executed if the test files of the subcommand (TESTS) have each of its options.
+- Tutorials: executed, each command of a `console` block.
+- Commands that need no host: HERE, by pattern; they are executed as they stand in the page.
+- All other programs: OTHERS, by pattern.
+- The examples of `--help` (docs/cli.md) can't be marked there: EXAMPLES, by pattern.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
+# Its tests type the pages in docs/tutorials, block by block.
+TUTORIALS = ROOT / "tests/integration/test_tutorials.py"
+_FENCE = re.compile(r" *```(\w*)")
+_MARK = re.compile(r"<!-- example: (.+) -->")
+_PROMPT = re.compile(r"[\w-]*[$#] ")
+_BEGINS = re.compile(r"(sudo|gpuprov|ansible-playbook|make) \w")
+_BEFORE = re.compile(r"(?:sudo |\.venv/bin/)+")
+# What a command of a page may begin with, behind a prompt and sudo. A block that begins so has commands alone; of one
+# with prompts the rest is output.
+PROGRAMS = frozenset((
+    "ansible-galaxy", "ansible-playbook", "apptainer", "apt-get", "buildah", "cd", "crictl", "ctr", "curl", "docker",
+    "docker-compose", "echo", "eval", "git", "gpuprov", "install", "journalctl", "kubectl", "make", "nerdctl",
+    "nvidia-smi", "pip", "podman", "pre-commit", "python3", "systemctl", "tar",
+))  # fmt: skip
+
+_INSTALL = ("integration/test_install.py", "integration/test_host_program.py", "unit/test_cli.py")
+_CONTAINERS = ("unit/test_commands_for_containers.py",)
+# Subcommand → files below tests/ that execute it with the options that pages show.
+TESTS = {
+    "advisories": ("unit/test_advisories.py",),
+    "advisories update": ("unit/test_advisories.py",),
+    "agent build": ("unit/fleet/test_agent_build.py", "integration/test_bundle.py"),
+    "bundle create": ("integration/test_bundle.py", "integration/test_bundle_create.py",
+                      "integration/test_bundle_create_rpm.py", "integration/test_bundle_rpm.py",
+                      "unit/bundle/test_commands.py"),
+    "bundle show": ("integration/test_bundle.py", "unit/bundle/test_commands.py"),
+    "bundle verify": ("integration/test_bundle.py", "unit/bundle/test_commands.py"),
+    "cdi generate": _CONTAINERS,
+    "cdi inject": _CONTAINERS,
+    "cdi list": _CONTAINERS,
+    "cdi transform root": _CONTAINERS,
+    "cdi validate": _CONTAINERS,
+    "completion": ("unit/test_cli.py",),
+    "cuda": ("integration/test_cuda.py", "integration/test_host_program.py", "unit/test_cli.py"),
+    "docker-args": ("integration/test_clients.py", "integration/test_containers_on_hosts.py"),
+    "doctor": ("integration/test_doctor.py",),
+    "facts": ("unit/test_cli.py", "unit/test_host_program.py", "integration/test_fleet.py"),
+    "hook explain": ("integration/test_explain_on_hosts.py", *_CONTAINERS),
+    "hook requirements": _CONTAINERS,
+    "install": (*_INSTALL, "integration/test_bundle.py", "integration/test_fleet.py"),
+    "options": ("unit/test_cli.py",),
+    "playbooks": ("integration/test_release.py",),
+    "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
+    "rollback": _INSTALL,
+    "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
+    "uninstall": ("integration/test_uninstall.py",),
+    "verify": _INSTALL,
+}  # fmt: skip
+
+# Files that execute the options which all commands over hosts have: --hosts, --limit, --json and others.
+SHARED = ("integration/test_install.py", "integration/test_fleet.py", "unit/test_cli.py")
+
+# Commands that need no host, as patterns → their exit code: tests/unit/test_docs_commands.py executes them.
+HERE = {
+    "gpuprov options*": "0",
+    "*gpuprov completion *": "0",
+    "gpuprov hook requirements *cuda>=13.2'": "1",
+    "gpuprov hook requirements --cuda 12.4 --brand tesla *": "0",
+    "gpuprov cuda --explain *": "0",
+    "gpuprov advisories": "0",
+}
+
+# Other commands, as patterns → the file below tests/ that executes them, or one of NO_FILE.
+_CI, _PEOPLE = "CI, or the session that runs the tests", "people"
+NO_FILE = (_CI, _PEOPLE)
+_MACHINE = "integration/test_host_program.py"
+_CONTAINER = "integration/test_containers_on_hosts.py"
+_PLAYBOOKS = "integration/test_ansible.py"
+OTHERS = {
+    "make setup": _CI,
+    "make test": _CI,
+    "make demo": _PEOPLE,
+    "pre-commit install": _PEOPLE,
+    "install -m 755 gpuprov-host.pyz *": _MACHINE,
+    "docker run --rm --gpus all IMAGE nvidia-smi -L": _MACHINE,
+    "docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all * nvidia-smi -L": _MACHINE,
+    "docker run --rm $(gpuprov docker-args*": _CONTAINER,
+    "podman run --rm $(gpuprov docker-args*": _CONTAINER,
+    "podman run --rm --device nvidia.com/gpu=all *": "integration/test_more_engines.py",
+    "docker compose -f compose.yaml -f gpu.yaml up": "integration/test_clients.py",
+    "ansible-playbook * playbooks/site.yml*": _PLAYBOOKS,
+    "ansible-playbook * playbooks/verify.yml*": _PLAYBOOKS,
+    "ansible-playbook * playbooks/doctor.yml*": "integration/test_doctor.py",
+    "cd ~/gpu-hosts && ansible-playbook *": "integration/test_release.py",
+    "ansible-galaxy collection install *": "integration/test_ansible_collection.py",
+    "ansible-playbook * gpuprov.host.site*": "integration/test_ansible_collection.py",
+    "tar -xf bundle.tar agent/gpuprov-agent.pyz": "integration/test_bundle.py",
+    "echo * | python3 -I *agent.pyz": "integration/test_bundle.py",
+    "python3 -I /usr/lib/gpuprov/boot.pyz *": "integration/test_boots.py",
+    "journalctl -u gpuprov-nodes *": "integration/test_boots.py",
+    "systemctl restart containerd": "integration/test_more_engines.py",
+}
+
+# Examples of `--help`, as patterns → why no test executes them.
+EXAMPLES = {
+    "gpuprov bundle create * --driver *": "downloads NVIDIA's driver",
+    "gpuprov cuda nvcr.io/*": "needs an image of a registry",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it is typed, without prompt, sudo and comment; `example`: why no test executes it."""
+
+    page: str
+    line: int
+    text: str
+    example: str = ""
+
+    @property
+    def program(self) -> str:
+        """Return its first word."""
+        return self.text.split()[0]
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Yield the commands of a page."""
+    lines = page.read_text("utf-8").splitlines()
+    if page.name == "cli.md":
+        yield from _of_help(page.name, lines)
+        return
+    number = 0
+    while number < len(lines):
+        fence = _FENCE.match(lines[number])
+        number += 1
+        if not fence:
+            continue
+        end = next(other for other in range(number, len(lines)) if lines[other].strip() == "```")
+        if fence[1] in ("", "sh", "console"):
+            above = next((line for line in reversed(lines[: number - 1]) if line.strip()), "")
+            mark = _MARK.fullmatch(above)
+            is_typed = fence[1] == "console" and page.parent.name == "tutorials"
+            example = "typed by the tutorials' tests" if is_typed else mark[1] if mark else ""
+            yield from _of_block(page.name, number + 1, lines[number:end], example)
+        number = end + 1
+
+
+def _of_block(page: str, first: int, lines: list[str], example: str) -> Iterator[Command]:
+    prompted = any(_PROMPT.match(line) for line in lines)
+    joined = re.sub(r"\\\n *", lambda _: "\0", "\n".join(lines)).split("\n")
+    for number, line in enumerate(joined):
+        number += sum(other.count("\0") for other in joined[:number])
+        if (prompted and not _PROMPT.match(line)) or not line.strip():
+            continue
+        command = Command(page, first + number, _typed(line.replace("\0", "")), example)
+        if number == 0 and not prompted and command.program not in PROGRAMS and not any(map(_BEGINS.match, lines)):
+            return  # what programs print
+        yield command
+
+
+def _of_help(page: str, lines: list[str]) -> Iterator[Command]:
+    """Yield the examples in help texts; what follows three blanks says what they are for."""
+    within = False
+    for number, line in enumerate(lines, 1):
+        within = line.startswith("  Example") or (within and (line.startswith("    ") or not line))
+        if within and line.startswith("    "):
+            text = re.sub(r"(?<=\S) {3,}.*", "", _typed(line))
+            yield Command(page, number, text, matching(text, EXAMPLES) or "")
+
+
+def _typed(line: str) -> str:
+    line = re.sub(r"(?:^|\s+)#\s.*", "", _PROMPT.sub("", line, count=1) if _PROMPT.match(line) else line).strip()
+    return _BEFORE.sub("", line)
+
+
+def matching(text: str, table: dict[str, str]) -> str | None:
+    """Return the value of the first pattern that the text matches."""
+    return next((value for pattern, value in table.items() if fnmatchcase(text, pattern)), None)

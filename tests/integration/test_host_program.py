@@ -1,0 +1,62 @@
+"""README's "Your machine", line by line, on hosts that have Python and no pip, no git: gpuprov-host.pyz alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.lab import Host
+from tests.lab.fixtures import Site
+from tools import host_program
+
+_README = Path(__file__).parents[2] / "README.md"
+_DRIVER = "-e gpuprov_driver_version=580.178.04"
+pytestmark = [pytest.mark.lab, pytest.mark.root]
+
+
+def readme_lines() -> list[str]:
+    """Return the commands of the section."""
+    (block,) = re.findall(
+        r"^## Your machine\n.*?^```\n(.*?)^```$", _README.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [line.partition("  #")[0].rstrip() for line in block.splitlines()]
+
+
+def typed(host: Host, line: str) -> str:
+    """Type a line as root; the lab's driver, repository and image stand for those that the README names."""
+    image = "$(docker images -q gpuprov-verify)"
+    line = line.replace("sudo ", "").replace(_DRIVER, "-e @site.json").replace("IMAGE", image)
+    done = host.ssh(f"cd /root && ({line}) 2>&1", check=False, timeout=300)
+    assert done.returncode == 0, f"{line}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("release", [pytest.param("bullseye", marks=pytest.mark.sample), "trixie"])
+def test_the_readme_on_a_bare_host(release: str, site: Site) -> None:
+    host = site.fresh(release)
+    assert host.ssh("command -v pip pip3 git || python3 -c 'import click'", check=False).returncode == 1
+    (host.root / "root" / host_program.NAME).write_bytes(host_program.build())
+    variables = {name: value for name, value in site.variables.items() if name.startswith("gpuprov_")}
+    (host.root / "root/site.json").write_text(json.dumps(variables))
+    before = host.snapshot("/etc/docker")
+
+    said = {line: typed(host, line) for line in readme_lines()}
+    install = f"sudo gpuprov install {_DRIVER}"
+    assert "nothing was touched" in said[f"{install} --check --diff"]
+    assert "0 changes" in typed(host, install)
+    assert "1 host ready" in said["sudo gpuprov verify"]
+    listed = host.ssh("nvidia-smi -L").stdout
+    assert [output for line, output in said.items() if line.startswith("docker run")] == [listed, listed]
+
+    assert "libcuda.so.1 " in typed(host, "gpuprov cuda --program /usr/bin/python3")
+    assert "containers see" in typed(host, f"python3 {host_program.NAME} verify")
+    typed(host, "gpuprov rollback")
+    assert host.snapshot("/etc/docker") == before
+    if release == "trixie":
+        typed(host, install)
+        typed(host, "gpuprov uninstall")
+        assert not (host.root / "var/cache/gpuprov").exists()
+        assert not (host.root / "var/lib/gpuprov").exists()

@@ -1,0 +1,135 @@
+"""How nvidia-docker reads docker's command line, and what it adds to it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gpuprov.engines.docker_line import container_call
+from gpuprov.engines.nvidia_docker_command import Image, given_variables, gpu_words, required_cuda
+
+# words after `docker` → the words up to `run` or `create`, the image
+CALLS = {
+    "run IMAGE": ("run", "IMAGE"),
+    "create IMAGE": ("create", "IMAGE"),
+    "container run IMAGE": ("container run", "IMAGE"),
+    "container create IMAGE cmd": ("container create", "IMAGE"),
+    "-D run IMAGE": ("-D run", "IMAGE"),
+    "-H tcp://h:1 run IMAGE": ("-H tcp://h:1 run", "IMAGE"),
+    "-Htcp://h:1 run IMAGE": ("-Htcp://h:1 run", "IMAGE"),
+    "-DH run run IMAGE": ("-DH run run", "IMAGE"),
+    "--host=tcp://h:1 run IMAGE": ("--host=tcp://h:1 run", "IMAGE"),
+    "--host run create IMAGE": ("--host run create", "IMAGE"),
+    "--context run run IMAGE": ("--context run run", "IMAGE"),
+    "-c run run IMAGE": ("-c run run", "IMAGE"),
+    "--config /x -l debug --tlsverify --tlscacert a --tlscert b --tlskey c container run IMAGE": (
+        "--config /x -l debug --tlsverify --tlscacert a --tlscert b --tlskey c container run", "IMAGE"),
+    "--debug=false --tls run IMAGE": ("--debug=false --tls run", "IMAGE"),
+    "-- run IMAGE": ("-- run", "IMAGE"),
+    # What follows the image is the container's.
+    "run IMAGE run --gpus all": ("run", "IMAGE"),
+    "run -it --rm IMAGE run OTHER": ("run", "IMAGE"),
+    "run -itv /a:/b IMAGE": ("run", "IMAGE"),
+    "run -itv/a:/b IMAGE": ("run", "IMAGE"),
+    "run -it=false IMAGE": ("run", "IMAGE"),
+    "run -t=false -i IMAGE": ("run", "IMAGE"),
+    "run --name run IMAGE": ("run", "IMAGE"),
+    "run --name=run --init IMAGE": ("run", "IMAGE"),
+    "run --an-option-of-later value IMAGE": ("run", "IMAGE"),
+    "run -- IMAGE --rm": ("run", "IMAGE"),
+    "run -e A -e B=1 --env C=2 IMAGE -e D": ("run", "IMAGE"),
+    "run -h host IMAGE": ("run", "IMAGE"),
+    "run": ("run", ""),
+    "run --rm": ("run", ""),
+    "run --name": ("run", ""),
+}  # fmt: skip
+OTHERS = (
+    "", "ps", "ps run", "container ls run", "container", "exec run", "compose run IMAGE", "-D", "-H", "--help",
+    "--version", "start run", "--unknown run IMAGE", "-X run IMAGE", "container -D run IMAGE", "- run", "image run",
+    "container container run IMAGE",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", CALLS)
+def test_the_command_and_the_image_are_found(line: str) -> None:
+    call = container_call(shlex.split(line))
+    assert call is not None
+    assert (shlex.join(call.before), call.image) == CALLS[line]
+    assert [*call.before, *call.after] == shlex.split(line)
+
+
+@pytest.mark.parametrize("line", OTHERS)
+def test_every_other_command_is_dockers(line: str) -> None:
+    assert container_call(shlex.split(line)) is None
+
+
+def test_options_that_matter_are_found_before_the_image_alone() -> None:
+    call = container_call(shlex.split("-H h1 container run -it -eA=1 --env=B -e C=3 --gpus=all I --gpus none -e D=4"))
+    assert call is not None
+    assert call.values("e", "env") == ("A=1", "B", "C=3")
+    assert call.values("gpus") == ("all",)
+    assert (call.hosts, call.docker_options) == (("h1",), ("-H", "h1"))
+
+
+LEGACY = {"Labels": {"com.nvidia.volumes.needed": "nvidia_driver"}}
+CUDA = {"Env": ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute"]}
+RUNTIME = "--runtime=nvidia"
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "caller", "added"),
+    [
+        ("run I", {}, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
+        ("run I", CUDA, {}, RUNTIME),
+        ("run I", {"Env": ["NVIDIA_VISIBLE_DEVICES=void"]}, {}, RUNTIME),
+        ("run I", CUDA, {"NV_GPU": "0,1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
+        ("run I", CUDA, {"NV_GPU": " 0  1 "}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0,1"),
+        ("run I", {}, {"NV_GPU": "GPU-1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=GPU-1"),
+        ("run I", {}, {"NV_GPU": ""}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
+        ("run I", {}, {"NVIDIA_VISIBLE_DEVICES": "1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=1"),
+        ("run I", {}, {"NV_GPU": "0", "NVIDIA_VISIBLE_DEVICES": "1"}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=0"),
+        ("run -e NVIDIA_VISIBLE_DEVICES=1 I", {}, {"NV_GPU": "0"}, RUNTIME),
+        ("run -e NVIDIA_VISIBLE_DEVICES I", {}, {"NV_GPU": "0"}, RUNTIME),
+        ("run --runtime=x I", {}, {}, "--env=NVIDIA_VISIBLE_DEVICES=all"),
+        ("run --gpus 1 I", {}, {"NV_GPU": "0"}, ""),
+        ("run --device nvidia.com/gpu=0 I", {}, {"NV_GPU": "0"}, ""),
+        ("run --device /dev/fuse I", CUDA, {}, RUNTIME),
+        ("run I --gpus all", CUDA, {}, RUNTIME),
+        ("run I", LEGACY, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all --env=NVIDIA_DRIVER_CAPABILITIES=all"),
+        ("run I", {**LEGACY, **CUDA}, {}, RUNTIME),
+        ("run -e NVIDIA_DRIVER_CAPABILITIES=utility -e NVIDIA_VISIBLE_DEVICES=0 I", LEGACY, {}, RUNTIME),
+        ("run I", {"Labels": None, "Env": None}, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
+        ("run I", None, {}, f"{RUNTIME} --env=NVIDIA_VISIBLE_DEVICES=all"),
+    ],
+)
+def test_what_is_added(line: str, config: object, caller: dict[str, str], added: str) -> None:
+    call = container_call(line.split())
+    assert call is not None
+    assert gpu_words(call, Image(config), caller, given_variables(call, caller)) == tuple(added.split())
+
+
+def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path) -> None:
+    path = tmp_path / "env"
+    path.write_text("# NVIDIA_VISIBLE_DEVICES=3\nOTHER=1\n  NVIDIA_VISIBLE_DEVICES=0\nHERE\n")
+    call = container_call(["run", "--env-file", str(path), "--env-file=/missing", "I"])
+    assert call is not None
+    assert given_variables(call, {"HERE": "x"}) == {"OTHER": "1", "NVIDIA_VISIBLE_DEVICES": "0", "HERE": "x"}
+
+
+@pytest.mark.parametrize(
+    ("label", "environment", "given", "cuda"),
+    [
+        ("8.0", [], {}, "8.0"), ("8.0.61", [], {}, "8.0"), ("v9", [], {}, "9"), ("", [], {}, ""), ("x", [], {}, ""),
+        ("9.x", [], {}, ""), ("9.0", ["NVIDIA_DISABLE_REQUIRE=1"], {}, ""),
+        ("9.0", ["NVIDIA_DISABLE_REQUIRE=no"], {}, "9.0"), ("9.0", [], {"NVIDIA_DISABLE_REQUIRE": "true"}, ""),
+        ("9.0", ["NVIDIA_DISABLE_REQUIRE=1"], {"NVIDIA_DISABLE_REQUIRE": "0"}, "9.0"),
+    ],
+)  # fmt: skip
+def test_the_cuda_release_that_a_label_asks_for(
+    label: str, environment: list[str], given: dict[str, str | None], cuda: str
+) -> None:
+    image = Image(json.loads(json.dumps({"Labels": {"com.nvidia.cuda.version": label}, "Env": environment})))
+    assert required_cuda(image, given) == cuda

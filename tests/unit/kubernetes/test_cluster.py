@@ -1,0 +1,211 @@
+"""What the API server says: hostile until parsed, with lists of GPUs, nodes, pods, and kubectl's own words."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuprov.core.commands import Completed
+from gpuprov.fleet.target import HostTarget
+from gpuprov.kubernetes import cluster, kubectl, pod_problems
+from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node, parse_pod, used_resources
+from gpuprov.kubernetes.gpu_list import GpuList, parse_list
+from gpuprov.kubernetes.hosts import NoList, listed, node_of
+from gpuprov.kubernetes.kubectl import Kubectl, failure
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec
+from tests.kube_api import node
+
+_LIST = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 3g.20gb     Device  0: (UUID: MIG-66d4f2b5-0d5c-5e9c-8ad2-3f9a8b2c8c11)
+  MIG 1g.5gb      Device  1: (UUID: MIG-GPU-5d5ba0d6/7/0)
+GPU 1: Tesla T4 (UUID: GPU-6d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a78)
+"""
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=20,
+)
+_NAMED = st.dictionaries(st.sampled_from(["metadata", "status", "spec", "items", "reason", "message", "type"]), _JSON)
+
+
+def test_a_list_of_gpus_counts_mig_devices_instead_of_their_gpu() -> None:
+    found = parse_list(_LIST)
+    assert found is not None
+    assert found.devices == (
+        "MIG-66d4f2b5-0d5c-5e9c-8ad2-3f9a8b2c8c11", "MIG-GPU-5d5ba0d6/7/0", "GPU-6d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a78",
+    )  # fmt: skip
+    assert found.names == ("NVIDIA A100-SXM4-40GB", "Tesla T4")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "No devices were found\n", "Failed to initialize NVML: Unknown Error", "GPU 0: x (UUID: \x1b[31mGPU-1)"],
+)
+def test_what_is_no_list_is_none(text: str) -> None:
+    assert parse_list(text) is None
+
+
+@given(thing=_NAMED, text=st.text(max_size=200))
+def test_no_answer_breaks_a_parser(thing: dict[str, Any], text: str) -> None:
+    """Wrong types everywhere: each parser returns something, or None."""
+    parse_node(thing)
+    parse_pod(thing)
+    parse_events(thing)
+    used_resources(thing)
+    cluster.next_page(thing)
+    cluster.uid_of(thing)
+    parse_list(text)
+
+
+def test_a_node_has_its_resources_and_what_it_runs() -> None:
+    found = parse_node(
+        node("gpu01", 2, resources={"nvidia.com/mig-1g.10gb": "3", "nvidia.com/evil\n": "9", "amd.com/gpu": "4"})
+    )
+    assert found is not None
+    assert found.offered == {"nvidia.com/gpu": 2, "nvidia.com/mig-1g.10gb": 3}
+    assert (found.count, found.ready, found.has_gpus, found.versions["kubelet"]) == (5, True, True, "v1.34.1")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "A", "-a", "a" * 300, None, 7])
+def test_a_node_with_a_strange_name_is_left_out(name: Any) -> None:
+    assert parse_node({"metadata": {"name": name}}) is None
+    assert parse_pod({"metadata": {"name": name}}) is None
+
+
+def test_text_of_the_api_server_is_shown_as_one_short_line() -> None:
+    assert cluster.text("a\x1b]0;title\x07b\nc\u202e") == "ab c"
+    assert len(cluster.text("x" * 10**6)) < 310
+    assert cluster.uid_of({"metadata": {"uid": "a/../b"}}) == ""
+
+
+def test_pods_that_have_ended_use_nothing() -> None:
+    def pod(phase: str) -> dict[str, Any]:
+        container = {"resources": {"limits": {"nvidia.com/gpu": "2", "cpu": "1"}}}
+        return {"status": {"phase": phase}, "spec": {"containers": [container]}}
+
+    assert used_resources({"items": [pod("Running"), pod("Succeeded"), pod("Pending")]}) == {"nvidia.com/gpu": 4}
+
+
+def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
+    nodes = (Node("gpu01.example.org", True, ("10.0.0.1",)), Node("gpu02", True, ("10.0.0.2", "gpu02")))
+
+    def found(name: str, address: str = "") -> str:
+        node = node_of(HostTarget(name, HostSpec(), address), nodes)
+        return node.name if node else ""
+
+    assert found("gpu02") == "gpu02"
+    assert found("first", "10.0.0.1") == "gpu01.example.org"
+    assert found("gpu01") == "gpu01.example.org"
+    assert found("gpu03", "10.0.0.3") == ""
+
+
+def test_a_host_without_a_list_says_why() -> None:
+    assert isinstance(listed(Completed((), 0, _LIST)), GpuList)
+    missing, broken = (
+        listed(Completed(("nvidia-smi", "-L"), 127)),
+        listed(Completed((), 9, "Failed to initialize NVML")),
+    )
+    assert isinstance(missing, NoList)
+    assert "not installed" in str(missing.error)
+    assert isinstance(broken, NoList)
+    assert "lists no GPU" in str(broken.error)
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "code"),
+    [
+        ("kubectl: command not found", "kubectl is not installed", ExitCode.USAGE),
+        ('error: context "x" does not exist', "no such context", ExitCode.USAGE),
+        ("error: stat /nope: no such file or directory", "kubectl failed", ExitCode.FAILED),
+        ('error loading config file "/x": yaml: line 1', "can't use the kubeconfig", ExitCode.USAGE),
+        ('Error from server (Forbidden): pods "x" is forbidden: exceeded quota: gpus', "a quota", ExitCode.FAILED),
+        ('Error from server (Forbidden): pods "x" is forbidden: violates PodSecurity "baseline:v1"', "Pod Security",
+         ExitCode.FAILED),
+        ('Error from server (Forbidden): nodes is forbidden: User "x" cannot list', "(RBAC)", ExitCode.FAILED),
+        ('Error from server: admission webhook "policy" denied the request: no', "admission webhook", ExitCode.FAILED),
+        ("error: You must be logged in to the server (Unauthorized)", "credentials", ExitCode.UNREACHABLE),
+        ("error: EOF\nPlease enter Username: ", "no credentials", ExitCode.USAGE),
+        ("Unable to connect to the server: x509: certificate signed by unknown authority", "certificate",
+         ExitCode.UNREACHABLE),
+        ("The connection to the server 10.0.0.1:6443 was refused", "does not answer", ExitCode.UNREACHABLE),
+        ("stopped after its time limit", "does not answer", ExitCode.UNREACHABLE),
+    ],
+)  # fmt: skip
+def test_each_failure_of_kubectl_has_its_sentence(said: str, what: str, code: ExitCode) -> None:
+    error = failure(Completed(("kubectl", "get"), 1, "", f"E1122 memcache.go:265] noise\n{said}\n"), "list nodes")
+    assert what in error.problems[0].what
+    assert error.problems[0].what.startswith("list nodes: ")
+    assert error.exit_code == code
+    assert error.problems[0].next_step
+
+
+@pytest.mark.parametrize(
+    ("state", "events", "what"),
+    [
+        (PodState("p", "", "Pending", "ImagePullBackOff", "ImagePullBackOff: x"), (), "can't pull"),
+        (PodState("p", "", "Pending", reason="Unschedulable: 1 Insufficient nvidia.com/gpu."), (), "in use"),
+        (PodState("p", "", "Pending"), ('Failed: no runtime for "nvidia" is configured',), "runtime nvidia"),
+        (PodState("p", "", "Pending"), ("Failed: unresolvable CDI devices k8s.device-plugin.nvidia.com/gpu=0",), "CDI"),
+        (PodState("p", "", "Pending", "CreateContainerConfigError"), (), "can't start: CreateContainerConfigError"),
+        (PodState("p", "", "Pending"), (), "did not end within 5 s"),
+        (PodState("p", "", "removed"), (), "was removed"),
+    ],
+)  # fmt: skip
+def test_a_pod_that_did_not_start_has_its_sentence(state: PodState, events: tuple[str, ...], what: str) -> None:
+    problem = pod_problems.not_started(state, events, 5)
+    assert what in problem.what
+    assert all(event in problem.evidence for event in events)
+
+
+def program(folder: Path, text: str) -> Kubectl:
+    """Return a kubectl that is this script."""
+    path = folder / "kubectl"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return Kubectl(program=str(path))
+
+
+def test_a_server_that_never_ends_fills_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubectl, "_MOST_BYTES", 1 << 20)
+    done = program(tmp_path, "exec yes").run(("get", "--raw", "/"))
+    assert done.returncode != 0
+    assert "prints more" in done.stderr
+
+
+def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubectl, "_SECONDS", 2)
+    call = program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/made; mv {tmp_path}/made {tmp_path}/pid; wait")
+    with pytest.raises(GpuprovError) as caught:
+        while not (tmp_path / "pid").exists():  # a busy machine may take longer to start it
+            call.get("/x", doing="look")
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_arguments_stay_arguments(tmp_path: Path) -> None:
+    """A context that looks like an option, and blanks, reach kubectl as they are."""
+    call = program(tmp_path, 'for word do printf "%s\\n" "$word"; done')
+    done = Kubectl("--as=root x", "a;b", call.program).run(("get", "--raw", "/$(id)"))
+    assert done.stdout.splitlines() == [
+        "--kubeconfig=a;b",
+        "--context=--as=root x",
+        "--request-timeout=30s",
+        "get",
+        "--raw",
+        "/$(id)",
+    ]
+
+
+def test_an_answer_that_is_no_json_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(GpuprovError, match="invalid JSON"):
+        program(tmp_path, "echo '<html>'").get("/x", doing="look")
+    assert program(tmp_path, f"echo '{json.dumps({'a': 1})}'").get("/x", doing="look") == {"a": 1}

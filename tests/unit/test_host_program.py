@@ -1,0 +1,168 @@
+"""gpuprov-host.pyz: the commands for one machine in one file, on each Python of this machine from 3.9 on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from gpuprov.cli.main import cli
+from gpuprov.fleet.agent_build import OLDEST_PYTHON
+from tests.pythons import PYTHONS, TOO_OLD
+from tools import host_program
+
+# rich needs them for Markdown and for source code, neither of which gpuprov prints.
+_LEFT_OUT = {"pygments", "markdown-it-py"}
+# Imports all of gpuprov from the file that it is given, but the programs that run in containers.
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+sys.path.insert(0, sys.argv[1])
+import gpuprov
+names = [one.name for one in pkgutil.walk_packages(gpuprov.__path__, "gpuprov.") if not one.name.endswith("_program")]
+for name in names:
+    importlib.import_module(name)
+print(len(names), sorted({"ansible", "fabric", "paramiko"} & set(sys.modules)))
+"""
+# `make test` takes the oldest.
+_EACH = [pytest.param(path, marks=[pytest.mark.slow] if number else []) for number, path in enumerate(PYTHONS)]
+pytestmark = pytest.mark.skipif(not PYTHONS, reason="no Python from 3.9 on in /usr/bin, /usr/local/bin, ~/.pyenv")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the program, built."""
+    path = tmp_path_factory.mktemp("program") / host_program.NAME
+    path.write_bytes(host_program.build())
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a home in which the program has been unpacked once for all tests."""
+    return tmp_path_factory.mktemp("home")
+
+
+def run(python: str, program: Path, *words: object, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run it where /var/cache is an empty folder, for root too."""
+    argv = (python, str(program), *map(str, words))
+    if os.geteuid() == 0:
+        (home / "cache").mkdir(exist_ok=True)
+        argv = (
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            'mount --bind "$0" /var/cache && exec "$@"',
+            str(home / "cache"),
+            *argv,
+        )
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
+    return subprocess.run(argv, env=environment, cwd=home, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_same_sources_give_the_same_bytes(program: Path) -> None:
+    assert program.read_bytes() == host_program.build()
+
+
+def test_what_is_inside_is_pinned_whole_and_runs_on_the_oldest_python() -> None:
+    environment = {"python_version": OLDEST_PYTHON, "python_full_version": f"{OLDEST_PYTHON}.0", "extra": ""}
+    versions = {name: version for name, (version, _) in host_program.locked().items()}
+    for name, wheel in host_program.wheels().items():
+        found = host_program.metadata_of(wheel)
+        assert canonicalize_name(found["Name"]) == name
+        assert found["Version"] == versions[name]
+        assert SpecifierSet(found["Requires-Python"] or "").contains(OLDEST_PYTHON), name
+        for line in found.get_all("Requires-Dist") or ():
+            needed = Requirement(line)
+            other = canonicalize_name(needed.name)
+            if other not in _LEFT_OUT and (needed.marker is None or needed.marker.evaluate(environment)):
+                assert needed.specifier.contains(versions[other]), f"{name} needs {line}"
+
+
+def test_the_versions_are_those_that_the_package_asks_for() -> None:
+    asked = tomllib.loads((Path(host_program.__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    locked = host_program.locked()
+    needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, asked)}
+    assert set(needed) - set(locked) == {"ansible-core", "fabric"}
+    assert [name for name, specifier in needed.items() if name in locked and locked[name][0] not in specifier] == []
+
+
+def test_each_package_brings_its_licence_and_nothing_is_compiled(program: Path) -> None:
+    names = zipfile.ZipFile(program).namelist()
+    folders = {name.split("/")[0] for name in names if ".dist-info/" in name}
+    licences = {name.split("/")[0] for name in names if ".dist-info/" in name and not name.endswith("METADATA")}
+    assert len(folders) == len(host_program.locked())
+    # NVIDIA's stands at the head of its one module.
+    assert {name.partition("-")[0] for name in folders - licences} == {"nvidia_ml_py"}
+    assert b"Redistribution and use in source and binary forms" in zipfile.ZipFile(program).read("pynvml.py")
+    assert [name for name in names if name.endswith((".so", ".pyc", ".pyd", ".c"))] == []
+    assert "LICENSE" in names
+
+
+@pytest.mark.parametrize("python", _EACH)
+def test_every_module_can_be_imported(python: str, program: Path) -> None:
+    argv = (python, "-I", "-B", "-c", _IMPORT_ALL, str(program))
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    count, _, others = done.stdout.strip().partition(" ")
+    assert int(count) > 200
+    assert others == "[]"
+
+
+@pytest.mark.parametrize("python", _EACH)
+def test_it_answers(python: str, program: Path, home: Path) -> None:
+    shown = run(python, program, "--help", home=home)
+    assert shown.returncode == 0, shown.stderr
+    assert all(f"\n  {name} " in shown.stdout for name in cli.commands)
+    facts = run(python, program, "facts", "-e", "gpuprov_engines='[docker]'", home=home)
+    assert facts.returncode == 2
+    assert "gpuprov_engines" in facts.stderr
+    facts = run(python, program, "facts", "-e", "gpuprov_driver_version=580.178.04", "--report", "page.html",
+                "--metrics", "run.prom", home=home)  # fmt: skip
+    assert facts.returncode == 0, facts.stderr
+    assert "facts of 1 host" in facts.stdout
+    assert "</html>" in (home / "page.html").read_text()
+    assert "gpuprov_host_" in (home / "run.prom").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("facts", "--hosts", "a,b"),
+        ("hook", "explain", "container", "--hosts", "inventory.ini"),
+        ("bundle", "create", "--distro", "debian-12", "-o", "bundle.tar"),
+        ("playbooks", "folder"),
+        ("agent", "build", "-o", "agent.pyz"),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_the_whole_program_says_so(words: tuple[str, ...], program: Path, home: Path) -> None:
+    done = run(PYTHONS[0], program, *words, home=home)
+    assert done.returncode == 2
+    assert "the whole gpuprov" in done.stderr.splitlines()[0]
+    assert "next: on a machine with Python 3.11 or later: pip install" in done.stderr
+
+
+def test_an_extra_variable_for_ansible_alone_says_so(program: Path, home: Path) -> None:
+    done = run(PYTHONS[0], program, "facts", "-e", "gpuprov_toolkit={{ other }}", home=home)
+    assert done.returncode == 2
+    assert "templates and vaults need the whole gpuprov" in done.stderr
+
+
+@pytest.mark.skipif(not TOO_OLD, reason="no Python older than 3.9 in /usr/bin, /usr/local/bin, ~/.pyenv")
+def test_an_older_python_is_told_what_is_needed(program: Path, home: Path) -> None:
+    for python in TOO_OLD:
+        done = run(python, program, "facts", home=home)
+        assert done.returncode == 1
+        assert done.stderr.startswith("gpuprov needs Python 3.9 or later\n  seen: ")
+        assert "  next: install a newer Python" in done.stderr

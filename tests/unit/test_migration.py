@@ -1,0 +1,324 @@
+"""What a migration from nvidia-docker 1 and 2 removes, keeps and says: a table on facts, no machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.engines.docker import DockerFacts
+from gpuprov.engines.docker_config import DAEMON_JSON, edited, render_config
+from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, with_docker
+from gpuprov.packaging import retired
+from gpuprov.packaging.apt_remove import RemovePackages, control_of
+from gpuprov.packaging.pgp import armored, fingerprints, without_key
+from gpuprov.plan import migration
+from gpuprov.plan.steps import make_plan
+from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
+from gpuprov.toolkit import InstallRuntime
+from gpuprov.wire.spec import HostSpec
+from tests.keys import key_fingerprint, key_packet
+from tests.unit.fake_host import FakeHost
+
+pytestmark = pytest.mark.root
+TOOLKIT = dict.fromkeys(retired.TOOLKIT, "1.13.5-1")
+SECOND = {**TOOLKIT, "nvidia-container-runtime": "3.13.0-1", "nvidia-docker2": "2.13.0-1"}
+ASKED = HostSpec(driver_version="550.163.01", migrate_nvidia_docker=True, toolkit_key_fingerprint=key_fingerprint(1))
+OLD = "deb https://nvidia.github.io/nvidia-docker/debian10/$(ARCH) /\n"
+CURRENT = "https://nvidia.github.io/libnvidia-container/stable/deb/$(ARCH) /\n"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
+    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+
+
+def with_packages(facts: HostFacts, packages: dict[str, str], **left: Any) -> HostFacts:
+    installed = {**facts.packages.installed, **packages}
+    found = replace(facts.leftovers, **{"volumes": (), **left})
+    return replace(facts, packages=replace(facts.packages, installed=installed), leftovers=found)
+
+
+def keys(facts: HostFacts, spec: HostSpec = ASKED) -> list[str]:
+    return [change.key for change in migration.plan(facts, spec)]
+
+
+def said(facts: HostFacts, spec: HostSpec = ASKED) -> str:
+    return "\n".join(map(str, migration.kept(facts, spec)))
+
+
+def file(content: str | bytes) -> FileFact:
+    return FileFact(content.encode() if isinstance(content, str) else content, 0o644, 0, 0)
+
+
+def test_a_host_without_leftovers_is_planned_as_ever(bare: HostFacts) -> None:
+    assert migration.plan(bare, ASKED) == () and said(bare) == "" and migration.note(bare, HostSpec()) == ""
+    assert make_plan(bare, ASKED).changes == make_plan(bare, replace(ASKED, migrate_nvidia_docker=False)).changes
+
+
+def test_all_of_nvidia_docker2_goes_and_daemon_json_stays(bare: HostFacts) -> None:
+    (change,) = migration.plan(with_packages(bare, SECOND), ASKED)
+    assert isinstance(change, RemovePackages)
+    assert set(change.names) == set(SECOND) and change.keep == (DAEMON_JSON,)
+    counted = with_packages(bare, SECOND, settings_count=True)
+    (change,) = migration.plan(counted, ASKED)
+    assert isinstance(change, RemovePackages) and change.keep == (DAEMON_JSON, NVIDIA_SETTINGS_PATH)
+
+
+def test_nothing_goes_unasked_and_one_line_says_what_is_there(bare: HostFacts) -> None:
+    facts = with_packages(bare, SECOND, volumes=(Volume("nvidia_driver_375.26", "local"),))
+    facts = replace(facts, files={**facts.files, "/etc/apt/sources.list.d/old.list": file(OLD)})
+    plain = replace(ASKED, migrate_nvidia_docker=False)
+    assert migration.plan(facts, plain) == () == migration.plan_packages(facts, plain)
+    (line,) = [note for note in make_plan(facts, plain).notes if "nvidia-docker" in note]
+    assert "6 packages (nvidia-docker2, " in line and "1 volume (nvidia_driver_375.26)" in line
+    assert "/etc/apt/sources.list.d/old.list" in line and line.endswith("=true --check --diff")
+
+
+def test_with_nvidias_toolkit_the_toolkit_stays_and_the_others_go_before_it(bare: HostFacts) -> None:
+    facts, spec = with_packages(bare, SECOND), replace(ASKED, toolkit="nvidia", toolkit_version="1.18.1-1")
+    assert keys(facts, spec) == []
+    (change,) = migration.plan_packages(facts, spec)
+    assert change.key == "remove nvidia-docker2, nvidia-container-runtime"
+    steps = [item.change.key for item in make_plan(facts, spec).changes]
+    assert steps.index(change.key) < next(index for index, key in enumerate(steps) if key.startswith("install nvidia"))
+
+
+def test_a_toolkit_of_today_is_no_leftover(bare: HostFacts) -> None:
+    assert keys(with_packages(bare, dict.fromkeys(retired.TOOLKIT, "1.18.1-1"))) == []
+    assert len(keys(with_packages(bare, TOOLKIT))) == 1
+
+
+def test_the_hook_that_goes_with_a_package_is_replaced_in_the_same_plan(bare: HostFacts) -> None:
+    facts = with_packages(bare, SECOND)
+    facts = replace(facts, files={**facts.files, "/usr/bin/nvidia-container-runtime-hook": file(b"\x7fELF")})
+    runtime = next(item.change for item in make_plan(facts, ASKED).changes if isinstance(item.change, InstallRuntime))
+    assert "/usr/bin/nvidia-container-runtime-hook" in {path for path, _, _ in runtime.files}
+    plain = replace(ASKED, migrate_nvidia_docker=False)
+    runtime = next(item.change for item in make_plan(facts, plain).changes if isinstance(item.change, InstallRuntime))
+    assert "/usr/bin/nvidia-container-runtime-hook" not in {path for path, _, _ in runtime.files}
+
+
+# What is used → what else is on the host, which packages go all the same, and why the others stay.
+USED: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], str]] = {
+    "a container runs": ({"running": ("job",)}, {}, {"nvidia-docker2"}, "job runs with it; docker stop job"),
+    "containerd names the program": (
+        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime",)}},
+        {},
+        {"nvidia-docker2"},
+        "gpuprov_engines: [containerd], or edit /etc/containerd/config.toml",
+    ),
+    "gpuprov configures that containerd": (
+        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime",)}},
+        {"engines": {"containerd": EngineFacts("/usr/bin/containerd")}},
+        set(SECOND),
+        "",
+    ),
+    "it has another runtime besides": (
+        {"users": {"/etc/containerd/config.toml": ("/usr/bin/nvidia-container-runtime.legacy",)}},
+        {"engines": {"containerd": EngineFacts("/usr/bin/containerd")}},
+        {"nvidia-docker2"},
+        "names /usr/bin/nvidia-container-runtime.legacy",
+    ),
+    "docker has another runtime": (
+        {"users": {f"{DAEMON_JSON}, runtime legacy": ("/usr/bin/nvidia-container-runtime.legacy",)}},
+        {},
+        {"nvidia-docker2"},
+        "runtime legacy names",
+    ),
+    "a package of the site's needs it": (
+        {"needed_by": {"libnvidia-container1": ("site-tool",)}},
+        {},
+        {"nvidia-docker2"},
+        "package libnvidia-container1 stays: site-tool needs it; apt-get purge site-tool",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_is_used_stays(bare: HostFacts, name: str) -> None:
+    left, more, going, why = USED[name]
+    facts = replace(with_packages(bare, SECOND, **left), **more)
+    assert set(migration.removed_packages(facts, ASKED)) == going
+    assert why in said(facts) and (said(facts) == "") == (why == "")
+
+
+def test_a_held_package_keeps_what_it_depends_on(bare: HostFacts) -> None:
+    facts = with_packages(bare, SECOND)
+    facts = replace(facts, packages=replace(facts.packages, held=frozenset({"nvidia-docker2"})))
+    assert migration.plan(facts, ASKED) == ()
+    assert "package nvidia-docker2 stays: it is held; apt-mark unhold nvidia-docker2" in said(facts)
+
+
+def test_volumes_that_a_container_refers_to_keep_the_plugin(bare: HostFacts) -> None:
+    volumes = (
+        Volume("nvidia_driver_375.26", "nvidia-docker", ("job (Exited (0) 2 years ago)",)),
+        Volume("nvidia_driver_384.111", "nvidia-docker"),
+    )
+    plugin = {
+        "files": ("/usr/bin/nvidia-docker-plugin",),
+        "unit": "active",
+        "account": "nvidia-docker:x",
+        "folder": True,
+    }
+    facts = with_packages(bare, {}, volumes=volumes, **plugin)
+    assert keys(facts) == ["remove volume nvidia_driver_384.111"]
+    assert "volume nvidia_driver_375.26 stays: job (Exited (0) 2 years ago) refers to it" in said(facts)
+    assert "nvidia-docker's plugin stays" in said(facts)
+    local = with_packages(bare, {}, volumes=(replace(volumes[0], driver="local"),), **plugin)
+    assert keys(local) == [
+        f"stop and disable {UNIT}", "remove /usr/bin/nvidia-docker-plugin", f"remove {FOLDER}",
+        "remove user nvidia-docker",
+    ]  # fmt: skip
+    mounted = with_packages(bare, {}, folder_users=("job",), **plugin)
+    assert keys(mounted) == [] and "docker rm job" in said(mounted)
+
+
+def test_without_docker_its_packages_stay_where_it_is_installed(bare: HostFacts) -> None:
+    spec = replace(ASKED, docker="none")
+    facts = with_packages(bare, SECOND, dead_runtimes=("x",))
+    assert keys(facts, spec) == [] and "gpuprov_docker is none" in said(facts, spec)
+    assert keys(replace(facts, docker=DockerFacts()), spec)[0].startswith("remove nvidia-docker2, ")
+
+
+def test_a_docker_that_does_not_run_is_asked_for_where_there_are_traces(bare: HostFacts) -> None:
+    facts = replace(with_packages(bare, {}, unseen=("nvidia_driver_375.26",)), docker=DockerFacts(installed=True))
+    (problem,) = migration.problems(facts, ASKED)
+    assert "found: nvidia_driver_375.26" in str(problem) and "systemctl start docker" in problem.next_step
+    for spec in (replace(ASKED, docker="none"), HostSpec()):
+        assert migration.problems(facts, spec) == ()
+    assert migration.problems(replace(facts, leftovers=Leftovers()), ASKED) == ()
+
+
+def test_old_settings_go_and_those_that_count_stay(bare: HostFacts) -> None:
+    old = f"{NVIDIA_SETTINGS_PATH}.dpkg-old"
+    facts = with_packages(bare, {}, settings=(NVIDIA_SETTINGS_PATH, old))
+    assert keys(facts) == [f"remove {NVIDIA_SETTINGS_PATH}", f"remove {old}"]
+    assert keys(facts, replace(ASKED, toolkit="nvidia")) == [f"remove {old}"]
+    counted = replace(facts, leftovers=replace(facts.leftovers, settings_count=True))
+    assert keys(counted) == [f"remove {old}"] and "gpuprov's runtime heeds" in said(counted)
+
+
+@pytest.mark.parametrize(
+    ("sources", "keyring", "gone"),
+    [
+        ("", "/etc/apt/trusted.gpg", True),
+        ("", "/etc/apt/trusted.gpg.d/nvidia.gpg", True),
+        ("", "/usr/share/keyrings/libnvidia-container.gpg", True),
+        ("", "/usr/share/keyrings/site.gpg", False),
+        (f"deb {CURRENT}", "/etc/apt/trusted.gpg", False),
+        (f"deb [signed-by=/usr/share/keyrings/libnvidia-container.gpg] {CURRENT}", "/etc/apt/trusted.gpg", True),
+        (
+            f"deb [signed-by=/usr/share/keyrings/libnvidia-container.gpg] {CURRENT}",
+            "/usr/share/keyrings/libnvidia-container.gpg",
+            False,
+        ),
+        (OLD, "/etc/apt/trusted.gpg", True),
+    ],
+)
+def test_the_key_goes_where_no_source_needs_it(sources: str, keyring: str, gone: bool) -> None:
+    files = {"/etc/apt/sources.list.d/x.list": file(sources), keyring: file(key_packet(1))}
+    expected = (RemoveFile(keyring, "the key of NVIDIA's retired repositories"),) if gone else ()
+    assert retired.plan_keys(files, key_fingerprint(1)) == expected
+    both = {**files, keyring: file(key_packet(2) + key_packet(1))}
+    expected_both = (WriteFile(keyring, key_packet(2)),) if gone else ()
+    assert retired.plan_keys(both, key_fingerprint(1)) == expected_both
+
+
+def test_a_keyring_that_cannot_be_read_is_left_alone() -> None:
+    assert retired.plan_keys({"/etc/apt/trusted.gpg": file("a keybox, or a web page")}, key_fingerprint(1)) == ()
+
+
+def test_a_key_is_taken_out_of_an_armored_keyring_with_its_subkeys() -> None:
+    ring = armored(key_packet(1) + key_packet(2) + key_packet(3))
+    assert fingerprints(without_key(ring, key_fingerprint(2))) == (key_fingerprint(1), key_fingerprint(3))
+    assert without_key(ring, key_fingerprint(9)) == ring
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("[a]\nbaseurl=https://nvidia.github.io/nvidia-docker/centos7/$basearch\n", None),
+        ("[a]\nbaseurl=https://nvidia.github.io/libnvidia-container/stable/rhel7.6/$basearch\n", None),
+        ("[a]\nbaseurl=https://nvidia.github.io/libnvidia-container/stable/rpm/$basearch\n", ""),
+        ("[a]\nmirrorlist=https://example.org/\n", ""),
+        (
+            "[b]\nbaseurl=http://site.example\n\n[a]\nbaseurl=https://nvidia.github.io/nvidia-container-runtime/x\ngpgcheck=0\n",
+            "[b]\nbaseurl=http://site.example\n\n",
+        ),
+    ],
+)
+def test_retired_sections_leave_a_repo_file(text: str, left: str | None) -> None:
+    path = "/etc/yum.repos.d/x.repo"
+    changes = retired.plan_repo_files({path: file(text), "/etc/yum.repos.d/gpuprov-x.repo": file(text)})
+    if left is None:
+        assert changes == (RemoveFile(path, "NVIDIA has retired this repository"),)
+    else:
+        assert changes == ((WriteFile(path, left.encode()),) if left else ())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"runtimes": {"nvidia": {"path": "/r", "args": []}}}', None),
+        (
+            '{"default-runtime": "old", "runtimes": {"old": {"path": "/x"}, "nvidia": {"path": "/r", "args": []}}}',
+            render_config({"runtimes": {"nvidia": {"path": "/r", "args": []}}}, None),
+        ),
+        # Edited in place, for a name is duplicated.
+        (
+            '{"debug": true, "debug": false, "default-runtime": "old", "runtimes": {"old": {"path": "/x"}, '
+            '"nvidia": {"path": "/r", "args": []}}}',
+            '{"debug": true, "debug": false, "runtimes": {"nvidia": {"path": "/r", "args": []}}}',
+        ),
+    ],
+)
+def test_a_dead_runtime_leaves_daemon_json(before: str, after: str | None) -> None:
+    assert edited(before, "nvidia", "/r", set_default=False, drop=("old",)) == after
+
+
+def test_dead_runtimes_and_files_are_found_on_a_host(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    runtimes = {
+        "nvidia": "/usr/bin/nvidia-container-runtime", "nvidia-old": "/usr/bin/nvidia-container-runtime.old",
+        "kata": "/usr/bin/kata", "nvidia-x": "/usr/bin/nvidia-container-runtime.x",
+    }  # fmt: skip
+    pairs = ", ".join(f'"{name}": {{"path": "{path}"}}' for name, path in runtimes.items())
+    host.write("/etc/docker/daemon.json", f'{{"runtimes": {{{pairs}}}}}'.encode())
+    host.write("/usr/bin/nvidia-container-runtime.x", b"\x7fELF")
+    host.write("/usr/bin/nvidia-docker", b"#!/bin/sh\n# of gpuprov\n")
+    host.write("/usr/bin/nvidia-docker-plugin", b"\x7fELF")
+    host.make_directory("/etc/nvidia-container-runtime/host-files-for-container.d")
+    host.write("/etc/nvidia-container-runtime/config.toml", b"disable-require = true\n")
+    host.write("/etc/nvidia-container-runtime/config.toml.rpmsave", b"")
+    found = gather(host).leftovers
+    assert found.dead_runtimes == ("nvidia-old",)
+    assert found.files == ("/usr/bin/nvidia-docker-plugin",)
+    assert [path.rpartition("/")[2] for path in found.settings] == ["config.toml", "config.toml.rpmsave"]
+    assert found.settings_count
+    host.write("/etc/nvidia-container-runtime/config.toml", b'[nvidia-container-cli]\nldconfig = "@/sbin/ldconfig"\n')
+    assert not gather(host).leftovers.settings_count
+
+
+def test_docker_is_not_asked_for_volumes_without_a_trace(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    facts = gather(host)
+    host.commands.clear()
+    assert with_docker(host, facts.leftovers, facts.docker, facts.packages).volumes == ()
+    assert host.commands == []
+    host.make_directory("/var/lib/docker/volumes/nvidia_driver_375.26")
+    with_docker(host, facts.leftovers, facts.docker, facts.packages)
+    assert [words[:3] for words in host.commands] == [("docker", "volume", "ls")]
+
+
+def test_a_control_file_has_the_package_s_fields_and_none_of_dpkgs() -> None:
+    status = (
+        "Package: x\nStatus: install ok installed\nVersion: 1\nConffiles:\n /etc/x 0123\n /etc/y 4567 obsolete\n"
+        "Description: a thing\n of two lines\n"
+    )
+    assert control_of(status) == "Package: x\nVersion: 1\nDescription: a thing\n of two lines\n"
