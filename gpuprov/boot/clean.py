@@ -85,6 +85,6 @@ class CleanImage(Change):
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
         return (
-            "the identity that the image was cleaned of does not come back: SSH host keys are made anew now, the "
+            "the identity that the image was cleaned of does not come back: new SSH host keys are made now, a new "
             "machine-id at the next boot",
         )

@@ -180,7 +180,7 @@ STEPS = (
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
-    # Last: whoever logs in over SSH can't any more after it.
+    # Last: sshd takes no new login after it.
     Step("clean image", clean.plan),
 )
 
