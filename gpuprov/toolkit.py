@@ -8,6 +8,7 @@ from typing import ClassVar
 from gpuprov.cdi import other_devices
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import PATH, difference, specification
+from gpuprov.cdi.in_short import in_short
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.changes import (
     Change,
@@ -195,6 +196,11 @@ class WriteCdiSpecification(Change):
         files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
         diffs = (file_diff(system, path, content, _MODE) for path, content in files)
         return "\n".join(one for one in diffs if one)
+
+    def diff_in_short(self, system: System) -> str:
+        files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
+        pairs = ((path, system.read_bytes(path), content) for path, content in files)
+        return "\n".join(in_short(path, before, content) for path, before, content in pairs if before != content)
 
     def capture(self, system: System) -> Json:
         return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *other_devices.PATHS)]}

@@ -9,7 +9,7 @@ says why, and holds for all commands of the block:
 - Tutorials: executed, each command of a `console` block.
 - Commands that need no host: HERE, by pattern; they are executed as they stand in the page.
 - All other programs: OTHERS, by pattern.
-- The examples of `--help` (docs/cli.md) can't be marked there: EXAMPLES, by pattern.
+- A single command, and the examples of `--help` (docs/cli.md), are marked in EXAMPLES, by pattern.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _BEFORE = re.compile(r"(?:sudo |\.venv/bin/)+")
 # with prompts the rest is output.
 PROGRAMS = frozenset((
     "ansible-galaxy", "ansible-playbook", "apptainer", "apt-get", "buildah", "cd", "crictl", "ctr", "curl", "docker",
-    "docker-compose", "echo", "eval", "git", "gpuprov", "install", "journalctl", "kubectl", "make", "nerdctl",
-    "nvidia-smi", "pip", "podman", "pre-commit", "python3", "systemctl", "tar",
+    "docker-compose", "echo", "eval", "git", "gpuprov", "install", "journalctl", "kubectl", "make", "mount", "nerdctl",
+    "nvidia-smi", "pip", "podman", "pre-commit", "python3", "systemctl", "tar", "umount",
 ))  # fmt: skip
 
 _INSTALL = ("integration/test_install.py", "integration/test_host_program.py", "unit/test_cli.py")
@@ -68,7 +68,8 @@ TESTS = {
     "rollback": _INSTALL,
     "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
     "uninstall": ("integration/test_uninstall.py",),
-    "verify": _INSTALL,
+    "serve": ("integration/test_nvidia_docker.py", "unit/test_serve.py"),
+    "verify": (*_INSTALL, "integration/test_kubernetes.py"),
 }  # fmt: skip
 
 # Files that execute the options which all commands over hosts have: --hosts, --limit, --json and others.
@@ -82,6 +83,7 @@ HERE = {
     "gpuprov hook requirements --cuda 12.4 --brand tesla *": "0",
     "gpuprov cuda --explain *": "0",
     "gpuprov advisories": "0",
+    "gpuprov kubernetes manifest*": "0",
 }
 
 # Other commands, as patterns → the file below tests/ that executes them, or one of NO_FILE.
@@ -112,13 +114,18 @@ OTHERS = {
     "echo * | python3 -I *agent.pyz": "integration/test_bundle.py",
     "python3 -I /usr/lib/gpuprov/boot.pyz *": "integration/test_boots.py",
     "journalctl -u gpuprov-nodes *": "integration/test_boots.py",
+    "curl -s localhost:3476/gpu/status": "integration/test_nvidia_docker.py",
+    "docker run --rm $(curl -sf 'localhost:3476/docker/cli*": "integration/test_nvidia_docker.py",
+    "systemctl poweroff": "integration/test_image.py",
     "systemctl restart containerd": "integration/test_more_engines.py",
 }
 
-# Examples of `--help`, as patterns → why no test executes them.
+# Examples, as patterns → why no test executes them.
 EXAMPLES = {
     "gpuprov bundle create * --driver *": "downloads NVIDIA's driver",
     "gpuprov cuda nvcr.io/*": "needs an image of a registry",
+    "gpuprov * --root *": "no test has the disk of an image",
+    "gpuprov verify --kubernetes --namespace *": "no test has a namespace of another name",
 }
 
 
@@ -169,7 +176,8 @@ def _of_block(page: str, first: int, lines: list[str], example: str) -> Iterator
         number += sum(other.count("\0") for other in joined[:number])
         if (prompted and not _PROMPT.match(line)) or not line.strip():
             continue
-        command = Command(page, first + number, _typed(line.replace("\0", "")), example)
+        text = _typed(line.replace("\0", ""))
+        command = Command(page, first + number, text, example or _why(text))
         if number == 0 and not prompted and command.program not in PROGRAMS and not any(map(_BEGINS.match, lines)):
             return  # what programs print
         yield command
@@ -182,12 +190,16 @@ def _of_help(page: str, lines: list[str]) -> Iterator[Command]:
         within = line.startswith("  Example") or (within and (line.startswith("    ") or not line))
         if within and line.startswith("    "):
             text = re.sub(r"(?<=\S) {3,}.*", "", _typed(line))
-            yield Command(page, number, text, matching(text, EXAMPLES) or "")
+            yield Command(page, number, text, _why(text))
 
 
 def _typed(line: str) -> str:
     line = re.sub(r"(?:^|\s+)#\s.*", "", _PROMPT.sub("", line, count=1) if _PROMPT.match(line) else line).strip()
     return _BEFORE.sub("", line)
+
+
+def _why(text: str) -> str:
+    return matching(text, EXAMPLES) or ""
 
 
 def matching(text: str, table: dict[str, str]) -> str | None:

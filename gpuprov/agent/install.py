@@ -28,6 +28,8 @@ from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 from gpuprov.wire.words import counted
 
+# A diff of at most this many lines is shown itself.
+_SHORT_DIFF = 12
 # The first plan, the plan after a reboot that was not needed, and one for what that brings.
 _MOST_ROUNDS = 3
 
@@ -157,7 +159,8 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     planned = []
     for step, change in ((item.step, item.change) for item in plan.changes):
         diff = change.diff(run.system) if run.request.diff else ""
-        planned.append(PlannedChange(change.key, step, change.summary(), diff))
+        in_short = change.diff_in_short(run.system) if diff.count("\n") > _SHORT_DIFF else ""
+        planned.append(PlannedChange(change.key, step, change.summary(), diff, in_short))
     run.sink(Planned(tuple(planned)))
     return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
 
     CONTAINER is the name or the id of a docker or podman container that runs: what was decided when it started. Without
     it, what the runtime would decide now. Of a container and of a bundle, also which libcuda.so.1 and
-    libnvidia-ml.so.1 its programs load.
+    libnvidia-ml.so.1 its programs load; on hosts of an inventory, gpuprov's agent looks for them.
 
     \b
     Examples:
@@ -77,14 +78,19 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
 
 def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
     """Print a decision, and which libcuda wins or why that is not known; None: there are no files to look at."""
+    found, lines = _with_libraries(found, lines, libraries)
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+
+
+def _with_libraries(
+    found: dict[str, Any], lines: list[str], libraries: Survey | str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a decision and its text with the libraries, or why they are not known."""
     from gpuprov.verify.cuda import survey
 
     if isinstance(libraries, survey.Survey):
-        found = {**found, "cuda": survey.as_json(libraries)}
-        lines = [*lines, *map(plain, survey.as_lines(libraries))]
-    elif libraries is not None:
-        lines = [*lines, f"libcuda        not looked for: {plain(libraries)}"]
-    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+        return {**found, "cuda": survey.as_json(libraries)}, [*lines, *map(plain, survey.as_lines(libraries))]
+    return found, lines if libraries is None else [*lines, f"libcuda        not looked for: {plain(libraries)}"]
 
 
 def _libraries(look: Callable[[], Survey]) -> Survey | str:
@@ -149,28 +155,29 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 
 def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
     """Say what was decided for the container on each host; with one host that has it, that is enough."""
-    from gpuprov.engines.containers import decision_of
+    from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.command import inventory_of
-    from gpuprov.fleet.remote_system import RemoteSystem
-    from gpuprov.fleet.ssh import connected
+    from gpuprov.fleet.explain import explain_on
 
     if not options["hosts"] or not container:
         hint = "gpuprov hook explain CONTAINER --hosts INVENTORY --limit HOST"
         raise GpuprovError("--hosts and --limit need an inventory and a container", "", hint, exit_code=ExitCode.USAGE)
     settings = Options("hook explain", **take_passwords(options), **options)
-    found: dict[str, dict[str, Any]] = {}
+    agent = functools.cache(build_agent)
+    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     problem: GpuprovError | None = None
     for target in inventory_of(settings).hosts:
         try:
-            with connected(target, settings) as connection:
-                found[target.name] = decision_of(RemoteSystem(connection, target), container)
+            kept, libraries = explain_on(target, settings, container, agent)
+            lines = [] if as_json else [*map(plain, _kept_lines(kept))]
+            found[target.name] = _with_libraries(kept, lines, libraries)
         except GpuprovError as error:
             click.echo(f"{target.name}: {error}", err=True)
             problem = error
     if as_json:
-        click.echo(json.dumps(found, indent=2))
-    for name, kept in found.items() if not as_json else ():
-        click.echo("\n".join([f"host           {plain(name)}", *map(plain, _kept_lines(kept))]))
+        click.echo(json.dumps({name: kept for name, (kept, _) in found.items()}, indent=2))
+    for name, (_, lines) in found.items() if not as_json else ():
+        click.echo("\n".join([f"host           {plain(name)}", *lines]))
     if problem is not None and not found:
         sys.exit(problem.exit_code)
 

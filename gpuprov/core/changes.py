@@ -58,6 +58,10 @@ class Change:
         """Return a unified diff of what will change, or nothing where there is no text to compare."""
         return ""
 
+    def diff_in_short(self, system: System) -> str:
+        """Return a few lines that stand for a diff that is too long to read, or nothing where the diff is short."""
+        return ""
+
     def capture(self, system: System) -> Json:
         """Return what is there before, such that `undo` can bring it back. Reads only."""
         return {}

@@ -14,12 +14,15 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Callable, TextIO
+from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
 
 from gpuprov.core import disk, files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.wire.errors import GpuprovError, Problem
+
+if TYPE_CHECKING:
+    import socket
 
 # Where runs, and the programs that they start, write; each may be a file system of its own.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
@@ -184,6 +187,19 @@ class System:
                 return None
         except OSError as error:
             return self.proxy.problem(f"connection to {self.proxy.host} port {self.proxy.port}: {error}")
+
+    def connect(self, path: str, timeout: float) -> socket.socket:
+        """Return a connection to the Unix socket of that path; each wait for it has this limit. Raises OSError."""
+        import socket
+
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(timeout)
+            connection.connect(str(self.path(path)))
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
     # -- writing -------------------------------------------------------------------------------------------------
 

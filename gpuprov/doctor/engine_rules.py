@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from gpuprov import toolkit
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.finding import ASIDE, ENGINES, LIKELY, Finding, Rule
 from gpuprov.doctor.remedy import restart, steps
-from gpuprov.engines.other_engines import ENGINES as KNOWN
-from gpuprov.engines.other_engines import registrations
+from gpuprov.engines.known import ENGINES as KNOWN
+from gpuprov.engines.known import OF_THE_HOST
+from gpuprov.engines.other_engines import Registration, registrations, restart_command
 from gpuprov.facts.boot_files import PERSISTENCE, REFRESH
 from gpuprov.wire.versions import version_numbers
 
@@ -20,7 +22,7 @@ _FIRST_PODMAN_WITH_CDI = (4, 1)
 def _not_installed(x: Examined) -> Finding | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
     if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
-        seen = f"command -v {' '.join(engine.program for engine in KNOWN.values())}: nothing"
+        seen = f"command -v {' '.join(KNOWN[name].program for name in OF_THE_HOST)}: nothing"
         return Finding("no container engine is installed", seen, words.install_packages(x, "podman"))
     if not name:
         return None
@@ -28,16 +30,21 @@ def _not_installed(x: Examined) -> Finding | None:
                    f"command -v {KNOWN[name].program}: nothing", words.install_packages(x, name))  # fmt: skip
 
 
+def registered(x: Examined) -> Mapping[str, Registration]:
+    """Return engine → what shall change in its files for the runtime of the specification."""
+    return registrations(x.host.engines, toolkit.runtime_path(x.spec), set_default=x.spec.default_runtime)
+
+
 def _unreadable(x: Examined) -> Finding | None:
-    found = registrations(x.host.engines, toolkit.runtime_path(x.spec)).values()
-    problem = next((one.problem for one in found if one.problem is not None), None)
+    found = registered(x)
+    problem = next((one.problem for one in found.values() if one.problem is not None), None)
     if problem is None:
         return None
     return Finding(problem.what, problem.evidence, f"gpuprov install --check  # {problem.next_step}")
 
 
 def _unconfigured(x: Examined) -> Finding | None:
-    found = registrations(x.host.engines, toolkit.runtime_path(x.spec))
+    found = registered(x)
     name = next((name for name, one in found.items() if one.edits), "")
     if not name:
         return None
@@ -48,12 +55,13 @@ def _unconfigured(x: Examined) -> Finding | None:
 
 def _down(x: Examined) -> Finding | None:
     for name, facts in x.host.engines.items():
-        unit = x.units.get(KNOWN[name].unit)
+        name_of_unit = facts.unit or KNOWN[name].unit
+        unit = x.units.get(name_of_unit)
         if facts.program and unit is not None and unit.active in ("failed", "inactive"):
             return Finding(
-                f"{name} does not run", f"systemctl show {KNOWN[name].unit}: {unit.active}, {unit.result}",
-                f"systemctl restart {name}; journalctl -u {name} -n 30 --no-pager",
-                remedies=(restart(KNOWN[name].unit),),
+                f"{name} does not run", f"systemctl show {name_of_unit}: {unit.active}, {unit.result}",
+                f"{restart_command(name, facts)}; journalctl -u {name_of_unit} -n 30 --no-pager",
+                remedies=() if KNOWN[name].cluster else (restart(name_of_unit),),
             )  # fmt: skip
     return None
 

@@ -104,7 +104,11 @@ def _engines(x: Examined) -> str:
     return ", ".join(sorted(x.host.engines)) or "none asked for"
 
 
+def _containers(x: Examined) -> str:
+    return f"{len(x.containers.examined)} running with GPUs"
+
+
 # What an area that is in order shows, in a few words.
 _SUMMARIES: dict[str, Callable[[Examined], str]] = dict(
-    zip(AREAS, (_gpus, _module, _libraries, _nodes, _toolkit, _specification, _docker, _engines))
+    zip(AREAS, (_gpus, _module, _libraries, _nodes, _toolkit, _specification, _docker, _engines, _containers))
 )

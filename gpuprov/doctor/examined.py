@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
+from gpuprov.doctor.containers import Containers
 from gpuprov.doctor.parse import ModuleFile, Unit
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
@@ -58,7 +59,8 @@ class Examined:
     cut off in; `runs_now`: one that holds the host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the
     nvidia-smi that was asked; `other_smi`: one that PATH has before it. `preload_said`: what the loader says of
     /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes. `is_booted`:
-    systemd runs here, as it does not in the root file system of an image.
+    systemd runs here, as it does not in the root file system of an image. `containers`: what
+    running containers load.
     """
 
     host: HostFacts
@@ -98,6 +100,7 @@ class Examined:
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()
+    containers: Containers = field(default_factory=Containers)
     is_booted: bool = True
 
     @property

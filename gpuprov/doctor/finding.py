@@ -14,15 +14,15 @@ CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible
 # What is looked at, in the order in which things depend on each other.
 AREAS = (
     "GPUs", "kernel module", "driver libraries", "device nodes", "container toolkit", "CDI specification", "docker",
-    "other engines",
+    "other engines", "containers",
 )  # fmt: skip
-GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES = AREAS
+GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES, CONTAINERS = AREAS
 
 
 def unknown_areas(x: Examined) -> frozenset[str]:
     """Return what shows only where a GPU is, and where engines run: in an image that is not booted neither does."""
     of_gpus = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
-    return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES}
+    return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES, CONTAINERS}
 
 
 ANY_ROOT = ("*",)

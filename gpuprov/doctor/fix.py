@@ -143,7 +143,7 @@ def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tu
     if "docker" in names:
         found = docker.problems(facts.docker, runtime_path=runtime, set_default=spec.docker_default_runtime)
     if "engines" in names:
-        found += other_engines.problems(facts.engines, runtime)
+        found += other_engines.problems(facts.engines, runtime, set_default=spec.default_runtime)
     return found
 
 

@@ -20,10 +20,12 @@ from gpuprov.core.journal import unfinished_run
 from gpuprov.core.lock import LOCK_PATH, read_holder
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
+from gpuprov.doctor.containers import gather_containers
 from gpuprov.doctor.examined import KEYS, OPERATORS_RUNTIME, SPECIFICATION_FOLDERS, Examined, OtherSmi, Smi
 from gpuprov.doctor.parse import docker_lines, host_paths, parse_modinfo, parse_units, telling_lines
 from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.engines import other_engines
+from gpuprov.engines.kubernetes import KUBELET_CONFIG
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
 from gpuprov.facts.fabric import UNIT
 from gpuprov.facts.hiding import PRELOAD
@@ -50,7 +52,7 @@ _UNITS = ("docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFR
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
     SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
-    "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo",
+    "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo", KUBELET_CONFIG,
 )  # fmt: skip
 # Whether these are there is asked by one rule or another.
 _WATCHED = (
@@ -86,7 +88,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         dkms=_said(system, ("dkms", "status")),
         loader=_loader(system),
         units=parse_units(
-            _said(system, ("systemctl", "show", "-p", "Id,LoadState,ActiveState,Result,UnitFileState", *_UNITS))
+            _said(system, ("systemctl", "show", "-p", "Id,LoadState,ActiveState,Result,UnitFileState", *_units(host)))
         ),
         docker_log=_docker_log(system),
         texts=texts,
@@ -113,6 +115,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         rootless=_rootless(system),
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
+        containers=gather_containers(system),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
         is_booted=system.exists(BOOTED),
     )
@@ -172,6 +175,10 @@ def _loader(system: System) -> Mapping[str, str]:
     wanted = ("libnvidia-ml.so.1", "libcuda.so.1")
     cached = parse_cache(system.read_bytes(CACHE) or b"")
     return {one.name: one.path for one in reversed(cached) if one.name in wanted and one.is_64_bit}
+
+
+def _units(host: HostFacts) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*_UNITS, *(one.unit for one in host.engines.values() if one.unit))))
 
 
 def _texts(system: System) -> Mapping[str, str]:

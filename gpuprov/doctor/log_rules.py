@@ -133,6 +133,14 @@ _DRIVER_SIGNS = (
         follows=("fallen-off-bus",),
     ),
     LogSign(
+        "no-interrupt", GPUS, "`Can't find an IRQ for your NVIDIA card`",
+        r"Can't find an IRQ for your NVIDIA card",
+        "the firmware, or the virtual machine, has given a GPU no interrupt",
+        _say("lspci -d 10de: -vv | grep -e Interrupt -e MSI; systemctl reboot --firmware-setup  # update the firmware; "
+             "of a virtual machine, check how the GPU is passed through"),
+        follows=("fallen-off-bus",),
+    ),
+    LogSign(
         "gsp-firmware-missing", MODULE, "`firmware load for nvidia/… failed`",
         r"Direct firmware load for nvidia/\S+ failed|RmFetchGspRmImages: No firmware",
         "the GPU's firmware (GSP) is not on this host, or is of another version", words.driver_again,
@@ -160,7 +168,7 @@ _DRIVER_SIGNS = (
         follows=(
             "gpu-nouveau", "gpu-vfio", "bound-to-another", "probe-not-called", "needs-open-modules",
             "needs-proprietary-modules", "branch-without-gpu", "fallen-off-bus", "power-cables", "bar-invalid",
-            "gsp-firmware-missing", "gsp-timeout", "iommu-fault", "init-failed", "gpu-too-old-or-new",
+            "no-interrupt", "gsp-firmware-missing", "gsp-timeout", "iommu-fault", "init-failed", "gpu-too-old-or-new",
         ),
     ),
     LogSign(

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from gpuprov.doctor import (
     access_rules,
     cdi_rules,
+    container_rules,
     docker_rules,
     driver_rules,
     engine_rules,
+    kubernetes_rules,
     leftover_rules,
     library_rules,
     log_rules,
@@ -39,7 +41,7 @@ from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
     *smi_rules.RULES, *node_rules.RULES, *toolkit_rules.RULES, *cdi_rules.RULES, *docker_rules.RULES,
-    *access_rules.RULES, *engine_rules.RULES, *leftover_rules.RULES,
+    *access_rules.RULES, *engine_rules.RULES, *kubernetes_rules.RULES, *container_rules.RULES, *leftover_rules.RULES,
 )  # fmt: skip
 
 

@@ -113,7 +113,18 @@ def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: st
             said.stdout.strip() if said else "",
             f"{program} --config {main} config migrate prints it in version 3; put that in its place",
         )
+    if said and said.ok and by_program < version:
+        raise GpuprovError(
+            f"{main} is of version 3, which containerd knows from 2.0 on: 1.7 does not start, 1.6 ignores it",
+            said.stdout.strip(),
+            f"{program} config default prints one of version 2; put what is yours into it",
+        )
     return Files(main, found, imported, dumped, version, merges=max(version, by_program) >= 3)
+
+
+def written(system: Reader) -> Mapping[str, Any]:
+    """Return the CRI plugin's table as the usual files of containerd have it, what is ours left out."""
+    return read_files(system, ConfigureRequest("containerd"), containerd.MAIN, containerd.DROP_IN).written()
 
 
 def _others(system: Reader, path: str) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from gpuprov.core.system import System
 
 KUBELET = "kubelet"
+# Where kubeadm puts its settings.
+KUBELET_CONFIG = "/var/lib/kubelet/config.yaml"
 # Programs, where packages and the installers of k3s, RKE2 (tarball or rpm) and microk8s put them.
 _PROGRAMS = {
     KUBELET: ("/usr/bin/kubelet", "/usr/local/bin/kubelet"),

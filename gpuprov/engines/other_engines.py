@@ -1,51 +1,51 @@
-"""containerd, CRI-O and podman as `install` keeps them: their facts, and the registration of the runtime with them.
+"""containerd, CRI-O, podman and Kubernetes' distributions as `install` keeps them: their facts, what shall change.
 
 The edits of their files are configure.py's, the same as for `gpuprov runtime configure`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Change, parent_of
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
-from gpuprov.engines import containerd, crio, podman
-from gpuprov.engines.runtime_entry import ConfigureRequest, FileEdit, RuntimeEntry
+from gpuprov.engines import containerd, kubernetes
+from gpuprov.engines.configure_engine import ConfigureEngine
+from gpuprov.engines.known import ENGINES, OF_THE_HOST, KnownEngine
+from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, ConfigureRequest, FileEdit, RuntimeEntry
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
 
+if TYPE_CHECKING:
+    from gpuprov.engines.cri_status import CriStatus
 
-@dataclass(frozen=True)
-class _Engine:
-    """An engine's program, the unit that reads its files when it starts (podman has none), and these files."""
-
-    program: str
-    unit: str
-    main: str
-    drop_in: str
-
-
-ENGINES = {
-    "containerd": _Engine("containerd", "containerd.service", containerd.MAIN, containerd.DROP_IN),
-    "crio": _Engine("crio", "crio.service", crio.MAIN, crio.DROP_IN),
-    "podman": _Engine("podman", "", podman.MAIN, podman.DROP_IN),
-}
-_RESTART_SECONDS = 180
-_LOG_LINES = "20"
+_HANDLER = RuntimeEntry().name
+# containerd 1.6 knows no CDI, and 2 reads it unless it is told not to.
+_CDI_ON_REQUEST = re.compile(r"\bv?1\.7\.\d")
 
 
 @dataclass(frozen=True)
 class EngineFacts:
     """An engine on a host: its program (empty: not installed), what that says of its version, path → file.
 
-    The edits are computed from it as from a System (`Reader`): a file that was not gathered does not exist.
+    `unit`: the one that runs it; `running`: what it says through CRI (None: nothing). The edits are computed from it as
+    from a System (`Reader`): a file that was not gathered does not exist.
     """
 
     program: str = ""
     version: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)
+    unit: str = ""
+    running: CriStatus | None = None
+
+    @property
+    def has_not_read_its_files(self) -> bool:
+        """Whether it runs and does not know the runtime."""
+        return self.running is not None and _HANDLER not in self.running.handlers
 
     def exists(self, path: str) -> bool:
         return path in self.files
@@ -72,7 +72,7 @@ def names(system: System, spec: HostSpec) -> tuple[str, ...]:
     if spec.engines or spec.docker != "none":
         return spec.engines
     # Docker's containerd is docker's, even where docker is to be left alone.
-    others = (name for name in ENGINES if name != "containerd" or system.which("dockerd") is None)
+    others = (name for name in OF_THE_HOST if name != "containerd" or system.which("dockerd") is None)
     coming = _coming(spec)
     return tuple(name for name in others if name in coming or system.which(ENGINES[name].program) is not None)
 
@@ -98,11 +98,14 @@ def gather(system: System, names: Iterable[str]) -> Mapping[str, EngineFacts]:
 
 def _gather(system: System, name: str) -> EngineFacts:
     engine = ENGINES[name]
-    program = system.which(engine.program)
+    program = system.which(engine.program) or next(filter(system.exists, engine.places), None)
     if program is None:
         return EngineFacts()
-    folder = parent_of(engine.drop_in)
-    paths = [engine.main, *(f"{folder}/{file}" for file in system.list_directory(folder))]
+    paths = [engine.main]
+    if engine.drop_in:
+        paths += _in_folder(system, parent_of(engine.drop_in))
+    if engine.cluster:
+        paths += _of_a_distribution(system, containerd.DISTRIBUTIONS[name])
     version = ""
     if name == "containerd":
         # Imported here: most hosts name no such engine, and the TOML editor costs as much as all of their facts.
@@ -113,7 +116,37 @@ def _gather(system: System, name: str) -> EngineFacts:
         said = system.run((program, "--version"), timeout=20)
         version = said.stdout if said.ok else ""
     files = {path: content for path in paths if (content := system.read_bytes(path)) is not None}
-    return EngineFacts(program, version, files)
+    if engine.cluster:
+        # Programs, of which nothing matters but that they are there.
+        files.update({path: b"" for path in DETECTED_RUNTIMES if system.exists(path)})
+    return EngineFacts(program, version, files, _unit(system, engine), _running(system, engine))
+
+
+def _in_folder(system: System, folder: str) -> list[str]:
+    return [f"{folder}/{file}" for file in system.list_directory(folder)]
+
+
+def _of_a_distribution(system: System, distribution: containerd.Distribution) -> list[str]:
+    """Return the files that k3s, RKE2 or microk8s has for its containerd."""
+    folders = (parent_of(path) for path in distribution.drop_in.values())
+    drop_ins = (path for folder in folders for path in _in_folder(system, folder))
+    return [distribution.rendered, *distribution.templates.values(), *drop_ins]
+
+
+def _unit(system: System, engine: KnownEngine) -> str:
+    """Return the engine's unit: of several the one that runs, for a server is no agent."""
+    if len(engine.units) < 2:
+        return engine.unit
+    active = (unit for unit in engine.units if system.run(("systemctl", "is-active", "--quiet", unit)).ok)
+    return next(active, engine.unit)
+
+
+def _running(system: System, engine: KnownEngine) -> CriStatus | None:
+    if not engine.socket or not system.exists(engine.socket):
+        return None
+    from gpuprov.engines import cri_status
+
+    return cri_status.ask(system, engine.socket)
 
 
 @dataclass(frozen=True)
@@ -124,22 +157,37 @@ class Registration:
     problem: Problem | None = None
 
 
-def registrations(facts: Mapping[str, EngineFacts], runtime_path: str) -> Mapping[str, Registration]:
+def registrations(
+    facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default: bool = False
+) -> Mapping[str, Registration]:
     """Return engine → registration for the installed engines."""
-    return {name: _registration(name, one, runtime_path) for name, one in facts.items() if one.program}
+    entry = RuntimeEntry(path=runtime_path, set_default=set_default)
+    return {name: _registration(name, one, entry) for name, one in facts.items() if one.program}
 
 
-def _registration(name: str, facts: EngineFacts, runtime_path: str) -> Registration:
+def _registration(name: str, facts: EngineFacts, entry: RuntimeEntry) -> Registration:
     from gpuprov.engines import configure
 
     try:
-        found = configure.configuration(facts, ConfigureRequest(name, RuntimeEntry(path=runtime_path)))
+        entry = replace(
+            entry, set_default=entry.set_default and name != "podman", cdi=name == "containerd" and _needs_cdi(facts)
+        )
+        found = configure.configuration(facts, ConfigureRequest(name, entry))
     except GpuprovError as error:
         return Registration(problem=error.problems[0])
     return Registration(tuple(edit for edit in found.edits if edit.changes))
 
 
-def problems(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Problem, ...]:
+def _needs_cdi(facts: EngineFacts) -> bool:
+    """Say whether containerd must be told to read CDI, and nobody has told it not to."""
+    if not _CDI_ON_REQUEST.search(facts.version):
+        return False
+    from gpuprov.engines import containerd_files
+
+    return containerd_files.written(facts).get("enable_cdi") is not False
+
+
+def problems(facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default: bool = False) -> tuple[Problem, ...]:
     """Return what prevents the registration of the runtime with these engines."""
     missing = tuple(
         Problem(
@@ -150,92 +198,42 @@ def problems(facts: Mapping[str, EngineFacts], runtime_path: str) -> tuple[Probl
         for name, one in facts.items()
         if not one.program
     )
-    found = registrations(facts, runtime_path).values()
+    found = registrations(facts, runtime_path, set_default=set_default).values()
     return (*missing, *(one.problem for one in found if one.problem is not None))
 
 
+def kept_running(facts: Mapping[str, EngineFacts], of_kubernetes: Sequence[str], spec: HostSpec) -> frozenset[str]:
+    """Return the engines that nobody has allowed to be restarted: pods or a cluster's API server depend on them."""
+    unnamed = set(facts).difference(spec.engines) if kubernetes.KUBELET in of_kubernetes else set()
+    clusters = {name for name in facts if ENGINES[name].cluster and not spec.restart_kubernetes}
+    return frozenset(unnamed | clusters)
+
+
 def plan(
-    facts: Mapping[str, EngineFacts], runtime_path: str, kept_running: frozenset[str] = frozenset()
+    facts: Mapping[str, EngineFacts],
+    runtime_path: str,
+    kept: frozenset[str] = frozenset(),
+    *,
+    set_default: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes of the engines' files; each restarts its engine, if that runs and is not in `kept_running`."""
-    found = registrations(facts, runtime_path)
-    return tuple(ConfigureEngine(name, one.edits, name not in kept_running) for name, one in found.items() if one.edits)
+    """Return the changes of the engines' files; each restarts its engine, if that runs and is not one of the `kept`.
 
-
-@dataclass(frozen=True)
-class ConfigureEngine(Change):
-    """The engine's files name the runtime, and the running engine has read them.
-
-    `restart` is False for the engine of a Kubernetes node that nobody has named: it reads them at its next start.
+    An engine that runs without having read its files is restarted, too.
     """
-
-    engine: str
-    edits: tuple[FileEdit, ...]
-    restart: bool = True
-
-    @property
-    def key(self) -> str:
-        return f"configure {self.engine}"
-
-    def summary(self) -> str:
-        name = ENGINES[self.engine].unit.removesuffix(".service")
-        written = f"write {', '.join(edit.path for edit in self.edits)}"
-        if not name:
-            return written
-        if not self.restart:
-            return f"{written} ({name} serves Kubernetes and is not restarted: it reads them at its next start)"
-        # Containers are children of their shims or conmon, not of the engine: they keep running.
-        return f"{written} and restart {name} (its containers go on)"
-
-    def diff(self, system: System) -> str:
-        return "".join(text_diff(edit.path, system.read_bytes(edit.path), edit.after) for edit in self.edits)
-
-    def capture(self, system: System) -> Json:
-        files = [capture_path(system, edit.path) for edit in self.edits]
-        # What was not restarted is not restarted by the undoing either.
-        was_active = self.restart and is_active(system, self.engine)
-        return {"engine": self.engine, "files": files, "was_active": was_active}
-
-    def apply(self, system: System, tell: Tell) -> Json:
-        from gpuprov.engines import configure
-
-        before = self.capture(system)
-        configure.write(system, self.edits)
-        unit = ENGINES[self.engine].unit
-        # A stopped engine reads its files at its next start.
-        if before["was_active"]:
-            tell(f"restarting {unit}", 0, 0)
-            trouble = _restart(system, self.engine)
-            if trouble:
-                self.undo(system, before, None)
-                raise GpuprovError(
-                    f"{self.engine} failed to start with its new configuration; the old one is back",
-                    trouble,
-                    f"fix what {self.engine} names, then run the same command again",
-                )
-        return {}
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        for image in before["files"]:
-            restore_path(system, image)
-        if before["was_active"]:
-            _restart(system, before["engine"])
+    found = registrations(facts, runtime_path, set_default=set_default)
+    return tuple(
+        ConfigureEngine(name, one.edits, name not in kept, facts[name].unit)
+        for name, one in found.items()
+        if one.edits or (one.problem is None and name not in kept and facts[name].has_not_read_its_files)
+    )
 
 
-def is_active(system: System, engine: str) -> bool:
+def is_active(system: System, name: str, facts: EngineFacts) -> bool:
     """Say whether an engine's unit is active; podman has none."""
-    unit = ENGINES[engine].unit
+    unit = facts.unit or ENGINES[name].unit
     return bool(unit) and system.run(("systemctl", "is-active", "--quiet", unit)).ok
 
 
-def _restart(system: System, engine: str) -> str:
-    """Restart an engine; return what went wrong, or nothing."""
-    unit = ENGINES[engine].unit
-    system.run(("systemctl", "reset-failed", unit))
-    done = system.run(("systemctl", "restart", unit), timeout=_RESTART_SECONDS)
-    if done.ok and is_active(system, engine):
-        return ""
-    said = system.run(("journalctl", "--unit", unit, "--lines", _LOG_LINES, "--no-pager", "--output", "cat")).stdout
-    lines = [line for line in said.splitlines() if "error" in line.lower() or "fail" in line.lower()]
-    return "\n".join(lines[-3:]) or done.evidence(3)
+def restart_command(name: str, facts: EngineFacts) -> str:
+    """Return what to type so that an engine reads its files."""
+    return f"systemctl restart {(facts.unit or ENGINES[name].unit).removesuffix('.service')}"

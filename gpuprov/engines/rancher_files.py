@@ -6,10 +6,13 @@ among them, so a template must not write the same table again: containerd could 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gpuprov.engines import containerd, toml_text
 from gpuprov.engines.containerd import Distribution
-from gpuprov.engines.runtime_entry import Configuration, ConfigureRequest, Reader
-from gpuprov.engines.toml_files import edited, read, read_text
+from gpuprov.engines.runtime_entry import DETECTED_RUNTIMES, Configuration, ConfigureRequest, Reader, RuntimeEntry
+from gpuprov.engines.toml_files import edited, emptied, read, read_text
 from gpuprov.wire.errors import GpuprovError
 
 _BASE = '{{ template "base" . }}'
@@ -48,23 +51,31 @@ def _by_template(
     wanted = containerd.runtime_tables(own, version, request.runtime, source)
     if not extends:
         return Configuration((edited(system, template, wanted),), (), distribution.reload_command)
-    there = source.get("containerd", {}).get("runtimes", {}).get(request.runtime.name)
+    if request.runtime.set_default and source.get("containerd", {}).get("default_runtime_name") != request.runtime.name:
+        raise GpuprovError(
+            f"the default runtime is {distribution.name}'s own setting; its base template writes that table",
+            "", f"put `default-runtime: {request.runtime.name}` into /etc/rancher/{distribution.name}/config.yaml, "
+            f"then: {distribution.reload_command}",
+        )  # fmt: skip
     ours = containerd.plugin_table(toml_text.read_toml(text or "", template), version)
-    if there is not None and request.runtime.name not in ours.get("containerd", {}).get("runtimes", {}):
-        path = there.get("options", {}).get("BinaryName")
-        if path == request.runtime.path:
-            return Configuration((), (f"{distribution.name} has runtime {request.runtime.name} by itself: {path}",))
+    has_ours = request.runtime.name in ours.get("containerd", {}).get("runtimes", {})
+    path = _adds_itself(system, source, request.runtime, has_ours=has_ours)
+    if path == request.runtime.path:
+        # What an earlier run has put there would be a second table of that name.
+        removed = emptied(system, template)
+        edits = () if removed is None else (removed,)
+        note = (
+            f"{distribution.name} has runtime {request.runtime.name} by itself, from its next start on at least: {path}"
+        )
+        return Configuration(edits, (note,), distribution.reload_command)
+    if path:
         raise GpuprovError(
             f"{distribution.name} itself adds a runtime {request.runtime.name}, of another program; a second would "
             "keep containerd from starting",
             f"{distribution.rendered}: {path}",
             "give another name with --nvidia-runtime-name, or take that program away and restart",
         )
-    if request.runtime.set_default:
-        raise GpuprovError(
-            f"the default runtime is {distribution.name}'s own setting; its base template writes that table",
-            "", f"put `default-runtime: {request.runtime.name}` into /etc/rancher/{distribution.name}/config.yaml",
-        )  # fmt: skip
+    wanted = tuple((path, keys) for path, keys in wanted if "default_runtime_name" not in keys)
     notes: tuple[str, ...] = ()
     if request.runtime.cdi:
         plugin = containerd.plugin_path(version)
@@ -72,3 +83,14 @@ def _by_template(
         if not source.get("enable_cdi", version >= 3):
             notes = (f"CDI is not enabled: the base template of {distribution.name} writes that table",)
     return Configuration((edited(system, template, wanted, first=_BASE),), notes, distribution.reload_command)
+
+
+def _adds_itself(system: Reader, source: Mapping[str, Any], runtime: RuntimeEntry, *, has_ours: bool) -> str:
+    """Return the program of a runtime of that name that the base adds by itself, nothing if it adds none."""
+    there = source.get("containerd", {}).get("runtimes", {}).get(runtime.name)
+    if there is not None and not has_ours:
+        return str(there.get("options", {}).get("BinaryName") or "another one")
+    if runtime.name != RuntimeEntry().name:
+        return ""
+    # It looks for these at each start. The one that is asked for is there by then, if it is not there yet.
+    return next((path for path in DETECTED_RUNTIMES if system.exists(path) or path == runtime.path), "")

@@ -9,6 +9,8 @@ from typing import Protocol
 from gpuprov.core.commands import Completed
 
 NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
+# Where k3s and RKE2 look for a runtime `nvidia` at each start; the first counts (pkg/agent/containerd/runtimes.go).
+DETECTED_RUNTIMES = ("/usr/local/nvidia/toolkit/nvidia-container-runtime", NVIDIA_RUNTIME)
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> P
     if options.json:
         return JsonLines(console)
     if console.is_terminal and not console.is_dumb_terminal and not console.no_color:
-        return LiveTable(console, hosts, diff=options.diff)
+        return LiveTable(console, hosts, verbose=options.verbose, diff=options.diff)
     return PlainLines(console, verbose=options.verbose, diff=options.diff)
 
 

@@ -111,7 +111,7 @@ class RunOptions:
     )  # fmt: skip
     diff: bool = _option(
         "--diff", "-D", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
-        help="Show the changes to files.",
+        help="Show the changes to files; with -v long ones as a whole, too.",
     )  # fmt: skip
     fix: bool = _option(
         "--fix", is_flag=True, commands=("doctor",),

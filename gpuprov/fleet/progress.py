@@ -91,7 +91,7 @@ class PlainLines:
         self._console = console
         self._verbose = verbose
         self._lock = threading.Lock()
-        self._plans = Plans(diff=diff)
+        self._plans = Plans(diff=diff, whole=verbose)
         self._examined: set[str] = set()
 
     def __call__(self, host: str, event: Event) -> None:
@@ -110,8 +110,9 @@ class PlainLines:
 class Plans:
     """Plans as text; the plan that another host has already shown is only named."""
 
-    def __init__(self, *, diff: bool) -> None:
+    def __init__(self, *, diff: bool, whole: bool = False) -> None:
         self._diff = diff
+        self._whole = whole
         self._shown: dict[tuple[PlannedChange, ...], str] = {}
 
     def text(self, host: str, changes: tuple[PlannedChange, ...]) -> Text:
@@ -124,7 +125,10 @@ class Plans:
         lines = [Text(f"{plain(host)}: {counted(len(changes), 'change')}", "bold")]
         for number, change in enumerate(changes, 1):
             lines.append(Text(f"  {number:2}. {one_line(change.summary)}"))
-            if self._diff and change.diff:
+            if self._diff and change.diff_in_short and not self._whole:
+                lines += [Text(f"      {line}", "dim") for line in plain(change.diff_in_short).splitlines()]
+                lines.append(Text(f"      {change.diff.count(chr(10)) + 1} lines of diff: add -v to see them", "dim"))
+            elif self._diff and change.diff:
                 lines += [Text("      ") + line for line in coloured_diff(change.diff)]
         return Text("\n").join(lines)
 
@@ -168,7 +172,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
     def __init__(self, console: Console, hosts: Sequence[str], *, verbose: bool = False, diff: bool = False) -> None:
         self._console = console
         self._rows = {host: _Row() for host in hosts}
-        self._plans = Plans(diff=diff)
+        self._plans = Plans(diff=diff, whole=verbose)
         self._verbose = verbose
         self._lock = threading.Lock()
         self._live = Live(

@@ -11,9 +11,10 @@ from gpuprov.fleet.run import HostSink, Recorder
 from gpuprov.kubernetes.cluster import Node
 from gpuprov.kubernetes.gpu_list import GpuList
 from gpuprov.kubernetes.hosts import HostList, NoList
-from gpuprov.verify.outcome import all_gpus_check, counted
+from gpuprov.verify.outcome import all_gpus_check
 from gpuprov.wire.errors import ExitCode, Problem
 from gpuprov.wire.events import CheckDone, Finished, Note
+from gpuprov.wire.words import counted
 
 ENGINE = "kubernetes"
 READY, OFFERED, ALL = "node ready", f"{ENGINE}, allocatable GPUs", all_gpus_check(ENGINE)
@@ -90,7 +91,7 @@ class NodeChecks:
             self.skip((OFFERED, ALL, REMOVED), "requires a node that is Ready")
             return False
         self.passed(READY, "", node.versions.get("kubelet", ""))
-        on_host = counted(len(self._listed.devices)) if self._listed else ""
+        on_host = counted(len(self._listed.devices), "GPU") if self._listed else ""
         offered = f"{node.count} allocatable" + (f", {node.replicas} pods share a GPU" if node.replicas > 1 else "")
         if isinstance(self.host, NoList):
             self.fail(OFFERED, self.host.error.problems[0], "", offered)
@@ -109,7 +110,7 @@ class NodeChecks:
         """Check the list that the pod printed against the host's."""
         self.seen = found
         name, host = self.pod_check, self._listed
-        seen = counted(len(found.devices)) + ("" if self.whole else f" of {self.node.count}")
+        seen = counted(len(found.devices), "GPU") + ("" if self.whole else f" of {self.node.count}")
         if host is None:
             self.passed(name, "", f"{seen}: {listed(found.devices)}; not compared with the host")
         elif set(found.devices) - set(host.devices) or (self.whole and set(found.devices) != set(host.devices)):
@@ -118,7 +119,7 @@ class NodeChecks:
             problem = Problem(what, evidence, "gpuprov verify --hosts INVENTORY")
             self.fail(name, problem, str(host), str(found))
         else:
-            self.passed(name, counted(len(host.devices)), f"{seen}, the host's")
+            self.passed(name, counted(len(host.devices), "GPU"), f"{seen}, the host's")
 
 
 def _no_plugin(node: Node) -> Problem:
@@ -132,6 +133,6 @@ def _other_count(node: Node, host: GpuList) -> Problem:
     has = f"the host has {len(host.devices)}" + (f" for {node.replicas} pods each" if node.replicas > 1 else "")
     offered = (f"allocatable {name}: {count}" for name, count in node.offered.items())
     return Problem(
-        f"the node offers {counted(node.count)}, and {has}", "\n".join((*offered, f"nvidia-smi -L: {host}")),
+        f"the node offers {counted(node.count, 'GPU')}, and {has}", "\n".join((*offered, f"nvidia-smi -L: {host}")),
         "kubectl -n kube-system rollout restart ds/nvidia-device-plugin: it counts when it starts",
     )  # fmt: skip

@@ -74,7 +74,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
             *_repository_problems(facts, spec),
             *_docker_problems(facts, spec),
             *migration.problems(facts, spec),
-            *other_engines.problems(facts.engines, toolkit.runtime_path(spec)),
+            *other_engines.problems(facts.engines, toolkit.runtime_path(spec), set_default=spec.default_runtime),
         )
     )
 

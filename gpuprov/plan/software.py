@@ -7,7 +7,7 @@ import re
 from gpuprov.boot import prepare
 from gpuprov.core.changes import Change
 from gpuprov.driver import cuda_repository, distribution_plan, dkms, kernel
-from gpuprov.engines import kubernetes
+from gpuprov.engines import kubernetes, other_engines
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import Distribution, ExtraRepository, docker_repository
 from gpuprov.package_managers.interface import Installation
@@ -114,12 +114,16 @@ def _no_engine_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return how to register the runtime with the containerd of a Kubernetes distribution, or nothing."""
-    found = kubernetes.own_engines(facts.kubernetes) if spec.docker == "none" else ()
-    commands = "; ".join(f"gpuprov runtime configure --runtime {name}" for name in found)
-    return (
-        f"{', '.join(found)} has a containerd of its own, which this run leaves as it is: {commands}" if found else ""
-    )
+    """Return which engine of a Kubernetes node nobody names, or which one waits for a restart; or nothing."""
+    own = kubernetes.own_engines(facts.kubernetes) if spec.docker == "none" else ()
+    unnamed = [name for name in own if name not in facts.engines]
+    if unnamed:
+        named = f"gpuprov_engines: [{', '.join((*spec.engines, *unnamed))}]"
+        return f"{', '.join(unnamed)} has a containerd of its own, which this run leaves as it is without {named}"
+    kept = other_engines.kept_running(facts.engines, facts.kubernetes, spec)
+    waiting = [name for name in facts.engines if name in kept and facts.engines[name].has_not_read_its_files]
+    commands = "; ".join(other_engines.restart_command(name, facts.engines[name]) for name in waiting)
+    return f"{', '.join(waiting)} runs without the handler nvidia until it is restarted: {commands}" if waiting else ""
 
 
 def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:

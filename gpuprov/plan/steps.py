@@ -27,7 +27,8 @@ from gpuprov.driver import (
     running_driver,
     unload,
 )
-from gpuprov.engines import docker, docker_proxy, kubernetes, other_engines
+from gpuprov.engines import docker, docker_proxy, other_engines
+from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.nvidia_docker import RemoveAccount, RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
@@ -79,10 +80,8 @@ def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _plan_engines(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    # A cluster's engine is not restarted unless somebody has named it.
-    unnamed = frozenset(facts.engines).difference(spec.engines)
-    kept_running = unnamed if kubernetes.KUBELET in facts.kubernetes else frozenset()
-    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept_running)
+    kept = other_engines.kept_running(facts.engines, facts.kubernetes, spec)
+    return other_engines.plan(facts.engines, toolkit.runtime_path(spec), kept, set_default=spec.default_runtime)
 
 
 def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -194,7 +193,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
         packaged.SwitchBranch,
         driver_run.FetchRunfile, driver_install.InstallDriver, packaged.LoadDriver,
         toolkit.InstallRuntime, toolkit.HandOverHook, nvidia_docker.InstallNvidiaDocker,
-        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, other_engines.ConfigureEngine,
+        toolkit.WriteCdiSpecification, ReconfigureDocker, docker_proxy.SetDockerProxy, ConfigureEngine,
         nouveau.KeepNouveauOut,
         prepare.PrepareBoot, clean.CleanImage, image_modules.BuildModules, reboot.Reboot,
         images.LoadImage, unload.ReloadDriver, unload.StartContainers,

@@ -2,7 +2,7 @@
 
 Version 1: a line for each node into devices.allow. Version 2: each eBPF program on the container's cgroup is replaced
 by one that first allows our nodes and then does what the old one did. Both are lost when systemd writes a unit's device
-rules again (`systemctl daemon-reload`): the runtime, whose rules are in config.json, does not have that weakness.
+rules again (`systemctl daemon-reload`), unless systemd is told of the nodes too (scope.py).
 Source: Linux, Documentation/admin-guide/cgroup-v1/devices.rst and cgroup-v2.rst, include/uapi/linux/bpf.h.
 """
 
@@ -34,8 +34,11 @@ _JUMP_UNLESS_NUMBER, _JUMP_UNLESS_REGISTER = 0x56, 0x5E
 _SIZE = 8
 
 
-def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
-    """Let the cgroup of a process open these nodes (type, major, minor, access). Raises Refused."""
+def allow(pid: int, nodes: list[dict[str, Any]]) -> str:
+    """Let the cgroup of a process open these nodes (type, major, minor, access), and return the cgroup's folder.
+
+    Raises Refused.
+    """
     version, folder = cgroup_of(read_proc(f"/proc/{pid}/cgroup"), read_proc("/proc/self/mountinfo"))
     try:
         if version == 1:
@@ -46,6 +49,7 @@ def allow(pid: int, nodes: list[dict[str, Any]]) -> None:
     except OSError as error:
         hint = ": use --runtime=nvidia, or no-cgroups = true if docker is rootless" if error.errno == _EPERM else ""
         raise Refused(f"the device cgroup {folder} can't be changed: {error.strerror}{hint}") from None
+    return folder
 
 
 def cgroup_of(cgroups: str, mounts: str) -> tuple[int, str]:

@@ -114,8 +114,9 @@ def _equip(state: dict[str, Any]) -> int:
     log.write(decision.settings, "info", f"{config_id(bundle)}: {','.join(decision.request.devices or ())} by hook")
     link_nodes(decision.equipment.edits.get("deviceNodes") or [])
     # Before this process is in the container's mount namespace, where /run may be another.
-    record.keep(str(state.get("id", "")), bundle, decision, "hook")
-    equip(pid, decision)
+    identifier = str(state.get("id", ""))
+    record.keep(identifier, bundle, decision, "hook")
+    equip(pid, identifier, decision)
     return 0
 
 

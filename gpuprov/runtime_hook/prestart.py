@@ -9,6 +9,7 @@ from __future__ import annotations
 import posix
 import sys
 
+from . import log
 from .device_cgroup import allow, read_proc
 from .edits import node_identity
 from .errors import Refused
@@ -16,13 +17,16 @@ from .links import prepare_root
 from .mounts import act_as, bind, enter_mount_namespace
 from .params import PARAMS, has_own_proc, is_rootless, masked_copy
 from .rootfs import Root
+from .scope import scope_of, tell, wait
 from .volumes import is_same_file, watch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from .bus import Bus
     from .decision import Decision
+    from .settings import Settings
 
 _TYPE = 0o170000
 _REGULAR, _DIRECTORY, _CHARACTER, _BLOCK, _PIPE = 0o100000, 0o040000, 0o020000, 0o060000, 0o010000
@@ -35,7 +39,7 @@ _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
 _CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
-def equip(pid: int, decision: Decision) -> None:
+def equip(pid: int, identifier: str, decision: Decision) -> None:
     """Give the container of a process what was decided; afterwards this process is in its mount namespace.
 
     Raises Refused if anything can't be given: then the container must not start.
@@ -49,8 +53,9 @@ def equip(pid: int, decision: Decision) -> None:
     nodes = [_node(node) for node in equipment.edits.get("deviceNodes") or ()]
     params = masked_copy()
     bound = in_user_namespace or is_rootless()
+    told = None
     if not settings.no_cgroups:
-        allow(pid, [node for node in nodes if node["access"]])
+        told = _allow(pid, identifier, [node for node in nodes if node["access"]], settings)
     # From here on Python must find nothing in the container's files that it would load.
     sys.path.clear()
     sys.meta_path.clear()
@@ -67,6 +72,23 @@ def equip(pid: int, decision: Decision) -> None:
     prepare_root(root, equipment, cuda_compat=settings.cuda_compat)
     act_as(_HOST)
     root.close()
+    wait(told)
+
+
+def _allow(pid: int, identifier: str, nodes: list[dict[str, Any]], settings: Settings) -> Bus | None:
+    """Let the container open its nodes: at once by the kernel, and after systemd's next reload by systemd.
+
+    Returns what to wait for in the end. Systemd comes second: it changes the programs of the cgroup, too.
+    """
+    scope = scope_of(allow(pid, nodes), identifier)
+    if not scope or not nodes:
+        return None
+    try:
+        return tell(scope, nodes)
+    except OSError as error:
+        said = f"systemd was not told of the devices of {scope}, and takes them away at `systemctl daemon-reload`"
+        log.write(settings, "warning", f"{said}: {error.strerror or error}")
+        return None
 
 
 def mask_params(root: Root, copy: str, config: dict[str, Any]) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from gpuprov import toolkit
 from gpuprov.core.system import System
-from gpuprov.engines import docker, docker_cdi, other_engines
+from gpuprov.engines import docker, docker_cdi, kubernetes, other_engines
 from gpuprov.engines.docker import DockerFacts
-from gpuprov.engines.other_engines import ENGINES, EngineFacts, Registration
+from gpuprov.engines.known import ENGINES
+from gpuprov.engines.other_engines import EngineFacts, Registration
+from gpuprov.engines.runtime_entry import RuntimeEntry
 from gpuprov.verify import containers, cuda_checks, frameworks
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.engines import DOCKER, DOCKER_CDI, DOCKER_GPUS, PODMAN, Containerd, Engine
@@ -20,8 +22,9 @@ from gpuprov.wire.spec import HostSpec
 
 _SECONDS = 20
 _BY_CDI = "docker run --device"
-# CRI-O's containers are made by Kubernetes alone, and crictl is a program of its own.
-_CONFIGURATION_ONLY = "configuration only: gpuprov starts no container with CRI-O"
+# Kubernetes alone makes their containers.
+_NO_CONTAINERS = ("crio", "k3s", "microk8s", "rke2")
+_TITLES = {"crio": "CRI-O", "rke2": "RKE2"}
 
 
 @dataclass
@@ -47,7 +50,7 @@ def check_engines(subject: Subject) -> None:
         elif system.which("dockerd"):
             checks.skip(("docker",), "installed, left alone: gpuprov_docker is none")
     found = other_engines.gather(system, ENGINES)
-    registered = other_engines.registrations(found, toolkit.runtime_path(spec))
+    registered = other_engines.registrations(found, toolkit.runtime_path(spec), set_default=spec.default_runtime)
     named = other_engines.names(system, spec)
     for name, facts in found.items():
         with checks.about(name):
@@ -111,7 +114,9 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
     checks, spec = subject.checks, subject.spec
     engine: Engine = PODMAN if name == "podman" else Containerd(toolkit.runtime_path(spec))
     is_ready = checks.check(name, lambda: _engine(subject, name, facts, registered))
-    if name == "crio":
+    if is_ready and ENGINES[name].socket:
+        _check_handler(subject, name, facts)
+    if name in _NO_CONTAINERS:
         return
     asked = _frameworks(spec) if spec.docker == "none" and not subject.benches else ()
     names = (*_names(name), *cuda_checks.names(name), *asked)
@@ -122,6 +127,29 @@ def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Ma
     if bench is not None:
         _check_containers(checks, bench)
         _check_computing(subject, bench, asked)
+
+
+def _check_handler(subject: Subject, name: str, facts: EngineFacts) -> None:
+    """Check that the running engine offers the handler that a RuntimeClass names: it reads its files when it starts."""
+    checks = subject.checks
+    check = f"{name}, handler {RuntimeEntry().name}"
+    command = other_engines.restart_command(name, facts)
+    running = facts.running
+    if running is None:
+        checks.skip((check,), f"{name} tells no handlers through CRI ({ENGINES[name].socket})")
+        return
+    kept = other_engines.kept_running({name: facts}, kubernetes.gather(subject.system), subject.spec)
+    if facts.has_not_read_its_files and name in kept:
+        checks.skip((check,), f"{name} has not read its files yet, and a restart is yours to choose: {command}")
+        return
+
+    def known() -> Shown:
+        if facts.has_not_read_its_files:
+            seen = ", ".join(running.handlers)
+            raise Failed(f"{name} runs and has not read its files (it knows {seen}); {command}")
+        return f"known to {name}", {True: "CDI devices too", False: "CDI devices off", None: ""}[running.cdi]
+
+    checks.check(check, known)
 
 
 def _names(engine: str) -> tuple[str, ...]:
@@ -213,11 +241,13 @@ def _engine(subject: Subject, name: str, facts: EngineFacts, registered: Mapping
     if found.edits:
         raise Failed(f"{found.edits[0].path} does not have runtime nvidia as {wanted}; run gpuprov install")
     _require_program(system, wanted)
-    if ENGINES[name].unit and not other_engines.is_active(system, name):
-        raise Failed(f"{name} does not run; systemctl status {name}")
-    said = system.run((facts.program, "--version"), timeout=_SECONDS).stdout.strip()
+    unit = facts.unit or ENGINES[name].unit
+    if unit and not other_engines.is_active(system, name, facts):
+        raise Failed(f"{name} does not run; systemctl status {unit.removesuffix('.service')}")
+    said = "" if name == "microk8s" else system.run((facts.program, "--version"), timeout=_SECONDS).stdout.strip()
     version = re.search(r"\d+\.\d+[^\s,]*", said)
-    return version[0] if version else "version unknown", _CONFIGURATION_ONLY if name == "crio" else ""
+    alone = f"configuration only: gpuprov starts no container with {_TITLES.get(name, name)}"
+    return version[0] if version else "version unknown", alone if name in _NO_CONTAINERS else ""
 
 
 def _require_program(system: System, path: str) -> None:

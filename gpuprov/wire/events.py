@@ -38,12 +38,16 @@ class Note:
 
 @dataclass(frozen=True)
 class PlannedChange:
-    """One change as the plan foresees it; `diff` is a unified diff where there is one, else empty."""
+    """One change as the plan foresees it; `diff` is a unified diff where there is one, else empty.
+
+    `diff_in_short`: a few lines to show instead of a long diff.
+    """
 
     key: str
     step: str
     summary: str
     diff: str = ""
+    diff_in_short: str = ""
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,20 @@ class HostSpec(ImageOptions, DriverOptions):
     engines: tuple[str, ...] = option(
         schema_fields.List(schema_fields.String(validate=validate.OneOf(ENGINES, error="is not one of {choices}"))),
         (),
-        "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`. They must be "
-        "installed. Default: none beside docker; with `gpuprov_docker: none` all that are installed, but a Kubernetes "
-        "node's is restarted only if it is named here. k3s, RKE2 and microk8s: `gpuprov runtime configure`.",
+        "Engines besides docker that shall know the runtime: a list of `containerd`, `crio`, `podman`, and of `k3s`, "
+        "`microk8s`, `rke2`, which bring a containerd of their own. They must be installed. Default: none beside "
+        "docker; with `gpuprov_docker: none` all of the first three that are installed, but a Kubernetes node's is "
+        "restarted only if it is named here.",
+    )
+    default_runtime: bool = flag(
+        False,
+        "Make `nvidia` the default runtime of containerd, CRI-O, k3s, RKE2 and microk8s where they are configured: "
+        "pods then need no RuntimeClass. Docker's is `gpuprov_docker_default_runtime`.",
+    )
+    restart_kubernetes: bool = flag(
+        False,
+        "Restart k3s, RKE2 or microk8s if it must read a changed file. Pods keep running; the API server of a server "
+        "node does not answer for some seconds. Default: the run names the command instead.",
     )
     docker_default_runtime: bool = flag(False, "Make `nvidia` docker's default runtime.")
     nvidia_docker: bool = flag(

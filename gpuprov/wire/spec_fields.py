@@ -53,7 +53,7 @@ MIG_LAYOUT = validate.Regexp(
     r"disabled\Z|all-\d+g\.\d+gb(\+[a-z.]+)?\Z|\d+g\.\d+gb(\+[a-z.]+)?(,\d+g\.\d+gb(\+[a-z.]+)?)*\Z",
     error="is neither disabled, nor all-PROFILE, nor profiles with commas between, such as 3g.40gb,2g.20gb,2g.20gb",
 )
-ENGINES = ("containerd", "crio", "podman")
+ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
 WORDS = validate.Regexp(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*\Z", error="is not a list of plain words")
 
 

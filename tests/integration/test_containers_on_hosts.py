@@ -33,6 +33,15 @@ _NVML = """python3 -c 'import pynvml as nvml
 nvml.nvmlInit()
 for number in range(nvml.nvmlDeviceGetCount()):
     print(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(number)))'"""
+# What opening the nodes of two GPUs and of /dev/kmsg gives: ENXIO is the simulated driver's, EPERM the cgroup's.
+_OPENS = """import errno, os
+for number, device in enumerate((os.makedev(195, 0), os.makedev(195, 1), os.makedev(1, 11))):
+    os.mknod(f"/node{number}", 0o20666, device)
+    try:
+        os.open(f"/node{number}", os.O_RDWR)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+"""
 _RESTART = "systemctl reset-failed docker; systemctl restart docker"
 _WAYS = ("--gpus all", "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all")
 
@@ -136,15 +145,18 @@ def test_the_releases_own_python_is_recorded_and_a_start_without_it_is_refused(h
         host.ssh(f"mv {python}.away {python}")
 
 
-def test_device_rules_survive_systemds_reload_with_the_runtime(host: Host) -> None:
-    """With the hook they are lost then, as with NVIDIA's: docs/troubleshooting.md says so."""
-    flags = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all --name reload --detach --network=none"
-    host.ssh(f"docker run {flags} full:1 python3 -c 'import time; time.sleep(60)'")
+@pytest.mark.parametrize("flags", _WAYS)
+def test_a_running_container_keeps_its_gpus_over_systemds_reload(host: Host, flags: str) -> None:
+    """And gets no other: the devices that it was not given stay closed, as nodes of its own show."""
+    one = flags.replace("all", "device=0") if "--gpus" in flags else flags.replace("=all", "=0")
+    sleep = "--detach --network=none full:1 python3 -c 'import time; time.sleep(60)'"
+    host.ssh(f"docker run --name reload {flags} {sleep} && docker run --name one {one} {sleep}")
     try:
         host.ssh("systemctl daemon-reload")
         assert host.ssh("docker exec reload nvidia-smi -L").stdout == host.ssh("nvidia-smi -L").stdout
+        assert host.ssh(f"docker exec one python3 -c '{_OPENS}'").stdout.split() == ["ENXIO", "EPERM", "EPERM"]
     finally:
-        host.ssh("docker rm --force reload")
+        host.ssh("docker rm --force reload one")
 
 
 @pytest.mark.slow
@@ -168,9 +180,8 @@ def test_running_containers_keep_their_gpus_over_a_restart_of_docker(host: Host)
         host.ssh(_RESTART)
         assert _started(host, names) == again
         assert [host.ssh(f"docker exec {name} nvidia-smi -L").stdout for name in names] == [expected] * 2
-        # With the hook the rules of the device cgroup are lost here, as with NVIDIA's: docs/troubleshooting.md says so.
         host.ssh("systemctl daemon-reload")
-        assert host.ssh("docker exec by-runtime nvidia-smi -L").stdout == expected
+        assert [host.ssh(f"docker exec {name} nvidia-smi -L").stdout for name in names] == [expected] * 2
     finally:
         host.ssh(f"docker rm --force {' '.join(names)}; mv /root/daemon.json {config}; {_RESTART}")
 
@@ -237,12 +248,15 @@ config = json.load(open("config.json"))
 config["process"].update(terminal=False, args=["sh", "-c", "nvidia-smi -L; ldconfig -p | grep libcuda.so.1"])
 config["process"]["env"].append("NVIDIA_VISIBLE_DEVICES=all")
 config["root"]["readonly"] = False
+if "systemd" in sys.argv:
+    config["linux"]["cgroupsPath"] = "system.slice:lab:oci"
 if "hook" in sys.argv:
     hook = {"path": "/usr/bin/nvidia-container-runtime-hook", "args": ["nvidia-container-runtime-hook", "prestart"]}
     config["hooks"] = {"prestart": [hook]}
 json.dump(config, open("config.json", "w"))
 END
-"$1" create --bundle . oci >out 2>&1 </dev/null || { cat out >&2; exit 1; }
+case $* in *systemd*) cgroups=--systemd-cgroup ;; esac
+"$1" $cgroups create --bundle . oci >out 2>&1 </dev/null || { cat out >&2; exit 1; }
 "$1" start oci
 for _ in $(seq 100); do crun state oci | grep -q '"stopped"' && break; sleep 0.1; done
 "$1" delete --force oci
@@ -250,7 +264,9 @@ cat out
 """
 
 
-@pytest.mark.parametrize("words", ["gpuprov-container-runtime runtime", "/usr/bin/crun hook"])
+@pytest.mark.parametrize(
+    "words", ["gpuprov-container-runtime runtime", "/usr/bin/crun hook", "/usr/bin/crun hook systemd"]
+)
 def test_crun_on_cgroup_version_2(host: Host, words: str) -> None:
     if host.name != "trixie":
         pytest.skip("of the hosts' releases only trixie has a crun (1.21) that starts here")
@@ -305,11 +321,38 @@ def test_what_a_running_container_was_given_is_explained_by_its_name(
             done = gpuprov(*explain, name)
             assert done.returncode == 0, done.stdout
             assert f"{identifier}, started with GPUs by the {way}" in done.stdout
+            assert "libcuda.so.1       /usr/lib/x86_64-linux-gnu/libcuda.so.1 -> libcuda.so.550.163.01" in done.stdout
         host.ssh("docker kill explained")
         done = gpuprov(*explain, "explained")
         assert done.returncode == 1 and "the container explained does not run" in done.stdout
     finally:
         host.ssh("docker rm -f explained")
+
+
+@pytest.mark.slow
+def test_the_doctor_names_a_running_container_that_loads_another_libcuda(host: Host, site: Site) -> None:
+    """By LD_LIBRARY_PATH; and a container that has asked for no libcuda is none of them."""
+    library = "/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01"
+    host.ssh(f"mkdir /root/own && cp {library} /root/own/libcuda.so.535.261.03")
+    host.ssh("ln -s libcuda.so.535.261.03 /root/own/libcuda.so.1")
+    own = "-v /root/own:/opt/own:ro -e LD_LIBRARY_PATH=/opt/own"
+    run = "docker run -d --network=none --gpus all"
+    sleep = "full:1 python3 -c 'import time; time.sleep(600)'"
+    doctor = ("doctor", "--hosts", site.inventory(host.name))
+    host.ssh(f"{run} --name sound {sleep} && {run} --name smi -e NVIDIA_DRIVER_CAPABILITIES=utility {sleep}")
+    try:
+        sound = gpuprov(*doctor)
+        assert re.search("containers +ok 2 running with GPUs", sound.stdout), sound.stdout
+        host.ssh(f"{run} --name trainer {own} {sleep}")
+        done = gpuprov(*doctor)
+        assert done.returncode == 1, done.stdout
+        assert (
+            "the container trainer loads a library that does not fit the driver: /opt/own/libcuda.so.1 is of driver "
+            "535.261.03, the loaded kernel module is 550.163.01 (CUDA result 803, 35, 36) (certain)\n  seen: trainer "
+            "(docker): /opt/own/libcuda.so.535.261.03: LD_LIBRARY_PATH has /opt/own\n  next: gpuprov cuda trainer  # "
+        ) in done.stdout
+    finally:
+        host.ssh("docker rm -f sound smi trainer; rm -r /root/own", check=False)
 
 
 def test_a_gpu_that_is_divided_is_given_by_its_parts(site: Site) -> None:

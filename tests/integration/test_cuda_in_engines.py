@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.system import System
+from gpuprov.doctor import containers
+from gpuprov.doctor.containers import gather_containers
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.runtime_hook.settings import Settings
 from gpuprov.verify.cuda.added import add_driver
@@ -24,6 +27,7 @@ from gpuprov.verify.cuda.trees import ArchiveTree, RootTree, chain
 from tests.integration.container_bench import LIBRARIES, Bench
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.integration.test_libcuda_loader import make_root
+from tests.lab.shell import wait_for
 
 pytestmark = [
     pytest.mark.root,
@@ -102,6 +106,40 @@ def test_a_running_container_is_read_with_its_mounts_and_the_environment_of_its_
         assert found["read"].startswith("docker export, ")
     finally:
         docker.docker("rm", "--force", "trainer")
+
+
+def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
+    docker: DockerHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a driver on this machine no version is wrong, but a file that is no library is."""
+    node = "busybox mknod /dev/nvidiactl c 195 255;"
+    emptied = "busybox cp /dev/null /opt/own/libcuda.so.1;"
+    starts = {"sound": node, "emptied": emptied + node, "without": emptied, "third": node}
+    for name, start in starts.items():
+        docker.docker("run", "--detach", "--network=none", f"--name={name}", "app", "sh", "-c", f"{start} sleep 1000")
+    monkeypatch.setenv("DOCKER_HOST", docker.socket)
+    monkeypatch.setattr(ArchiveTree, "__init__", None)  # nothing is exported
+    try:
+        for name, start in starts.items():
+            ready = "busybox test -e /dev/nvidiactl" if node in start else "busybox test ! -s /opt/own/libcuda.so.1"
+            wait_for(name, lambda name=name, ready=ready: _says(docker, name, ready), 30)
+        found = gather_containers(System("/"))
+        assert (found.left, found.why) == (0, "")
+        faults = {one.name: [fault.what for fault in one.findings] for one in found.examined}
+        assert faults == {
+            "sound": [], "third": [], "emptied": ["the loader stops at /opt/own/libcuda.so.1: file too short"]
+        }  # fmt: skip
+        monkeypatch.setattr(containers, "MOST", 2)
+        limited = gather_containers(System("/"))
+        assert (len(limited.examined), limited.left, limited.why) == (2, 1, "2 are looked at")
+        monkeypatch.setattr(containers, "_SECONDS", 0)
+        assert "not done after" in gather_containers(System("/")).why
+    finally:
+        docker.docker("rm", "--force", *starts)
+
+
+def _says(docker: DockerHost, name: str, question: str) -> bool:
+    return subprocess.run((*_docker(docker), "exec", name, *question.split()), check=False).returncode == 0
 
 
 def test_a_name_that_nobody_knows_is_a_wrong_call(docker: DockerHost) -> None:

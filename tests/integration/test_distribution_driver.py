@@ -67,6 +67,10 @@ def test_check_shows_the_source_with_the_missing_components_and_changes_nothing(
     assert "+Components: contrib non-free non-free-firmware" in done.stdout
     assert "install libcuda1, nvidia-smi" in done.stdout
     assert (etc(host), packages(host)) == before
+    foreseen = play("site", site.inventory("trixie", **_WANTED), "--check", "--diff", "--skip-tags", "verify")
+    assert foreseen.returncode == 0 and recap(foreseen, "trixie")["changed"] > 0, foreseen.stdout
+    assert "gpuprov-driver-components.sources" in foreseen.stdout and "libcuda1" in foreseen.stdout
+    assert (etc(host), packages(host)) == before
 
 
 def test_nvidia_smi_and_libcuda_are_the_genuine_ones(installed: Host) -> None:
@@ -116,6 +120,11 @@ def test_a_second_run_and_the_playbook_find_nothing_to_do(site: Site, installed:
     hosts = site.inventory("trixie", **_WANTED)
     again = gpuprov("install", "--hosts", hosts)
     assert again.returncode == 0 and "nothing to change" in again.stdout, again.stdout
+    told = gpuprov("install", "--hosts", hosts, "--json")
+    events = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
+    assert told.returncode == 0 and [e["changes"] for e in events if e["event"] == "Planned"] == [[]], told.stdout
+    (result,) = events[-1]["hosts"]
+    assert (result["changed"], result["versions"]["driver"]) == (0, "550.163.01")
     done = play("site", hosts, "--skip-tags", "verify")
     assert done.returncode == 0 and recap(done, "trixie")["changed"] == 0, done.stdout
 
@@ -132,3 +141,17 @@ def test_a_rollback_takes_packages_and_sources_away(
     accounts = [path for path in sorted(_ACCOUNTS) if not path.endswith("-")]
     new = {line for path in accounts for line in set(after[path][-1].splitlines()) - set(files[path][-1].splitlines())}
     assert {line.partition(b":")[0] for line in new} == {b"nvpd"}
+
+
+def test_an_uninstallation_takes_them_away_too(
+    site: Site, installed: Host, before: dict[str, tuple[Snapshot, str]]
+) -> None:
+    """After a rollback and an installation by the playbook."""
+    hosts = site.inventory("trixie", **_WANTED)
+    done = play("site", hosts, "--skip-tags", "verify")
+    assert done.returncode == 0 and "libcuda1" in packages(installed), done.stdout
+    gone = gpuprov("uninstall", "--hosts", hosts, timeout=600)
+    assert gone.returncode == 0, gone.stdout
+    files, names = before["trixie"]
+    assert packages(installed) == names
+    assert changed_in_etc(files, etc(installed)) <= _ACCOUNTS

@@ -23,7 +23,10 @@ from tests.integration.sshd import PASSWORD, Server, serving
 
 pytestmark = pytest.mark.root
 ID = "4f5c" * 16
-KEPT = {"way": "hook", "devices": ["0"]}
+KEPT = {
+    "way": "hook", "devices": ["0"], "capabilities": ["compute"], "requirements": "", "privileged": False,
+    "legacy": False, "nodes": [], "files": [], "links": [], "decisions": [],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,4 +83,6 @@ def test_the_command_takes_what_every_command_takes_that_goes_to_hosts(
     assert "run again with -K" not in refused.output
     told = explained(monkeypatch, inventory, *words, "-K", "--json", typed=f"{PASSWORD}\n")
     assert told.exit_code == 0, told.output
-    assert json.loads(told.stdout)["lab-a"]["container"] == ID
+    # This machine has no such container: the decision is told all the same.
+    shown = json.loads(told.stdout)["lab-a"]
+    assert shown["container"] == ID and "cuda" not in shown

@@ -19,7 +19,7 @@ from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import Site, gpuprov, running
-from tests.lab.nvidia_docker import DOCKER1, PACKAGES_OF_2, PROXY, SOURCES, TOOLKIT, build_retired
+from tests.lab.nvidia_docker import DOCKER1, PACKAGES_OF_2, PROXY, SOURCES, build_retired
 from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 from tests.lab.repository import make_key
 from tests.lab.shell import run
@@ -118,9 +118,6 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     before, packages_before = etc(host), packages(host)
     containers = {"stopped", "running"}
 
-    plain = " ".join(gpuprov("install", "--check", "--hosts", lab_site.inventory("old")).stdout.split())
-    assert "nvidia-docker has left 6 packages (nvidia-docker2, nvidia-container-runtime, nvidia-container-" in plain
-    assert "gpuprov install -e gpuprov_migrate_nvidia_docker=true --check --diff" in plain
     examined = gpuprov("doctor", "--json", "--hosts", lab_site.inventory("old")).stdout
     rules = ("toolkit-retired", "nvidia-docker-volumes", "nvidia-docker-repository", "nvidia-docker-runtimes")
     assert [rule for rule in rules if f'"{rule}"' not in examined] == []
@@ -129,17 +126,11 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     # A container that runs with NVIDIA's program keeps it.
     host.ssh("docker run -d --name gpu small:1 /bin/sleep 3600")
     checked = " ".join(install(lab_site, "--check", "--diff", gpuprov_migrate_nvidia_docker=True).split())
-    assert "nvidia-container-runtime" in checked and "gpu runs with it; docker stop gpu" in checked
-    host.ssh("docker rm -f gpu")
-
-    checked = " ".join(install(lab_site, "--check", "--diff", gpuprov_migrate_nvidia_docker=True).split())
-    assert (
-        "remove volume nvidia_driver_390.30 (no container refers to it; a rollback can't restore its content)"
-        in checked
-    )
+    assert "gpu runs with it; docker stop gpu" in checked and "remove nvidia-docker2 (" in checked
+    assert "remove volume nvidia_driver_390.30 (no container refers to it; a rollback can't restore its" in checked
     assert "volume nvidia_driver_384.111 stays: running (Up" in checked
     assert "volume nvidia_driver_375.26 stays: stopped (Created" in checked
-    assert f"remove {', '.join(('nvidia-docker2', 'nvidia-container-runtime', *NAMES_IN_ORDER))}" in checked
+    host.ssh("docker rm -f gpu")
     assert differences(before, etc(host)) == set() and packages(host) == packages_before
 
     install(lab_site, gpuprov_migrate_nvidia_docker=True)
@@ -167,17 +158,6 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     assert set(host.ssh("apt-mark showauto").stdout.split()).isdisjoint({"nvidia-docker2"})
     host.ssh("dpkg --audit && dpkg --verify nvidia-container-toolkit-base nvidia-container-runtime && apt-get check")
 
-    install(lab_site, gpuprov_migrate_nvidia_docker=True)
-    undo(lab_site, "uninstall")
-    assert packages(host) == packages_before
-    assert differences(before, etc(host)) == set()
-    assert not (host.root / "var/lib/gpuprov").exists()
-
-
-NAMES_IN_ORDER = (
-    "nvidia-container-toolkit", "nvidia-container-toolkit-base", "libnvidia-container-tools", "libnvidia-container1",
-)  # fmt: skip
-
 
 def test_to_nvidias_current_toolkit_and_a_package_manager_that_refuses(lab_site: Site) -> None:
     host = host_with(lab_site, *PACKAGES_OF_2)
@@ -185,6 +165,12 @@ def test_to_nvidias_current_toolkit_and_a_package_manager_that_refuses(lab_site:
     prerm.write_text("#!/bin/sh\necho the disk is on fire >&2; exit 1\n")
     prerm.chmod(0o755)
     before = etc(host)
+    # Without docker, nothing of docker's is asked or changed; the repositories go all the same.
+    without = {"gpuprov_docker": "none", "gpuprov_engines": ["containerd"], "gpuprov_migrate_nvidia_docker": True}
+    checked = " ".join(install(lab_site, "--check", **without).split())
+    assert "stays: docker may use it, and gpuprov_docker is none" in checked and f"remove /{_SOURCE}" in checked
+    assert "daemon.json" not in checked and "remove nvidia" not in checked
+
     new = {"gpuprov_toolkit": "nvidia", "gpuprov_toolkit_version": _CURRENT, "gpuprov_migrate_nvidia_docker": True}
     done = gpuprov("install", "--hosts", lab_site.inventory("old", **new))
     assert done.returncode == 1
@@ -197,8 +183,6 @@ def test_to_nvidias_current_toolkit_and_a_package_manager_that_refuses(lab_site:
     assert installed(host, *PACKAGES_OF_2) == dict.fromkeys(NAMES, _CURRENT)
     assert "nvidia-container-runtime" in host.ssh("cat /etc/docker/daemon.json").stdout
     assert "0 changes" in install(lab_site, **new)
-    verified = gpuprov("verify", "--hosts", lab_site.inventory("old", **new))
-    assert verified.returncode == 0, verified.stdout
 
 
 def test_from_nvidia_docker_1_whose_plugin_stays_as_long_as_a_container_needs_it(lab_site: Site) -> None:
@@ -212,7 +196,6 @@ def test_from_nvidia_docker_1_whose_plugin_stays_as_long_as_a_container_needs_it
     assert "package nvidia-docker stays: its volumes are used by job (Created); docker rm job" in first
     assert volumes(host) == {"nvidia_driver_375.26"}
     assert host.ssh("systemctl is-active nvidia-docker").stdout == "active\n"
-    assert "0 changes" in install(lab_site, gpuprov_migrate_nvidia_docker=True)
 
     host.ssh("docker rm job")
     install(lab_site, gpuprov_migrate_nvidia_docker=True)
@@ -221,7 +204,6 @@ def test_from_nvidia_docker_1_whose_plugin_stays_as_long_as_a_container_needs_it
     for path in ("usr/bin/nvidia-docker-plugin", "var/lib/nvidia-docker", "lib/systemd/system/nvidia-docker.service"):
         assert not (host.root / path).exists()
     assert not re.search(r"^nvidia-docker:", host.ssh("cat /etc/passwd /etc/group").stdout, re.MULTILINE)
-    assert "0 changes" in install(lab_site, gpuprov_migrate_nvidia_docker=True)
 
     undo(lab_site, "rollback")
     assert installed(host, "nvidia-docker") == {"nvidia-docker": DOCKER1}
@@ -229,18 +211,3 @@ def test_from_nvidia_docker_1_whose_plugin_stays_as_long_as_a_container_needs_it
     host.ssh("docker volume create -d nvidia-docker nvidia_driver_390.30")
     undo(lab_site, "uninstall")
     assert packages(host) == packages_before
-
-
-def test_without_docker_nothing_of_docker_is_asked_or_changed(lab_site: Site) -> None:
-    host = host_with(lab_site, *PACKAGES_OF_2)
-    host.ssh(
-        "systemctl stop docker.socket docker; DEBIAN_FRONTEND=noninteractive apt-get -qq -y install podman", timeout=300
-    )
-    before = (host.root / "etc/docker/daemon.json").read_bytes()
-    said = " ".join(install(lab_site, gpuprov_docker="none", gpuprov_migrate_nvidia_docker=True).split())
-    assert "stays: docker may use it, and gpuprov_docker is none" in said
-    assert installed(host, *PACKAGES_OF_2).keys() == set(PACKAGES_OF_2)
-    assert (host.root / "etc/docker/daemon.json").read_bytes() == before
-    assert not (host.root / _SOURCE).exists()
-    assert host.ssh("systemctl is-active docker", check=False).stdout == "inactive\n"
-    assert TOOLKIT in installed(host, *NAMES).values()

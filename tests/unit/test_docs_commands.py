@@ -39,7 +39,7 @@ _CALL = re.compile(rf"\$\(({_PROGRAM}[^)|]*)|(?:^|\| |&& )({_PROGRAM}.*?)(?= \| 
 _OF_ALL = {name for one in cli.commands["facts"].params for name in one.opts}
 _HOW = """\
 next: let a test execute it and name its file in TESTS or OTHERS of tests/docs_commands.py, or put
-      <!-- example: WHY NO TEST EXECUTES IT --> above the block's fence; for an example of --help: EXAMPLES there"""
+      <!-- example: WHY NO TEST EXECUTES IT --> above the block's fence; for one command: EXAMPLES there"""
 
 
 def calls(command: Command, program: str) -> Iterator[list[str]]:

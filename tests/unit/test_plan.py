@@ -15,9 +15,10 @@ from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.driver_install import InstallDriver
 from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
+from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
-from gpuprov.engines.other_engines import ConfigureEngine, EngineFacts
+from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import PciGpu
@@ -130,7 +131,7 @@ def test_a_kubernetes_distributions_own_containerd_is_left_alone_and_said_so(fac
     host = replace(facts, docker=DockerFacts(), kubernetes=("k3s",), engines={})
     found = make_plan(host, spec(docker="none"))
     assert found.problems == () and any(item.step == "cdi" for item in found.changes)
-    assert any("gpuprov runtime configure --runtime k3s" in note for note in found.notes)
+    assert any("gpuprov_engines: [k3s]" in note for note in found.notes)
 
 
 def test_all_problems_are_told_at_once(facts: HostFacts) -> None:

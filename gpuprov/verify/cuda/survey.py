@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from gpuprov.verify.cuda.results import RESULTS, Result
 from gpuprov.verify.cuda.roots import Subject, opened
 from gpuprov.verify.cuda.runtimes import Runtime, find_runtimes
 from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Program, search
-from gpuprov.wire.errors import Problem
+from gpuprov.wire.errors import GpuprovError, Problem
 
 _MODULE = "/proc/driver/nvidia/version"
 _NOT_SEARCHED = "the loader does not look there"
@@ -74,6 +74,36 @@ def as_json(found: Survey) -> dict[str, Any]:
         "cuda": [asdict(one) for one in found.runtimes],
         "findings": [asdict(one) for one in found.findings],
     }  # fmt: skip
+
+
+def from_json(values: Mapping[str, Any]) -> Survey:
+    """Return the survey that `as_json` wrote on another host. Raises GpuprovError for anything else."""
+    try:
+        loader = values["loader"]
+        return Survey(
+            str(values["kind"]), str(values["name"]), str(values["read"]),
+            Loader(
+                path=str(loader["path"]), library=str(loader["library"]), folders=tuple(map(str, loader["folders"]))
+            ),
+            str(values["kernel_module"]),
+            tuple(_found(one) for one in values["libraries"]),
+            tuple(Runtime(**one) for one in values["cuda"]),
+            tuple(Finding(**{**one, "results": tuple(one["results"])}) for one in values["findings"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        what = "the host's survey of libcuda can't be read"
+        raise GpuprovError(what, f"{type(error).__name__}: {error}", "gpuprov cuda CONTAINER on the host") from None
+
+
+def _found(values: Mapping[str, Any]) -> Found:
+    winner = values["winner"]
+    return Found(
+        str(values["name"]), _candidate(winner) if winner else None, tuple(_candidate(one) for one in values["others"])
+    )
+
+
+def _candidate(values: Mapping[str, Any]) -> Candidate:
+    return Candidate(**{**values, "chain": tuple(map(str, values["chain"]))})
 
 
 def as_lines(found: Survey) -> Iterator[str]:

@@ -10,9 +10,11 @@ import json
 from dataclasses import replace
 
 from gpuprov.doctor.finding import ASIDE, LIKELY, POSSIBLE
+from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import DockerUnit
-from gpuprov.engines.other_engines import EngineFacts
+from gpuprov.engines.kubernetes import KUBELET_CONFIG
+from gpuprov.engines.other_engines import EngineFacts, registrations
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from tests.unit.doctor.ill import (
     AVC,
@@ -29,6 +31,17 @@ from tests.unit.doctor.ill import (
     unit,
     without,
 )
+
+CRI = b'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
+
+
+def containerd(config: bytes) -> dict[str, EngineFacts]:
+    """Return the facts of a containerd 1.7 with this main file, in which the runtime is registered."""
+    said = "containerd github.com/containerd/containerd 1.7.24 1.7.24~ds1-6\n"
+    facts = EngineFacts("/usr/bin/containerd", said, {"/etc/containerd/config.toml": config})
+    edits = registrations({"containerd": facts}, LAUNCHER_PATH)["containerd"].edits
+    return {"containerd": replace(facts, files={**facts.files, **{edit.path: edit.after or b"" for edit in edits}})}
+
 
 ENGINE_ROWS = (
     # -- docker
@@ -318,6 +331,61 @@ ENGINE_ROWS = (
         ),
         "failed, timeout",
         "systemctl restart containerd",
+    ),
+    # -- Kubernetes nodes
+    Row(
+        "node-engine-unnamed",
+        host(kubernetes=("kubelet",)),
+        "kubernetes: kubelet; gpuprov_engines: not set",
+        "with gpuprov_engines: [containerd]",
+        ASIDE,
+    ),
+    Row(
+        "node-engine-unnamed",
+        both(host(kubernetes=("k3s",)), lambda x: replace(x, spec=replace(x.spec, docker="none"))),
+        "kubernetes: k3s",
+        "with gpuprov_engines: [k3s]",
+        LIKELY,
+    ),
+    Row(
+        "engine-not-restarted",
+        host(engines={"containerd": replace(registered("containerd")["containerd"], running=CriStatus(("runc",)))}),
+        "handlers runc",
+        "systemctl restart containerd",
+    ),
+    # Nobody has named it, and pods depend on it.
+    Row(
+        "engine-not-restarted",
+        host(
+            engines={"containerd": replace(registered("containerd")["containerd"], running=CriStatus(("runc",)))},
+            kubernetes=("kubelet",),
+        ),
+        "CRI Status at /run/containerd/containerd.sock",
+        "systemctl restart containerd",
+        ASIDE,
+    ),
+    Row(
+        "containerd-cri-off",
+        host(engines=containerd(b'version = 2\ndisabled_plugins = ["cri"]\n'), kubernetes=("kubelet",)),
+        'disabled_plugins = ["cri"]',
+        "systemctl restart containerd",
+    ),
+    Row(
+        "containerd-cdi-off",
+        host(engines=containerd(CRI + b"enable_cdi = false\n")),
+        "enable_cdi = false",
+        "systemctl restart containerd",
+        ASIDE,
+    ),
+    Row(
+        "cgroup-drivers-differ",
+        both(
+            host(engines=containerd(CRI), kubernetes=("kubelet",)),
+            text(KUBELET_CONFIG, "apiVersion: kubelet.config.k8s.io/v1beta1\ncgroupDriver: systemd\n"),
+        ),
+        "no SystemdCgroup = true for runc",
+        "SystemdCgroup = true",
+        POSSIBLE,
     ),
     Row(
         "podman-without-cdi",

@@ -140,6 +140,21 @@ KERNEL_ROWS = (
         "BAR1 is 0M",
         "Above 4G decoding",
     ),
+    # Debian's driver 535.309.01 in a virtual machine, on PCI devices that are only registers.
+    Row(
+        "no-interrupt",
+        kernel_says(
+            "NVRM: Can't find an IRQ for your NVIDIA card!",
+            "NVRM: Please check your BIOS settings.",
+            "NVRM: [Plug & Play OS] should be set to NO",
+            "NVRM: [Assign IRQ to VGA] should be set to YES",
+            "nvidia: probe of 0000:1b:00.0 failed with error -1",
+            "NVRM: The NVIDIA probe routine failed for 1 device(s).",
+            "NVRM: None of the NVIDIA devices were initialized.",
+        ),
+        "NVRM: Can't find an IRQ for your NVIDIA card!",
+        "systemctl reboot --firmware-setup",
+    ),
     Row(
         "gsp-timeout",
         log(

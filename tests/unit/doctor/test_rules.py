@@ -35,9 +35,10 @@ from tests.unit.doctor.rows_containers import CONTAINER_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS
 from tests.unit.doctor.rows_engines import ENGINE_ROWS
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
+from tests.unit.doctor.rows_libraries import LIBRARY_ROWS
 
 pytestmark = pytest.mark.root
-ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS)
+ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS, *LIBRARY_ROWS)
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ MAIN, DROP_IN = containerd.MAIN, containerd.DROP_IN
         # Of several, the last decides.
         ({MAIN: 'version = 2\nimports = ["/etc/x/*.toml"]\n' + CRI_2, "/etc/x/1.toml": CRI_2, "/etc/x/2.toml": CRI_2,
           "/etc/x/3.toml": "oom_score = 1\n"}, OLD, None, ["/etc/x/2.toml"]),
-        ({MAIN: "version = 3\n"}, OLD, None, [DROP_IN, MAIN]),
+        ({MAIN: "version = 3\n"}, NEW, None, [DROP_IN, MAIN]),
         ({MAIN: "version = 2\n"}, OLD, "", [MAIN]),
         ({MAIN: "oom_score = 1\n"}, OLD, None, [MAIN]),
         ({MAIN: "oom_score = 1\n"}, OLD, DROP_IN, [MAIN]),
@@ -200,6 +200,13 @@ def test_runtime_of_another_tool_keeps_its_keys_and_comes_back(tmp_path: Path) -
         system, configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable, unset=True)).edits
     )
     assert system.read_text(MAIN) == text
+
+
+def test_version_3_is_refused_where_containerd_does_not_know_it(tmp_path: Path) -> None:
+    """containerd 1.7.24: `unsupported config version 3`; 1.6.20 starts and reads no table of CRI's in it."""
+    system, executable = host(tmp_path, {MAIN: "version = 3\n"}, OLD)
+    with pytest.raises(GpuprovError, match="is of version 3, which containerd knows"):
+        configuration(system, ConfigureRequest("containerd", RUNTIME, executable=executable))
 
 
 def test_disabled_cri_is_told(tmp_path: Path) -> None:
@@ -311,6 +318,31 @@ def test_runtime_that_k3s_adds_itself_is_left_to_it(tmp_path: Path) -> None:
     assert set(
         rendered(template, OLD_K3S + OWN_NVIDIA)["plugins"]["io.containerd.cri.v1.runtime"]["containerd"]["runtimes"]
     ) == {"runc", "nvidia", "gpu"}
+
+
+def test_runtime_that_k3s_will_add_at_its_next_start_is_left_to_it(tmp_path: Path) -> None:
+    """NVIDIA's runtime came, or is to come, after k3s has started. The same table twice would end containerd."""
+    system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S}, NEW)
+    write(system, configuration(system, ConfigureRequest("k3s", RUNTIME)).edits)
+    template = f"{K3S}/config-v3.toml.tmpl"
+    assert system.exists(template)
+    found = configuration(system, ConfigureRequest("k3s", RuntimeEntry()))
+    assert [(edit.path, edit.after) for edit in found.edits] == [(template, None)]
+    write(system, found.edits)
+    assert configuration(system, ConfigureRequest("k3s", RuntimeEntry())).edits == ()
+    system.make_directory("/usr/bin")
+    system.write("/usr/bin/nvidia-container-runtime", b"")
+    with pytest.raises(GpuprovError, match="itself adds a runtime nvidia"):
+        configuration(system, ConfigureRequest("k3s", RUNTIME))
+
+
+def test_default_of_k3s_is_its_own_setting_and_needs_no_more_once_it_is_made(tmp_path: Path) -> None:
+    rendered_default = OLD_K3S.replace('"overlayfs"', '"overlayfs"\n  default_runtime_name = "nvidia"')
+    system, _ = host(tmp_path, {f"{K3S}/config.toml": rendered_default}, NEW)
+    (edit,) = configuration(
+        system, ConfigureRequest("k3s", RuntimeEntry("nvidia", "/usr/bin/x", set_default=True))
+    ).edits
+    assert b"default_runtime_name" not in (edit.after or b"") and b"/usr/bin/x" in (edit.after or b"")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import kubernetes
 from gpuprov.engines.configure import configuration
-from gpuprov.engines.other_engines import ENGINES, ConfigureEngine, gather, names, plan, problems, with_coming
+from gpuprov.engines.configure_engine import ConfigureEngine
+from gpuprov.engines.known import ENGINES
+from gpuprov.engines.other_engines import gather, names, plan, problems, with_coming
 from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 from gpuprov.facts.host import gather as gather_facts
 from gpuprov.plan.steps import STEPS
@@ -80,7 +82,8 @@ def test_engines_are_told_once_and_the_running_one_is_restarted_once(host: Host)
     assert [change.engine for change in applied(host)] == ["containerd", "podman"]
     assert host.restarts == 1
     text = host.config.read_text()
-    assert text.startswith(CONTAINERD) and f'BinaryName = "{LAUNCHER_PATH}"' in text
+    assert text.replace("enable_cdi = true  # gpuprov: added\n", "").startswith(CONTAINERD)
+    assert f'BinaryName = "{LAUNCHER_PATH}"' in text
     assert host.config.stat().st_mode & 0o777 == 0o640
     assert plan(gather(host, BOTH), LAUNCHER_PATH) == ()
 
@@ -129,7 +132,7 @@ def test_engines_that_are_missing_or_broken_are_problems_told_together(host: Hos
 def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
     assert gather(host, ()) == {}
     assert host.asked == []
-    assert set(ENGINES) == {"containerd", "crio", "podman"}
+    assert set(ENGINES) == {"containerd", "crio", "podman", "k3s", "rke2", "microk8s"}
 
 
 @pytest.mark.parametrize(
@@ -210,8 +213,8 @@ IMPORTED = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image 
         ("containerd", {"etc/containerd/config.toml": CONTAINERD}),
         ("containerd", {"etc/containerd/config.toml": 'version = 2\nimports = ["/opt/*.toml"]\n',
                         "opt/a.toml": IMPORTED}),
-        ("containerd", {"etc/containerd/config.toml": 'version = 3\nimports = ["conf.d/*.toml"]\n',
-                        "etc/containerd/conf.d/10-cri.toml": "version = 3\n"}),
+        ("containerd", {"etc/containerd/config.toml": 'version = 2\nimports = ["conf.d/*.toml"]\n',
+                        "etc/containerd/conf.d/10-cri.toml": "version = 2\n"}),
         ("containerd", {"etc/containerd/config.toml": ""}),
         ("crio", {"etc/crio/crio.conf.d/10-crun.conf": '[crio.runtime]\ndefault_runtime = "crun"\n'
                   '[crio.runtime.runtimes.crun]\nruntime_path = "/usr/bin/crun"\nmonitor_path = "/usr/bin/conmon"\n'}),
@@ -224,7 +227,9 @@ def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, f
     for path, text in files.items():
         (host.root / path).parent.mkdir(parents=True, exist_ok=True)
         (host.root / path).write_text(text)
-    found = configuration(host, ConfigureRequest(engine, RuntimeEntry(path=LAUNCHER_PATH)))
+    # containerd 1.7 reads CDI on request alone.
+    entry = RuntimeEntry(path=LAUNCHER_PATH, cdi=engine == "containerd")
+    found = configuration(host, ConfigureRequest(engine, entry))
     (change,) = plan(gather(host, (engine,)), LAUNCHER_PATH)
     assert isinstance(change, ConfigureEngine)
     assert change.edits == tuple(edit for edit in found.edits if edit.changes) != ()

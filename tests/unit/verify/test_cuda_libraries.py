@@ -21,8 +21,9 @@ from gpuprov.verify.cuda.loader import processor_levels
 from gpuprov.verify.cuda.results import RESULTS, result_of
 from gpuprov.verify.cuda.roots import Subject
 from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Survey, as_json, as_lines, results_markdown, survey_of
+from gpuprov.verify.cuda.survey import Survey, as_json, as_lines, from_json, results_markdown, survey_of
 from gpuprov.verify.cuda.trees import ArchiveTree, chain, read_archive, read_start
+from gpuprov.wire.errors import GpuprovError
 
 DRIVER = "/usr/lib/x86_64-linux-gnu"
 LOADER = "/lib64/ld-linux-x86-64.so.2"
@@ -262,6 +263,25 @@ def test_the_same_stands_in_json(image: Image) -> None:
         "reason": "LD_LIBRARY_PATH has /opt/own", "version": "535.261.03", "fault": "", "stub": False, "compat": False,
     }  # fmt: skip
     assert found["findings"][0]["results"] == [803, 35, 36]
+
+
+def test_a_survey_of_another_host_is_the_same_again(image: Image) -> None:
+    healthy(image).library("/opt/own", "535.261.03")
+    found = image.survey(LD_LIBRARY_PATH="/opt/own", CUDA_VERSION="12.4.1")
+    sent = json.loads(json.dumps(as_json(found)))
+    assert as_json(from_json(sent)) == as_json(found)
+    assert list(as_lines(from_json(sent))) == list(as_lines(found))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"loader": None}, {"libraries": [{"name": "libcuda.so.1", "winner": {"odd": 1}, "others": []}]}, {"cuda": [{}]},
+     {"findings": 5}],
+)  # fmt: skip
+def test_what_is_no_survey_is_an_error(image: Image, change: dict[str, object]) -> None:
+    sent = {**as_json(healthy(image).survey()), **change}
+    with pytest.raises(GpuprovError, match="can't be read"):
+        from_json(sent)
 
 
 def test_the_table_of_results_has_what_people_meet() -> None:

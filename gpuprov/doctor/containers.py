@@ -1,0 +1,101 @@
+"""Which running containers with GPUs load a driver library that does not fit, read from outside. Reads only.
+
+The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, by a walk that no link leads out of; nothing
+of a container is run. It is limited in number and time: a host may have hundreds, and a file system may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+
+from gpuprov.core.system import System
+from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.verify.cuda.judgement import Finding
+from gpuprov.verify.cuda.roots import ENGINES
+from gpuprov.verify.cuda.search import Program
+from gpuprov.verify.cuda.survey import Survey, survey
+from gpuprov.wire.errors import GpuprovError
+
+MOST = 20
+_SECONDS = 20
+_COMMAND_SECONDS = 10
+_NODE = "/dev/nvidiactl"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A container, and what is wrong with the driver's libraries that its programs load; nothing where all is right."""
+
+    engine: str
+    name: str
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Containers:
+    """The running containers with GPUs that were looked at, and how many were not, as far as known, with the reason."""
+
+    examined: tuple[Loaded, ...] = ()
+    left: int = 0
+    why: str = ""
+
+
+def gather_containers(system: System) -> Containers:
+    """Return what the running containers of docker and podman load."""
+    found: list[Loaded] = []
+    waiting: list[tuple[str, str]] = []
+    # A file system of a container that does not answer would keep this process, but not a thread's caller.
+    worker = threading.Thread(target=_examine_all, args=(system, found, waiting), daemon=True)
+    worker.start()
+    worker.join(_SECONDS)
+    if worker.is_alive():
+        return Containers(tuple(found), len(waiting), f"not done after {_SECONDS} s")
+    return Containers(tuple(found), len(waiting), f"{MOST} are looked at" if waiting else "")
+
+
+def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]]) -> None:
+    waiting.extend(_with_gpus(system))
+    for engine, name in tuple(waiting[:MOST]):
+        # One that has stopped meanwhile can't be read.
+        with contextlib.suppress(GpuprovError, OSError):
+            found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
+        waiting.remove((engine, name))
+
+
+def _with_gpus(system: System) -> list[tuple[str, str]]:
+    """Return engine and name of each running container that has the driver's node."""
+    found = []
+    for engine in ENGINES:
+        if system.which(engine) is None:
+            continue
+        listed = system.run((engine, "ps", "--format", "{{.Names}}"), timeout=_COMMAND_SECONDS)
+        names = listed.stdout.split() if listed.ok else []
+        if not names:
+            continue
+        words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}}", "--", *names)
+        pids = system.run(words, timeout=_COMMAND_SECONDS).stdout.split()
+        # Of one that has just stopped there is no line, and the numbers are of others.
+        if len(pids) == len(names):
+            found += [(engine, name) for name, pid in zip(names, pids) if _has_node(pid)]
+    return found
+
+
+def _has_node(pid: str) -> bool:
+    if not pid.isdigit() or pid == "0":
+        return False
+    try:
+        root = Root(f"/proc/{pid}/root", of_process=True)
+    except OSError:
+        return False
+    try:
+        return root.exists(_NODE)
+    finally:
+        root.close()
+
+
+def wrong(found: Survey) -> tuple[Finding, ...]:
+    """Return what is wrong with a library that wins; a container that has none may have asked for none."""
+    winners = {one.name for one in found.libraries if one.winner is not None}
+    return tuple(one for one in found.findings if not one.note and one.library in winners)

@@ -1,0 +1,183 @@
+"""What the hook says to systemd of a container's devices: over a real socket, to a systemd that is made up.
+
+Real ones hear it in tests/integration/test_containers_on_hosts.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.runtime_hook import bus, prestart, scope
+from gpuprov.runtime_hook.bus import unit_path
+from gpuprov.runtime_hook.scope import properties, scope_of
+from gpuprov.runtime_hook.settings import read_settings
+
+ID = "4f5c" * 16
+UNIT = f"docker-{ID}.scope"
+NODES = [
+    {"type": "c", "major": 195, "minor": 0, "access": "rw"},
+    {"type": "b", "major": 8, "minor": 1, "access": "rwm"},
+]
+RETURN, ERROR, SIGNAL = 2, 3, 4
+
+
+def string(text: str) -> bytes:
+    return struct.pack("=I", len(text)) + text.encode() + b"\0"
+
+
+def message(kind: int, body: bytes = b"", fields: bytes = b"\5\1u\0\1\0\0\0") -> bytes:
+    head = struct.pack("=cBBBIII", b"l", kind, 1, 1, len(body), 1, len(fields))
+    return head + fields + b"\0" * (-len(fields) % 8) + body
+
+
+def policy(value: str) -> bytes:
+    return message(RETURN, b"\1s\0\0" + string(value))
+
+
+class Systemd:
+    """Answers calls one after the other, and keeps what it was sent."""
+
+    def __init__(self, path: Path, answers: list[bytes], welcome: bytes) -> None:
+        self.heard = b""
+        self._answers, self._welcome = answers, welcome
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        connection, _ = self._socket.accept()
+        with connection:
+            self.heard += connection.recv(1 << 16)
+            connection.sendall(self._welcome)
+            for answer in self._answers:
+                self.heard += connection.recv(1 << 16)
+                connection.sendall(answer)
+
+    def end(self) -> None:
+        self._thread.join(10)
+        self._socket.close()
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Systemd] = []
+    monkeypatch.setattr(bus, "SOCKETS", (str(tmp_path / "bus"), str(tmp_path / "private")))
+
+    def make(*answers: bytes, name: str = "private", welcome: bytes = b"OK 1234\r\n") -> Systemd:
+        made.append(Systemd(tmp_path / name, list(answers), welcome))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        (f"/sys/fs/cgroup/system.slice/{UNIT}", UNIT),
+        (f"/sys/fs/cgroup/unified/machine.slice/libpod-{ID}.scope/container", f"libpod-{ID}.scope"),
+        (f"/sys/fs/cgroup/docker/{ID}", ""),
+        (f"/sys/fs/cgroup/system.slice/docker-{ID[:-1]}0.scope", ""),
+        (f"/sys/fs/cgroup/{UNIT}/a/b", ""),
+        (f"/sys/fs/cgroup/system.slice/d\udcfcr-{ID}.scope", ""),
+        ("", ""),
+    ],
+)
+def test_the_scope_is_the_containers_own(folder: str, found: str) -> None:
+    assert scope_of(folder, ID) == found
+
+
+def test_without_an_id_no_scope_is_a_containers() -> None:
+    assert scope_of("/sys/fs/cgroup/system.slice/docker-.scope", "") == ""
+
+
+def test_the_path_of_a_unit_is_systemds() -> None:
+    # As `busctl tree org.freedesktop.systemd1` shows them.
+    assert unit_path("docker-4f.scope").endswith("/unit/docker_2d4f_2escope")
+    assert unit_path("4f_5.scope").endswith("/unit/_34f_5f5_2escope")
+
+
+def test_the_nodes_are_added_to_the_units_list() -> None:
+    body = properties("u.scope", NODES)
+    assert body[:12] == string("u.scope") and body[12:16] == struct.pack("=I", 1)
+    size = struct.unpack_from("=I", body, 16)[0]
+    assert len(body) == 24 + size  # the structures begin at a multiple of eight
+    assert body[24:40] == string("DeviceAllow") and body[40:47] == b"\5a(ss)\0"
+    assert struct.unpack_from("=I", body, 48)[0] == len(body) - 56
+    first = string("/dev/char/195:0")
+    assert body[56 : 56 + len(first)] == first and body[76:83] == string("rw")
+    assert body[88:].startswith(string("/dev/block/8:1"))
+
+
+@pytest.mark.parametrize("value", ["strict", "closed"])
+def test_systemd_is_asked_to_allow_the_nodes(systemd: Any, value: str) -> None:
+    served = systemd(policy(value), message(RETURN))
+    prestart.wait(scope.tell(UNIT, NODES))
+    served.end()
+    assert served.heard.startswith(b"\0AUTH EXTERNAL ") and b"BEGIN\r\n" in served.heard
+    assert served.heard.count(b"l\1\0\1") == 2 and b"Hello" not in served.heard
+    assert served.heard.endswith(properties(UNIT, NODES))
+
+
+def test_a_privileged_containers_scope_stays_without_rules(systemd: Any) -> None:
+    served = systemd(policy("auto"))
+    assert scope.tell(UNIT, NODES) is None
+    served.end()
+    assert b"SetUnitProperties" not in served.heard
+
+
+def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> None:
+    signal = message(SIGNAL, string("x"), fields=b"")
+    hello = message(RETURN, string(":1.7")) + signal * 3
+    served = systemd(hello, signal + policy("strict"), message(RETURN), name="bus")
+    prestart.wait(scope.tell(UNIT, NODES))
+    served.end()
+    assert b"Hello" in served.heard and b"SetUnitProperties" in served.heard
+
+
+@pytest.mark.parametrize(
+    ("answers", "welcome", "said"),
+    [
+        ([], b"REJECTED EXTERNAL\r\n", "refuses the authentication"),
+        ([], b"", "ends the connection"),
+        ([message(ERROR, string("Unit not loaded."))], b"OK\x201\r\n", "Unit not loaded"),
+        ([message(ERROR)], b"OK 1\r\n", "answers with an error"),
+        ([message(SIGNAL) * 40], b"OK 1\r\n", "gives no answer"),
+        ([b"l" + b"\xff" * 15], b"OK 1\r\n", "can't be read"),
+        ([b"B" + message(RETURN)[1:]], b"OK 1\r\n", "can't be read"),
+        ([message(RETURN)[:9]], b"OK 1\r\n", "ends the connection"),
+    ],
+)
+def test_a_systemd_that_answers_oddly_is_an_error_with_its_words(
+    systemd: Any, answers: list[bytes], welcome: bytes, said: str
+) -> None:
+    systemd(*answers, welcome=welcome)
+    with pytest.raises(OSError, match=said):
+        scope.tell(UNIT, NODES)
+
+
+def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
+    systemd: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prestart, "allow", lambda pid, nodes: f"/sys/fs/cgroup/system.slice/{UNIT}")
+    own = tmp_path / "own.toml"
+    own.write_text(f"[nvidia-container-runtime]\ndebug = '{tmp_path}/log'\n")
+    settings, _ = read_settings(str(own), "")
+    assert prestart._allow(1, ID, NODES, settings) is None
+    line = (tmp_path / "log").read_text()
+    assert f"warning systemd was not told of the devices of {UNIT}" in line and "No such file" in line
+
+
+def test_an_error_in_the_end_is_no_reason_against_a_start(systemd: Any) -> None:
+    systemd(policy("strict"), message(ERROR, string("Access denied")))
+    prestart.wait(scope.tell(UNIT, NODES))
