@@ -21,13 +21,19 @@ _MARK_TEXT = b"""\
 _SSH = "/etc/ssh/"
 
 
-def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the mark of an image and the removal of its identity; for a host, the removal of the mark."""
+def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the writing of the mark of an image; for a host, its removal."""
     there = facts.files.get(MARK)
     if spec.target != IMAGE or facts.image is None:
         return (RemoveFile(MARK, "this is a host now, and no longer an image"),) if there is not None else ()
-    mark = () if there is not None and there.content == _MARK_TEXT else (WriteFile(MARK, _MARK_TEXT),)
-    return (*mark, *((CleanImage(facts.image.identity),) if facts.image.identity else ()))
+    return () if there is not None and there.content == _MARK_TEXT else (WriteFile(MARK, _MARK_TEXT),)
+
+
+def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    """Return the removal of an image's identity, or nothing."""
+    if facts.image is None or not facts.image.identity:
+        return ()
+    return (CleanImage(facts.image.identity),)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,6 @@ class CleanImage(Change):
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
         return (
-            "the identity that the image was cleaned of does not come back: SSH host keys are made anew now, the "
+            "the identity that the image was cleaned of does not come back: new SSH host keys are made now, a new "
             "machine-id at the next boot",
         )

@@ -88,7 +88,7 @@ def install_arguments(
 
     `has_libgl`: the distribution's own libGL is installed. `signing`: key and certificate for the modules, or nothing.
     `keep_loaded`: another version is loaded, and stays so. `image_kernel`: build for that kernel of an image, and look
-    at nothing that the builder's machine runs or has loaded; `without_systemd`: there is none that could be told.
+    at nothing that the builder's machine runs or has loaded; `without_systemd`: no systemd runs.
     `--tmpdir` and its value are two words: the stub ignores `--tmpdir=DIR`. It also expands its arguments again without
     quotes, so that no path may hold blanks.
     """

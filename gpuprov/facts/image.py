@@ -60,7 +60,7 @@ def gather_identity(system: System) -> tuple[str, ...]:
 
 
 def kernel_to_come(release: str) -> Kernel:
-    """Return the kernel of the image's copies as far as it is known while the image is built: all but its devices."""
+    """Return the kernel of the image's copies: what is known of it while the image is built, without its devices."""
     return Kernel(
         release=release, command_line="", takes_modules=True, modules_disabled=False, loaded_modules=(),
         # Distributions that have AppArmor switch it on; Secure Boot is the firmware's, which is another one then.

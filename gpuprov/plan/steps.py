@@ -149,6 +149,10 @@ def _plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     )
 
 
+def _plan_boot(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
+    return (*prepare.plan(facts, spec), *clean.plan_mark(facts, spec))
+
+
 def _plan_device_nodes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     # An image's devices are where it boots, and so is what describes them.
     return toolkit.plan_device_nodes(facts, spec) if facts.image is None else ()
@@ -166,7 +170,7 @@ STEPS = (
     Step("reboot", reboot.plan),
     Step("driver", _plan_driver),
     # Before what describes the devices: it loads the part of the driver that nothing has loaded yet.
-    Step("boot", prepare.plan),
+    Step("boot", _plan_boot),
     Step("device nodes", _plan_device_nodes),
     # Just before what takes the place of the removed programs.
     Step("leftovers", migration.plan),
@@ -175,9 +179,9 @@ STEPS = (
     Step("docker", _plan_docker),
     Step("engines", _plan_engines),
     Step("images", images.plan),
-    # The last one: what is stored is the specification of a host that is as it says.
+    # What is stored is the specification of a host that is as it says.
     Step("watch", watch.plan),
-    # Last: without SSH host keys, nobody can log in over SSH any more.
+    # Last: sshd takes no new login after it.
     Step("clean image", clean.plan),
 )
 

@@ -72,6 +72,8 @@ def test_the_user_data_builds_a_clean_image_and_powers_the_machine_off(doors: Si
     seed.mkdir(parents=True)
     (seed / "user-data").write_text(_user_data(doors))
     (seed / "meta-data").write_text("instance-id: gpu-image\n")
+    # The lab has no DHCP.
+    (clouded.root / "etc/cloud/cloud.cfg.d/99-lab.cfg").write_text("network: {config: disabled}\n")
     clouded.ssh("systemctl reboot", check=False)
     wait_for("the machine's end", lambda: not cgroups.runs(clouded.cgroup), 420)
     log = clouded.root / "var/log/cloud-init-output.log"

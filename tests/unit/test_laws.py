@@ -31,8 +31,8 @@ from tests.unit.fake_host import PYTHON, FakeHost, write_runfile
 pytestmark = pytest.mark.root
 # The first two have nothing to do in a system container; test_nouveau.py holds the laws for them. Only a bundle gives
 # "images" something to do: bundle/test_use.py holds the laws over that one. Engines that nobody names are left alone:
-# engines/test_other_engines.py. The watch is off unless it is asked for: test_watch.py. Only an
-# image is cleaned.
+# engines/test_other_engines.py. The watch is off unless it is asked for: test_watch.py. An image is cleaned in
+# test_image.py.
 _ELSEWHERE = ("nouveau", "reboot", "images", "engines", "watch", "clean image")
 STEP_NAMES = tuple(step.name for step in STEPS if step.name not in _ELSEWHERE)
 # What others keep where the steps work; none of it is gpuprov's.

@@ -1,0 +1,167 @@
+"""An image for machines that are not here: what its plan asks for, what it leaves out, and what is removed last."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuprov.boot import clean, prepare
+from gpuprov.core.changes import FileFact
+from gpuprov.core.image_system import ImageSystem
+from gpuprov.driver import driver_install, generations, image_modules
+from gpuprov.driver.installer import install_arguments
+from gpuprov.facts.boot_files import MODULES, SSH_KEYS
+from gpuprov.facts.host import HostFacts, gather
+from gpuprov.facts.image import ImageFacts, gather_identity, kernel_to_come, newest_kernel
+from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.plan.preflight import preflight
+from gpuprov.plan.steps import make_plan
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.image_options import GENERATIONS
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
+from tests.unit.fake_host import FakeHost
+
+_OLD, _NEW = "6.1.0-12-amd64", "6.1.0-13-amd64"
+_SAID = {"target": "image", "image_gpus": ["ampere"], "image_nvswitch": False, "driver_version": "550.163.01",
+         "driver_url": "/root/driver.run"}  # fmt: skip
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> HostFacts:
+    """An image with two kernels, of which neither has a module."""
+    found = gather(FakeHost(tmp_path / "host", gpus=0))
+    kernels = tuple(InstalledKernel(release, headers=False, module=False) for release in (_OLD, _NEW))
+    image = ImageFacts(kernels, generations.ids_of(("ampere",)), offline=True)
+    return replace(found, image=image, kernel=kernel_to_come(_NEW), gpus=())
+
+
+def spec(**more: object) -> HostSpec:
+    return parse_spec({**_SAID, **more})
+
+
+def what(facts: HostFacts, wanted: HostSpec) -> str:
+    return "\n".join(str(problem) for problem in preflight(facts, wanted))
+
+
+def test_each_generation_that_can_be_said_has_a_device_id_of_its_own() -> None:
+    found = [generations.generation_of(one) for one in generations.ids_of(GENERATIONS)]
+    names = [row.name.lower().replace(" lovelace", "").replace(" ", "-") for row in found if row is not None]
+    assert names == list(GENERATIONS)
+
+
+def test_a_yes_or_no_without_default_goes_through_json_and_back() -> None:
+    assert parse_spec(spec_to_json(HostSpec())).image_nvswitch is None
+    assert parse_spec({"image_nvswitch": "false"}).image_nvswitch is False
+
+
+def test_wrong_generations_are_named() -> None:
+    with pytest.raises(GpuprovError, match="gpuprov_image_gpus is not one of maxwell"):
+        parse_spec({"image_gpus": ["voodoo"]})
+
+
+def test_what_is_not_said_and_decides_something_is_an_error(facts: HostFacts) -> None:
+    assert "which kernel modules the image needs is not said" in what(facts, spec(image_gpus=[]))
+    assert "which kernel modules" not in what(facts, spec(image_gpus=[], kernel_module_type="open"))
+    assert "whether the image will meet NVSwitches" in what(facts, spec(image_nvswitch=None))
+    assert "NVSwitches" not in what(facts, spec(image_nvswitch=None, image_gpus=["turing"]))
+    assert "can't be divided by MIG" in what(facts, spec(mig_layout=["disabled"]))
+
+
+def test_an_image_without_a_kernel_is_refused_unless_it_comes_from_elsewhere(facts: HostFacts) -> None:
+    empty = replace(facts, image=ImageFacts(offline=True), kernel=kernel_to_come(""))
+    assert "there is no kernel in this image" in what(empty, spec())
+    assert "there is no kernel" not in what(empty, spec(kernel_modules="none"))
+
+
+def test_a_driver_that_does_not_serve_the_gpus_to_come_is_refused(facts: HostFacts) -> None:
+    pascal = replace(facts, image=replace(facts.image or ImageFacts(), device_ids=generations.ids_of(("pascal",))))
+    assert "no longer serves this host's Pascal GPU" in what(pascal, spec(driver_version="590.48.01"))
+
+
+def test_the_plan_builds_for_each_kernel_and_describes_no_device(facts: HostFacts) -> None:
+    plan = make_plan(facts, spec())
+    assert plan.problems == ()
+    said = [item.change.summary() for item in plan.changes]
+    assert f"build the driver's modules for {_OLD}, {_NEW}; load none" in said
+    packages = next(one for one in said if one.startswith("install ") and "headers" in one)
+    assert f"linux-headers-{_OLD}" in packages and f"linux-headers-{_NEW}" in packages
+    assert not {"device nodes", "cdi", "reboot"} & {item.step for item in plan.changes}
+
+
+def test_the_installer_is_told_the_kernel_and_never_asks_the_machine(facts: HostFacts) -> None:
+    (change,) = driver_install.plan(facts, spec())
+    assert isinstance(change, driver_install.InstallDriver)
+    assert (change.image_kernel, change.module_type, change.without_systemd) == (_NEW, "proprietary", True)
+    newer = driver_install.plan(facts, spec(driver_version="580.65.06"))[0]
+    assert isinstance(newer, driver_install.InstallDriver) and newer.module_type == "open"
+
+
+@pytest.mark.parametrize(("version", "skips"), [("550.163.01", True), ("535.261.03", False)])
+def test_options_that_an_installer_does_not_know_are_left_out(version: str, skips: bool) -> None:
+    found = install_arguments(
+        version, kernel_modules=True, module_type="open", dkms=True, has_libgl=True, temporary="/t", log="/l",
+        image_kernel=_NEW, without_systemd=True,
+    )  # fmt: skip
+    assert f"--kernel-name={_NEW}" in found and "--no-systemd" in found
+    assert ("--skip-module-load" in found) == skips
+
+
+def test_only_kernels_without_a_module_are_built_again(facts: HostFacts) -> None:
+    kernels = (InstalledKernel(_OLD, headers=True, module=False), InstalledKernel(_NEW, headers=True, module=True))
+    done = replace(
+        facts, image=ImageFacts(kernels), driver=replace(facts.driver, library_version="550.163.01"), driver_damage=""
+    )
+    assert image_modules.plan(done, spec()) == (image_modules.BuildModules((_OLD,)),)
+
+
+def test_no_modules_are_loaded_by_a_list_and_ssh_keys_are_made_at_boot(facts: HostFacts) -> None:
+    facts = replace(facts, boot=replace(facts.boot, ssh_keygen=True))
+    (change,) = prepare.plan(facts, spec())
+    assert isinstance(change, prepare.PrepareBoot)
+    assert MODULES not in dict(change.files) and SSH_KEYS in change.units
+
+
+def test_the_builders_devices_are_hidden_and_no_unit_is_started(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "host", gpus=2)
+    (tmp_path / "host/boot").mkdir()
+    for release in (_OLD, _NEW):
+        (tmp_path / f"host/lib/modules/{release}").mkdir(parents=True)
+        (tmp_path / f"host/boot/vmlinuz-{release}").touch()
+    system = ImageSystem(host, newest_kernel(host))
+    assert system.kernel_release() == _NEW
+    found = gather(system)
+    assert (found.gpus, found.driver_loaded_version, found.driver.nodes) == ((), "", ())
+    assert system.offline and system.run(("systemctl", "restart", "docker.service")).ok
+    assert not system.run(("systemctl", "is-active", "--quiet", "docker.service")).ok
+    assert system.environment["SYSTEMD_OFFLINE"] == "1"
+
+
+def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "host", gpus=0)
+    secrets = {"etc/machine-id": "0123", "etc/ssh/ssh_host_rsa_key": "private", "etc/cdi/nvidia.json": "GPU-1234"}
+    for name, text in secrets.items():
+        (host.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (host.root / name).write_text(text)
+    (host.root / "etc/ssh/sshd_config").write_text("kept")
+    paths = gather_identity(host)
+    assert paths == ("/etc/cdi/nvidia.json", "/etc/machine-id", "/etc/ssh/ssh_host_rsa_key")
+    change = clean.CleanImage(paths)
+    noted = json.dumps(change.capture(host))
+    assert not any(text in noted or base64.b64encode(text.encode()).decode() in noted for text in secrets.values())
+    told: list[str] = []
+    change.apply(host, lambda message, done, total: told.append(message))
+    assert told == ["remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_rsa_key"]
+    assert (host.root / "etc/machine-id").read_bytes() == b""
+    assert (host.root / "etc/ssh/sshd_config").read_text() == "kept"
+    assert gather_identity(host) == ()
+
+
+def test_a_host_loses_the_mark_of_the_image_that_it_was(facts: HostFacts) -> None:
+    (mark,) = clean.plan_mark(facts, spec())
+    there = {**facts.files, "/etc/gpuprov/image": FileFact(b"", 0o644, 0, 0)}
+    found = clean.plan_mark(replace(facts, image=None, files=there), HostSpec())
+    assert (mark.summary(), [one.key for one in found]) == ("write /etc/gpuprov/image", ["remove /etc/gpuprov/image"])
