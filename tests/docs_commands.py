@@ -61,7 +61,7 @@ TESTS = {
     "facts": ("unit/test_cli.py", "unit/test_host_program.py", "integration/test_fleet.py"),
     "hook explain": ("integration/test_explain_on_hosts.py", *_CONTAINERS),
     "hook requirements": _CONTAINERS,
-    "install": (*_INSTALL, "integration/test_bundle.py", "integration/test_fleet.py"),
+    "install": (*_INSTALL, "integration/test_bundle.py", "integration/test_fleet.py", "integration/test_rolling.py"),
     "kubernetes manifest": ("unit/kubernetes/test_manifest.py", "integration/test_kubernetes.py"),
     "options": ("unit/test_cli.py",),
     "playbooks": ("integration/test_release.py",),
@@ -119,12 +119,15 @@ OTHERS = {
     "python3 -I /usr/lib/gpuprov/boot.pyz *": "integration/test_boots.py",
     "journalctl -u gpuprov-nodes *": "integration/test_boots.py",
     "systemctl poweroff": "integration/test_image.py",
+    "systemctl * gpuprov-watch.*": "integration/test_watch.py",
+    "journalctl -u gpuprov-watch.service": "integration/test_watch.py",
     "systemctl restart containerd": "integration/test_more_engines.py",
 }
 
 # Examples, as patterns → why no test executes them.
 EXAMPLES = {
     "gpuprov bundle create * --driver *": "downloads NVIDIA's driver",
+    "gpuprov install * --host-command-timeout *": "needs Slurm",
     "gpuprov cuda nvcr.io/*": "needs an image of a registry",
     "gpuprov * --root *": "no test has the disk of an image",
     "gpuprov verify --kubernetes --namespace *": "no test has a namespace of another name",
