@@ -15,6 +15,8 @@ import yaml
 from tests import simgpu, tutorials
 from tests.gpg import signing_key
 from tests.integration.test_bundle import CUT_OFF, source_words
+from tests.integration.test_host_program import bare_host
+from tests.integration.test_host_program import typed as typed_on
 from tests.lab.fixtures import GPUPROV, Site
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -77,3 +79,13 @@ def test_a_host_without_a_network(site: Site, tmp_path: Path, monkeypatch: pytes
     for step in tutorials.steps(page):
         check(step, tmp_path, replaced)
     subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+
+
+def test_one_machine(site: Site) -> None:
+    host = bare_host("trixie", site)
+    for step in tutorials.steps((tutorials.TUTORIALS / "one-machine.md").read_text()):
+        # The doctor ends with 1 where it finds a cause.
+        printed = typed_on(host, step.command, good=(0, 1) if step.command == "sudo gpuprov doctor" else (0,))
+        assert tutorials.differs(step, printed) == "", f"$ {step.command}\n{printed}"
+    assert not (host.root / "var/cache/gpuprov").exists()
+    assert not (host.root / "var/lib/gpuprov").exists()
