@@ -1,0 +1,117 @@
+"""`--root`: what a hostile image, a second run or a wrong folder can do to the machine that builds; a script as agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.agent_run import Agent
+from gpuprov.fleet.root_run import _locked, _running_in, run_in_root
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+
+pytestmark = pytest.mark.root
+# Does in the image, as root, what it is told to, and says what came of each line.
+HOSTILE = """
+import ctypes, json, os, socket, sys
+sys.stdin.readline()
+said = []
+for line in {lines!r}:
+    try:
+        said.append(str(eval(line)))
+    except OSError as error:
+        said.append(type(error).__name__ + " " + str(error.errno))
+print(json.dumps({{"event": "Finished", "exit_code": 0, "summary": json.dumps(said)}}))
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Give a root whose /usr is a mount of its own, as a disk with several partitions has."""
+    place = tmp_path / "root"
+    for name in ("proc", "sys", "dev", "run", "etc", "usr", "tmp"):
+        (place / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if Path("/", name).exists():
+            (place / name).symlink_to(f"usr/{name}")
+    (place / "etc/resolv.conf").write_text("# the image's\n")
+    subprocess.run(("mount", "--bind", "-o", "ro", "/usr", str(place / "usr")), check=True)
+    yield place
+    subprocess.run(("umount", str(place / "usr")), check=True)
+
+
+def run(root: Path, *lines: str, command: str = "install") -> list[str]:
+    events: list[Event] = []
+    content = HOSTILE.format(lines=lines).encode()
+    run_in_root(str(root), Request(command), Agent(content, "0"), events.append)
+    (last,) = events
+    assert isinstance(last, Finished)
+    said = json.loads(last.summary)
+    assert isinstance(said, list)
+    return said
+
+
+def test_mounts_below_the_root_are_seen(root: Path) -> None:
+    assert run(root, "os.path.exists('/usr/bin')") == ["True"]
+
+
+def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> None:
+    null, name = stat.S_IMODE(os.stat("/dev/null").st_mode), socket.gethostname()
+    resolver = Path("/etc/resolv.conf").read_bytes()
+    limit = Path("/proc/sys/kernel/threads-max").read_text()
+    said = run(
+        root, "os.chmod('/dev/null', 0o600)", "open('/dev/null', 'w').write('x')",
+        "open('/etc/resolv.conf', 'a').write('# hostile')", "open('/proc/sys/kernel/threads-max', 'r+').write('')",
+        "socket.sethostname('hostile')",
+        "[int(line.split()[1], 16) >> 16 & 1 for line in open('/proc/self/status') if line.startswith('CapEff')]",
+    )  # fmt: skip
+    assert said == ["OSError 30", "1", "9", "OSError 30", "None", "[0]"]
+    assert stat.S_IMODE(os.stat("/dev/null").st_mode) == null and socket.gethostname() == name
+    assert Path("/etc/resolv.conf").read_bytes() == resolver
+    assert Path("/proc/sys/kernel/threads-max").read_text() == limit
+    assert (root / "etc/resolv.conf").read_text() == "# the image's\n"
+
+
+def test_a_second_run_in_the_same_root_is_refused(root: Path) -> None:
+    with _locked(str(root)):
+        with pytest.raises(GpuprovError, match="another gpuprov run works in"):
+            run(root, "1")
+        assert run(root, "1", command="verify") == ["1"]
+    assert run(root, "1") == ["1"]
+
+
+def test_a_killed_run_holds_the_root_until_its_processes_have_ended(root: Path) -> None:
+    with _locked(str(root)):
+        child = subprocess.Popen(("cat",), stdin=subprocess.PIPE, close_fds=False)
+    with pytest.raises(GpuprovError, match="another gpuprov run works in"):
+        run(root, "1")
+    child.communicate()
+    assert run(root, "1") == ["1"]
+
+
+def test_another_path_of_this_machines_root_is_refused(tmp_path: Path) -> None:
+    subprocess.run(("mount", "--bind", "/", str(tmp_path)), check=True)
+    try:
+        with pytest.raises(GpuprovError, match="it is this machine's own"):
+            run(tmp_path, "1")
+    finally:
+        subprocess.run(("umount", str(tmp_path)), check=True)
+
+
+def test_a_root_from_which_a_container_runs_is_refused(root: Path) -> None:
+    words = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "chroot", str(root), "sh", "-c", "echo; read x")
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as container:
+        assert container.stdout is not None
+        container.stdout.readline()
+        with pytest.raises(GpuprovError, match="a system runs from"):
+            run(root, "1")
+        container.communicate(b"\n")
+    assert _running_in(str(root)) == ""
