@@ -173,7 +173,7 @@ def _locked(path: str) -> Iterator[None]:
 
     Its processes inherit the lock, so a killed run holds it until they have ended.
     """
-    status = os.stat(path)
+    status = Path(path).stat()
     name = f"gpuprov-root-{status.st_dev:x}-{status.st_ino:x}.lock"
     handle = os.open(f"{_LOCKS}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,9 +1,8 @@
-"""`--root`: what a hostile image, a second run or a wrong folder can do to the machine that builds; a script as agent."""
+"""`--root`: what a hostile image, a second run or a wrong folder can do to the builder; the agent is a script."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import stat
 import subprocess
@@ -64,7 +63,7 @@ def test_mounts_below_the_root_are_seen(root: Path) -> None:
 
 
 def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> None:
-    null, name = stat.S_IMODE(os.stat("/dev/null").st_mode), socket.gethostname()
+    null, name = stat.S_IMODE(Path("/dev/null").stat().st_mode), socket.gethostname()
     resolver = Path("/etc/resolv.conf").read_bytes()
     limit = Path("/proc/sys/kernel/threads-max").read_text()
     said = run(
@@ -74,7 +73,7 @@ def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> Non
         "[int(line.split()[1], 16) >> 16 & 1 for line in open('/proc/self/status') if line.startswith('CapEff')]",
     )  # fmt: skip
     assert said == ["OSError 30", "1", "9", "OSError 30", "None", "[0]"]
-    assert stat.S_IMODE(os.stat("/dev/null").st_mode) == null and socket.gethostname() == name
+    assert stat.S_IMODE(Path("/dev/null").stat().st_mode) == null and socket.gethostname() == name
     assert Path("/etc/resolv.conf").read_bytes() == resolver
     assert Path("/proc/sys/kernel/threads-max").read_text() == limit
     assert (root / "etc/resolv.conf").read_text() == "# the image's\n"
