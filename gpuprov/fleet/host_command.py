@@ -5,7 +5,6 @@ They come from the command line alone: an inventory must not be able to run anyt
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import selectors
@@ -30,6 +29,8 @@ _PLACES = ("host", "address")
 _KEPT_LINES = 5
 _LONGEST_LINE = 300
 _CHUNK = 1 << 15
+# More than a pipe holds (pipe(7)): the last lines are those that say why.
+_LAST_CHUNKS = 8
 _PAUSE_SECONDS = 0.2
 _KILL_SECONDS = 5.0
 
@@ -138,7 +139,8 @@ def _watch(
             pipes.register(pipe, selectors.EVENT_READ, tail)
         while True:
             ended = process.poll() is not None
-            _read(pipes, 0 if ended else _PAUSE_SECONDS)
+            for _ in range(_LAST_CHUNKS if ended else 1):
+                _read(pipes, 0 if ended else _PAUSE_SECONDS)
             # A grandchild may keep the pipes open: what counts is the command's own end.
             if ended:
                 return None
@@ -166,12 +168,25 @@ def _read(pipes: selectors.BaseSelector, seconds: float) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the command's process group: a shell ends at once, and what it has started may not heed SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_SECONDS)
+        if not _signalled(process, number):
             return
+        until = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < until:
+            process.poll()
+            # Nothing: it takes no signal, and only tells whether any process of the group is left.
+            if not _signalled(process, 0):
+                return
+            time.sleep(0.05)
+
+
+def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _ending(code: int) -> str:

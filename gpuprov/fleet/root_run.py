@@ -10,9 +10,11 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import stat
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")
 _NO_PYTHON = 77
 _LOCKS = "/run"
+_LOOK_SECONDS = 0.2
 _BUNDLE = "/run/gpuprov.bundle"
 # $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; then Pythons.
 # Of the builder's devices it gets those that every program may use, so that nothing there is done to its disks or GPUs.
@@ -76,6 +79,45 @@ exit 77
 """
 
 
+@contextlib.contextmanager
+def _passing_on(stop: Callable[[], bool]) -> Iterator[None]:
+    """Tell the agent inside once `stop` is true: the terminal's Ctrl-C does not reach it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            for pid in _agents() if stop() else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _agents() -> list[int]:
+    """Return the first processes inside: the children of this process's unshare(1)."""
+    return [inside for child in _children(os.getpid()) for inside in _children(child) if _is_unshare(child)]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _is_unshare(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text() == "unshare\n"
+    return False
+
+
 @dataclass(frozen=True)
 class _Root:
     """A root file system that was looked at. `resolver`: the file in it that names the name servers, or nothing."""
@@ -84,10 +126,16 @@ class _Root:
     resolver: str
 
 
-def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
-    """Carry the request out in a root file system. Raises GpuprovError if it is none, or has no Python."""
+def run_in_root(
+    root: str, request: Request, agent: Agent, sink: Sink, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Carry the request out in a root file system; once `stop` is true, it ends after the change that it is at.
+
+    Raises GpuprovError if it is none, or has no Python.
+    """
     looked = _looked_at(root)
-    with _locked(looked.path) if changes_the_host(request) else contextlib.nullcontext():
+    lock = _locked(looked.path) if changes_the_host(request) else contextlib.nullcontext()
+    with lock, _passing_on(stop):
         _run_in(looked, root, request, agent, sink)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -211,6 +215,46 @@ def test_ctrl_c_during_the_look_leaves_the_host_alone(site: Site) -> None:
     results = site.run("a")
     assert site.order() == ["look a"]
     assert results[0].exit_code == ExitCode.FAILED
+
+
+def test_a_drain_that_is_cut_says_so_itself(site: Site) -> None:
+    site.script.write_text(f"#!/bin/sh\necho drain >> {site.calls}; sleep 30\n")
+
+    def cut() -> None:
+        while "drain" not in site.order():
+            time.sleep(0.05)
+        site.fleet.interrupt()
+        site.fleet.interrupt()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    (result,) = site.run("a")
+    thread.join()
+    assert states((result,)) == ["failed"]
+    assert "it was stopped by Ctrl-C" in result.problems[0].evidence
+    assert "the host may be drained in part" in result.problems[0].next_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_cancelled_run_says_who_is_drained(site: Site, number: int) -> None:
+    real = site.answer
+
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
+        if request.command == "install" and not request.check:
+            os.kill(os.getpid(), number)
+            while site.fleet.interruptions < 2:
+                time.sleep(0.05)
+            site.failing = "a"
+        return real(name, request, sink)
+
+    before = signal.signal(number, lambda *_: None)
+    try:
+        site.answer = answer  # type: ignore[method-assign]
+        results = site.run("ab")
+    finally:
+        signal.signal(number, before)
+    assert states(results) == ["drained", ""]
+    assert any(line.startswith("drained now: a;") for line in site.told)
 
 
 def report(results: tuple[HostResult, ...]) -> str:

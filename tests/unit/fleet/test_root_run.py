@@ -6,7 +6,7 @@ import json
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from gpuprov.wire.request import Request
 pytestmark = pytest.mark.root
 # Does in the image, as root, what it is told to, and says what came of each line.
 HOSTILE = """
-import ctypes, json, os, socket, sys
+import json, os, signal, socket, sys, time
 sys.stdin.readline()
 said = []
 for line in {lines!r}:
@@ -47,10 +47,10 @@ def root(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("umount", str(place / "usr")), check=True)
 
 
-def run(root: Path, *lines: str, command: str = "install") -> list[str]:
+def run(root: Path, *lines: str, command: str = "install", stop: Callable[[], bool] = lambda: False) -> list[str]:
     events: list[Event] = []
     content = HOSTILE.format(lines=lines).encode()
-    run_in_root(str(root), Request(command), Agent(content, "0"), events.append)
+    run_in_root(str(root), Request(command), Agent(content, "0"), events.append, stop)
     (last,) = events
     assert isinstance(last, Finished)
     said = json.loads(last.summary)
@@ -114,3 +114,12 @@ def test_a_root_from_which_a_container_runs_is_refused(root: Path) -> None:
             run(root, "1")
         container.communicate(b"\n")
     assert _running_in(str(root)) == ""
+
+
+def test_a_stop_reaches_the_agent_inside(root: Path, tmp_path: Path) -> None:
+    ready = root / "tmp/ready"
+    lines = (
+        "signal.signal(signal.SIGTERM, lambda *_: said.append('asked to stop'))", "open('/tmp/ready', 'w').close()",
+        "[time.sleep(0.1) for _ in range(300) if 'asked to stop' not in said] and None",
+    )  # fmt: skip
+    assert "asked to stop" in run(root, *lines, stop=ready.exists)
