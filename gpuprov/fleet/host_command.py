@@ -10,13 +10,13 @@ import re
 import selectors
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gpuprov.core.commands import end_group
 from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -32,7 +32,6 @@ _CHUNK = 1 << 15
 # More than a pipe holds (pipe(7)): the last lines are those that say why.
 _LAST_CHUNKS = 8
 _PAUSE_SECONDS = 0.2
-_KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -145,10 +144,10 @@ def _watch(
             if ended:
                 return None
             if stop():
-                _kill(process)
+                end_group(process)
                 return "it was stopped by Ctrl-C"
             if time.monotonic() > deadline:
-                _kill(process)
+                end_group(process)
                 return ""
 
 
@@ -165,28 +164,6 @@ def _read(pipes: selectors.BaseSelector, seconds: float) -> None:
             key.data.add(data)
         else:
             pipes.unregister(key.fileobj)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the command's process group: a shell ends at once, and what it has started may not heed SIGTERM."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if not _signalled(process, number):
-            return
-        until = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < until:
-            process.poll()
-            # Nothing: it takes no signal, and only tells whether any process of the group is left.
-            if not _signalled(process, 0):
-                return
-            time.sleep(0.05)
-
-
-def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _ending(code: int) -> str:

@@ -117,7 +117,7 @@ def test_grandchild_that_keeps_the_pipes_open_is_not_waited_for() -> None:
 
 
 def test_timeout_ends_a_child_that_ignores_sigterm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuprov.fleet.host_command._KILL_SECONDS", 0.5)
+    monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0.5)
     pid = tmp_path / "pid"
     # The shell ends at SIGTERM, its child does not.
     words = ("sh", "-c", f"(trap '' TERM; echo $$ > {tmp_path}/x; exec sleep 30) & echo $! > {pid}; wait")
