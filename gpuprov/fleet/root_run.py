@@ -41,6 +41,8 @@ _ENTER = r"""
 set -eu
 put() { mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; }
 root=$1 agent=$2 bundle=$3 resolver=$4; shift 4
+# It would lead to the builder's docker.
+unset DOCKER_HOST
 mount --rbind "$root" "$root"
 cd "$root"
 mount -t proc proc proc
@@ -71,7 +73,7 @@ if [ -f usr/sbin/invoke-rc.d ] && [ ! -L usr/sbin/invoke-rc.d ]; then
     mount --bind run/start-nothing usr/sbin/invoke-rc.d
 fi
 for python; do
-    if chroot . "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 9))' > /dev/null 2>&1; then
+    if chroot . "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 9))' > /dev/null; then
         exec setpriv --bounding-set -sys_module,-sys_rawio,-sys_time chroot . "$python" -I /run/gpuprov-agent.pyz
     fi
 done
@@ -167,6 +169,11 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         )  # fmt: skip
     if finished:
         return
+    if done.returncode == _NO_PYTHON and (line := _line_with("Exec format error", done.stderr)):
+        raise GpuprovError(
+            f"the programs in {root} are of another architecture than this machine's", line,
+            "build the image on a machine of its own architecture",
+        )  # fmt: skip
     if done.returncode == _NO_PYTHON:
         raise GpuprovError(
             "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
@@ -179,6 +186,10 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         f"exit code {done.returncode}: {said or 'no output'}",
         "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?",
     )
+
+
+def _line_with(words: str, text: str) -> str:
+    return next((line for line in text.splitlines() if words in line), "")
 
 
 def _looked_at(root: str) -> _Root:

@@ -202,7 +202,9 @@ class Fleet:
 
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
-            if result.has_failed and result.begun:
+            # A host that waits for a reboot by hand has not failed; drained for it, it is one less to work all the same.
+            drained = result.drain is not None and result.drain.lasts and bool(self.settings.commands.after)
+            if result.begun and (result.has_failed or drained):
                 with self._lock:
                     failed.append(target.name)
                     if batch.most_failed is not None and len(failed) > batch.most_failed:

@@ -188,6 +188,14 @@ def test_too_many_failures_of_a_batch_end_the_run(tmp_path: Path) -> None:
     assert [result.begun for result in results] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("rollout", "drained"), [(parse_rollout(canary="1"), "a"), (parse_rollout("2", "1"), "ab")])
+def test_hosts_that_stay_drained_for_a_reboot_count_as_failed(site: Site, rollout: Rollout, drained: str) -> None:
+    site.reboots = "abcdef"
+    results = site.run("abcdef", rollout=rollout)
+    assert [line for line in site.order() if line.startswith("drain")] == [f"drain {name}" for name in drained]
+    assert results[-1].problems[0].what.startswith("not run: too many hosts failed before it")
+
+
 def test_ctrl_c_drains_no_further_host_and_says_who_is_drained(site: Site) -> None:
     real = site.answer
 

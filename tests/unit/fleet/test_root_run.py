@@ -79,6 +79,11 @@ def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> Non
     assert (root / "etc/resolv.conf").read_text() == "# the image's\n"
 
 
+def test_the_builders_docker_is_not_named_inside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
+    assert run(root, "os.environ.get('DOCKER_HOST')") == ["None"]
+
+
 def test_a_second_run_in_the_same_root_is_refused(root: Path) -> None:
     with _locked(str(root)):
         with pytest.raises(GpuprovError, match="another gpuprov run works in"):
@@ -123,3 +128,16 @@ def test_a_stop_reaches_the_agent_inside(root: Path, tmp_path: Path) -> None:
         "[time.sleep(0.1) for _ in range(300) if 'asked to stop' not in said] and None",
     )  # fmt: skip
     assert "asked to stop" in run(root, *lines, stop=ready.exists)
+
+
+def test_programs_of_another_architecture_are_named(tmp_path: Path) -> None:
+    for name in ("proc", "sys", "dev", "run", "etc", "usr/bin", "bin"):
+        (tmp_path / name).mkdir(parents=True)
+    # An executable for s390 (e_machine 22), 64 bits, little endian: no kernel runs it.
+    program = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\x16\x00\x01\x00\x00\x00" + bytes(40)
+    for name in ("usr/bin/python3", "bin/sh"):
+        (tmp_path / name).write_bytes(program)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(GpuprovError, match="are of another architecture") as caught:
+        run(tmp_path, "1")
+    assert "Exec format error" in caught.value.problems[0].evidence
