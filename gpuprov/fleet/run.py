@@ -202,7 +202,7 @@ class Fleet:
 
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
-            # A host that waits for a reboot by hand has not failed; drained for it, it is one less to work all the same.
+            # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
             drained = result.drain is not None and result.drain.lasts and bool(self.settings.commands.after)
             if result.begun and (result.has_failed or drained):
                 with self._lock:
