@@ -32,6 +32,11 @@ print(json.dumps({{"event": "Finished", "exit_code": 0, "summary": json.dumps(sa
 """
 
 
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuprov.fleet.root_run._LOCKS", str(tmp_path))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
     """Give a root whose /usr is a mount of its own, as a disk with several partitions has."""
