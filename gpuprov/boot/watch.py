@@ -41,6 +41,8 @@ from gpuprov.wire.spec import HostSpec, spec_to_json
 _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
 _SYSTEMCTL_SECONDS = 60
 _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
+# What the service sees of its own (PrivateTmp=), or cannot write (ProtectSystem=full, ProtectHome=).
+_NOT_ITS = ("/tmp/", "/var/tmp/", "/etc/", "/usr/", "/boot/", "/efi/", "/home/", "/root/", "/run/user/")
 # What says how a run goes, not what the host shall be.
 _OF_A_RUN = ("reboot", "lock_timeout")
 _SERVICE_TEXT = f"""\
@@ -123,12 +125,19 @@ def _problems(facts: HostFacts, spec: HostSpec) -> Iterator[Problem]:
             f"gpuprov_watch_metrics is {spec.watch_metrics}",
             "install prometheus-node-exporter, name another file with gpuprov_watch_metrics, or: mkdir -p " + folder,
         )
+    if spec.watch_metrics.startswith(_NOT_ITS):
+        yield Problem(
+            f"the service of gpuprov_watch can't write metrics into {folder}",
+            f"gpuprov_watch_metrics is {spec.watch_metrics}; of /tmp it has its own; /etc, /usr, /home are read-only",
+            "name a file below /var/lib with gpuprov_watch_metrics",
+        )  # fmt: skip
     if not facts.watch.agent and not facts.watch.program:
         yield Problem(
             "the program of gpuprov_watch is not at hand", facts.watch.agent_path or "no file of the agent is named",
             "run gpuprov install from the controller: --hosts INVENTORY",
         )  # fmt: skip
     named = [name for name, value in spec_to_json(spec).items() if name != "proxy" and _has_login(value)]
+    named += ["driver_releases"] if _has_login(dict(facts.watch.extra)) else []
     if named:
         yield Problem(
             "gpuprov_watch can't store a specification with a password in a URL",

@@ -30,6 +30,7 @@ _PASSED_ENVIRONMENT = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
 )  # fmt: skip
 _CHUNK = 1 << 16
+_PATIENCE_SECONDS = 5.0
 NOT_FOUND = 127
 TIMED_OUT = 124
 
@@ -96,7 +97,7 @@ def run_command(
     with process:
         out, err, in_time = _communicate(process, stdin, begun + timeout, on_line)
         if not in_time:
-            _end_group(process)
+            end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
     code = process.returncode if in_time else TIMED_OUT
     # A signal's number comes as -N; shells, and people, know it as 128+N.
@@ -114,7 +115,7 @@ def command_output(argv: Sequence[str], *, timeout: float) -> Iterator[BinaryIO]
         tuple(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         env=command_environment(), start_new_session=True, cwd="/",
     )  # fmt: skip
-    limit = threading.Timer(timeout, _end_group, (process,))
+    limit = threading.Timer(timeout, end_group, (process,))
     limit.start()
     try:
         with process:
@@ -122,7 +123,7 @@ def command_output(argv: Sequence[str], *, timeout: float) -> Iterator[BinaryIO]
                 # A pipe is a BufferedReader; typeshed names it by what it can do.
                 yield cast("BinaryIO", process.stdout)
             except BaseException:
-                _end_group(process)
+                end_group(process)
                 raise
     finally:
         limit.cancel()
@@ -181,14 +182,26 @@ def _tell_lines(pending: bytearray, data: bytes, on_line: Callable[[str], None] 
         on_line(line.decode("utf-8", "replace").rstrip("\r"))
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the command and its children to end, then make them."""
-    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the command and its children to end, then make them: the command may end at once, its children not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not _signalled(process, number):
             return
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < until:
+            process.poll()
+            # Nothing is sent: it tells whether any process of the group is left.
+            if not _signalled(process, 0):
+                return
+            time.sleep(0.05)
+
+
+def _signalled(process: subprocess.Popen[bytes], number: int) -> bool:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _since(begun: float) -> float:

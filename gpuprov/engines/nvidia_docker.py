@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -129,10 +130,15 @@ class RemoveFolder(Change):
     def capture(self, system: System) -> Json:
         found = system.status(self.path)
         if found is None or found.kind != "directory":
-            return {"path": self.path, "mode": None}
+            return {"path": self.path, "mode": None, "target": found.target if found else ""}
         return {"path": self.path, "mode": found.mode, "uid": found.uid, "gid": found.gid}
 
     def apply(self, system: System, tell: Tell) -> Json:
+        if mounts := _mounts(system, self.path):
+            raise GpuprovError(
+                f"{self.path} is not removed: another file system is mounted in it", f"mounted: {', '.join(mounts)}",
+                f"umount {' '.join(map(shlex.quote, reversed(mounts)))}; then run the same command again",
+            )  # fmt: skip
         found = system.status(self.path)
         if found is not None and found.kind == "directory":
             system.remove_tree(self.path)
@@ -142,7 +148,11 @@ class RemoveFolder(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if before["mode"] is None or system.status(before["path"]) is not None:
+        if system.status(before["path"]) is not None:
+            return
+        if before["mode"] is None:
+            if target := before.get("target"):
+                system.make_link(before["path"], target)
             return
         system.make_directory(before["path"], before["mode"])
         system.run(("chown", f"{before['uid']}:{before['gid']}", str(before["path"])))
@@ -150,3 +160,11 @@ class RemoveFolder(Change):
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
         return (f"the content of {before['path']} is not restored",) if before["mode"] is not None else ()
+
+
+def _mounts(system: System, path: str) -> list[str]:
+    """Return what is mounted at a path or below it (proc(5)): its files are not the folder's, and may be elsewhere."""
+    rows = (line.split(" ") for line in (system.read_text("/proc/self/mountinfo") or "").splitlines())
+    # The kernel writes a space as \040.
+    places = {row[4].replace("\\040", " ") for row in rows if len(row) > 4}
+    return sorted(place for place in places if f"{place}/".startswith(f"{path}/"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gpuprov.core.system import System
 from gpuprov.packaging import retired
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, Settings, read_settings
+from gpuprov.wire.errors import GpuprovError
 
 if TYPE_CHECKING:
     from gpuprov.engines.docker import DockerFacts
@@ -105,10 +106,21 @@ def with_docker(
 ) -> Leftovers:
     """Return the leftovers with what docker knows of: volumes, who refers to them, and containers that run.
 
-    Docker is asked where there is a trace of nvidia-docker, or `always`.
+    Docker is asked where there is a trace of nvidia-docker, or `always`: then it must answer. Raises GpuprovError.
     """
     if not docker.active:
         return replace(found, unseen=_local_volumes(system))
+    try:
+        return _told_by_docker(system, found, docker, packages, always=always)
+    except GpuprovError:
+        if always:
+            raise
+        return found
+
+
+def _told_by_docker(
+    system: System, found: Leftovers, docker: DockerFacts, packages: PackageFacts, *, always: bool
+) -> Leftovers:
     hints = always or found.has_plugin or PLUGIN in packages.installed or _local_volumes(system)
     names = (*retired.retired_packages(packages.installed), *retired.old_toolkit(packages.installed))
     running = _running(system) if names and docker.running_containers else ()
@@ -138,8 +150,9 @@ def _unit(system: System) -> str:
 
 
 def _account(system: System) -> str:
+    """Return the line of the user that the package makes; a site's own of this name has another home."""
     lines = (system.read_text("/etc/passwd") or "").splitlines()
-    return next((line for line in lines if line.startswith(f"{PLUGIN}:")), "")
+    return next((line for line in lines if line.startswith(f"{PLUGIN}:") and line.split(":")[5:6] == [FOLDER]), "")
 
 
 def _settings(system: System) -> tuple[str, ...]:
@@ -193,7 +206,8 @@ def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]
 
 
 def _volumes(system: System) -> tuple[Volume, ...]:
-    done = system.run(("docker", "volume", "ls", "--format", "{{.Driver}} {{.Name}}"), timeout=_SECONDS)
+    words = ("docker", "volume", "ls", "--format", "{{.Driver}} {{.Name}}")
+    done = system.require(words, "docker does not tell which volumes there are", timeout=_SECONDS)
     rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
     named = [(row[0], row[1]) for row in rows if len(row) == 2 and _VOLUME.match(row[1])]
     return tuple(Volume(name, driver, _containers(system, name)) for driver, name in named)
@@ -209,20 +223,26 @@ def _containers(system: System, volume: str) -> tuple[str, ...]:
 
 def _folder_users(system: System) -> tuple[str, ...]:
     """Return the containers, running or stopped, that mount a folder of the plugin's by its path."""
-    ids = system.run(("docker", "ps", "--all", "--quiet", "--no-trunc"), timeout=_SECONDS).stdout.split()
-    if not ids:
-        return ()
-    form = "{{json .HostConfig.Binds}} {{.Name}}"
-    rows = system.run(("docker", "inspect", "--format", form, *ids), timeout=_SECONDS).stdout.splitlines()
+    # Of `--volume`, and of `--mount type=bind`.
+    rows = _inspected(system, ("--all",), "{{json .HostConfig.Binds}} {{json .HostConfig.Mounts}} {{.Name}}")
     return tuple(sorted(row.rpartition(" ")[2].lstrip("/") for row in rows if f'"{FOLDER}' in row))
 
 
 def _running(system: System) -> tuple[str, ...]:
     """Return the names of the running containers whose runtime is NVIDIA's own program."""
-    ids = system.run(("docker", "ps", "--quiet", "--no-trunc"), timeout=_SECONDS).stdout.split()
-    if not ids:
-        return ()
-    form = "{{.HostConfig.Runtime}} {{.Name}}"
-    rows = system.run(("docker", "inspect", "--format", form, *ids), timeout=_SECONDS).stdout.splitlines()
+    rows = _inspected(system, (), "{{.HostConfig.Runtime}} {{.Name}}")
     pairs = (row.split(" ", 1) for row in rows)
     return tuple(sorted(pair[1].lstrip("/") for pair in pairs if len(pair) == 2 and pair[0].startswith("nvidia")))
+
+
+def _inspected(system: System, which: tuple[str, ...], form: str) -> list[str]:
+    """Return a line of each container. Raises GpuprovError if docker does not tell: nobody is no answer to that."""
+    what = "docker does not tell which containers use what nvidia-docker has left"
+    ids = system.require(("docker", "ps", *which, "--quiet", "--no-trunc"), what, timeout=_SECONDS).stdout.split()
+    if not ids:
+        return []
+    done = system.run(("docker", "inspect", "--format", form, *ids), timeout=_SECONDS)
+    # A container may have gone since it was listed; docker tells of the others then.
+    if not done.ok and "no such" not in done.stderr.lower():
+        raise GpuprovError(what, done.evidence(4), "systemctl status docker")
+    return done.stdout.splitlines()

@@ -5,19 +5,18 @@ They come from the command line alone: an inventory must not be able to run anyt
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import selectors
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gpuprov.core.commands import end_group
 from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -30,8 +29,9 @@ _PLACES = ("host", "address")
 _KEPT_LINES = 5
 _LONGEST_LINE = 300
 _CHUNK = 1 << 15
+# More than a pipe holds (pipe(7)): the last lines are those that say why.
+_LAST_CHUNKS = 8
 _PAUSE_SECONDS = 0.2
-_KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,16 @@ def _watch(
             pipes.register(pipe, selectors.EVENT_READ, tail)
         while True:
             ended = process.poll() is not None
-            _read(pipes, 0 if ended else _PAUSE_SECONDS)
+            for _ in range(_LAST_CHUNKS if ended else 1):
+                _read(pipes, 0 if ended else _PAUSE_SECONDS)
             # A grandchild may keep the pipes open: what counts is the command's own end.
             if ended:
                 return None
             if stop():
-                _kill(process)
+                end_group(process)
                 return "it was stopped by Ctrl-C"
             if time.monotonic() > deadline:
-                _kill(process)
+                end_group(process)
                 return ""
 
 
@@ -163,15 +164,6 @@ def _read(pipes: selectors.BaseSelector, seconds: float) -> None:
             key.data.add(data)
         else:
             pipes.unregister(key.fileobj)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_SECONDS)
-            return
 
 
 def _ending(code: int) -> str:

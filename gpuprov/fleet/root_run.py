@@ -6,13 +6,20 @@ has started, ends with it, however it ends.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+import signal
 import stat
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpuprov.agent.probe import PYTHONS
+from gpuprov.agent.same_machine import changes_the_host
 from gpuprov.core.commands import run_command
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -22,20 +29,29 @@ from gpuprov.wire.request import Request, request_to_line
 _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")
 _NO_PYTHON = 77
+_LOCKS = "/run"
+_LOOK_SECONDS = 0.2
 _BUNDLE = "/run/gpuprov.bundle"
 # $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; then Pythons.
 # Of the builder's devices it gets those that every program may use, so that nothing there is done to its disks or GPUs.
+# What is the kernel's, or the builder's, is read-only or a copy: programs of the image run as root, and a sysctl of
+# theirs, a module, a chmod of /dev/null or a new resolv.conf would be the builder's.
 # Debian's maintainer scripts ask invoke-rc.d to start what they have installed.
 _ENTER = r"""
 set -eu
+put() { mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; }
 root=$1 agent=$2 bundle=$3 resolver=$4; shift 4
-mount --bind "$root" "$root"
+# It would lead to the builder's docker.
+unset DOCKER_HOST
+mount --rbind "$root" "$root"
 cd "$root"
 mount -t proc proc proc
-mount --bind /sys sys
-mount -o remount,bind,ro sys
+for place in sys sysrq-trigger irq bus fs; do
+    if [ -e "proc/$place" ]; then put "proc/$place" "proc/$place"; fi
+done
+put /sys sys
 mount -t tmpfs -o mode=0755 tmpfs dev
-for node in null zero full random urandom tty; do : > "dev/$node"; mount --bind "/dev/$node" "dev/$node"; done
+for node in null zero full random urandom tty; do : > "dev/$node"; put "/dev/$node" "dev/$node"; done
 mkdir dev/pts dev/shm
 mount -t devpts -o newinstance,ptmxmode=0666,mode=0620 devpts dev/pts
 mount -t tmpfs -o mode=1777 tmpfs dev/shm
@@ -45,10 +61,11 @@ ln -s /proc/self/fd/0 dev/stdin; ln -s /proc/self/fd/1 dev/stdout; ln -s /proc/s
 mount -t tmpfs -o mode=0755 tmpfs run
 mkdir run/lock
 cp "$agent" run/gpuprov-agent.pyz
-if [ -n "$bundle" ]; then : > run/gpuprov.bundle; mount --bind "$bundle" run/gpuprov.bundle; fi
+if [ -n "$bundle" ]; then : > run/gpuprov.bundle; put "$bundle" run/gpuprov.bundle; fi
 if [ -n "$resolver" ] && [ -e /etc/resolv.conf ]; then
     case $resolver in run/*) mkdir -p "${resolver%/*}"; : > "$resolver" ;; esac
-    mount --bind /etc/resolv.conf "$resolver"
+    cp /etc/resolv.conf run/gpuprov-resolv.conf
+    mount --bind run/gpuprov-resolv.conf "$resolver"
 fi
 if [ -f usr/sbin/invoke-rc.d ] && [ ! -L usr/sbin/invoke-rc.d ]; then
     printf '#!/bin/sh\nexit 0\n' > run/start-nothing
@@ -56,12 +73,51 @@ if [ -f usr/sbin/invoke-rc.d ] && [ ! -L usr/sbin/invoke-rc.d ]; then
     mount --bind run/start-nothing usr/sbin/invoke-rc.d
 fi
 for python; do
-    if chroot . "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 9))' > /dev/null 2>&1; then
-        exec chroot . "$python" -I /run/gpuprov-agent.pyz
+    if chroot . "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 9))' > /dev/null; then
+        exec setpriv --bounding-set -sys_module,-sys_rawio,-sys_time chroot . "$python" -I /run/gpuprov-agent.pyz
     fi
 done
 exit 77
 """
+
+
+@contextlib.contextmanager
+def _passing_on(stop: Callable[[], bool]) -> Iterator[None]:
+    """Tell the agent inside once `stop` is true: the terminal's Ctrl-C does not reach it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            for pid in _agents() if stop() else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _agents() -> list[int]:
+    """Return the first processes inside: the children of this process's unshare(1)."""
+    return [inside for child in _children(os.getpid()) for inside in _children(child) if _is_unshare(child)]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _is_unshare(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text() == "unshare\n"
+    return False
 
 
 @dataclass(frozen=True)
@@ -72,9 +128,20 @@ class _Root:
     resolver: str
 
 
-def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
-    """Carry the request out in a root file system. Raises GpuprovError if it is none, or has no Python."""
+def run_in_root(
+    root: str, request: Request, agent: Agent, sink: Sink, stop: Callable[[], bool] = lambda: False
+) -> None:
+    """Carry the request out in a root file system; once `stop` is true, it ends after the change that it is at.
+
+    Raises GpuprovError if it is none, or has no Python.
+    """
     looked = _looked_at(root)
+    lock = _locked(looked.path) if changes_the_host(request) else contextlib.nullcontext()
+    with lock, _passing_on(stop):
+        _run_in(looked, root, request, agent, sink)
+
+
+def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink) -> None:
     finished: list[Finished] = []
     strays: list[str] = []
 
@@ -92,8 +159,8 @@ def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
         inside = replace(request, bundle=_BUNDLE if request.bundle else "")
         done = run_command(
             (
-                "unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "sh", "-c", _ENTER,
-                "sh", looked.path, file.name, request.bundle, looked.resolver, *PYTHONS,
+                "unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
+                "sh", "-c", _ENTER, "sh", looked.path, file.name, request.bundle, looked.resolver, *PYTHONS,
             ),
             timeout=_SECONDS,
             env={},
@@ -102,6 +169,11 @@ def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
         )  # fmt: skip
     if finished:
         return
+    if done.returncode == _NO_PYTHON and (line := _line_with("Exec format error", done.stderr)):
+        raise GpuprovError(
+            f"the programs in {root} are of another architecture than this machine's", line,
+            "build the image on a machine of its own architecture",
+        )  # fmt: skip
     if done.returncode == _NO_PYTHON:
         raise GpuprovError(
             "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
@@ -116,18 +188,65 @@ def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
     )
 
 
+def _line_with(words: str, text: str) -> str:
+    return next((line for line in text.splitlines() if words in line), "")
+
+
 def _looked_at(root: str) -> _Root:
     """Return the root with what is needed of it. Raises GpuprovError for what is none: mounts must not leave it."""
     path = os.path.realpath(root)
     wrong = [name for name in _FOLDERS if not _is_directory(f"{path}/{name}")]
-    if path == "/" or wrong:
-        seen = "it is this machine's own" if path == "/" else f"no directory: {', '.join(wrong)}"
+    # A bind mount of this machine's root has another path.
+    own = not wrong and Path(path).samefile("/")
+    if own or wrong:
+        seen = "it is this machine's own" if own else f"no directory: {', '.join(wrong)}"
         raise GpuprovError(
             f"{root} is no root file system of an image", seen,
             "mount the image and name its root: --root /mnt/image; for this machine's own disk: --image",
             exit_code=ExitCode.USAGE,
         )  # fmt: skip
+    if pid := _running_in(path):
+        raise GpuprovError(
+            f"a system runs from {root}, and an image loses its identity (machine-id, SSH host keys)",
+            f"process {pid} is its first process", "stop that container first: ps -fp " + pid,
+            exit_code=ExitCode.USAGE,
+        )  # fmt: skip
     return _Root(path, _resolver(path))
+
+
+def _running_in(path: str, proc: Path = Path("/proc")) -> str:
+    """Return the first process of a container whose root this is, nothing where none runs; a chroot's shell is none."""
+    for place in proc.iterdir():
+        if not place.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            ids = re.search(r"^NSpid:.*\t1$", (place / "status").read_text(), re.MULTILINE)
+            if ids and (place / "root").samefile(path):
+                return place.name
+    return ""
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Let one run at a time change this root: its own lock lies in a /run that only it sees. Raises GpuprovError.
+
+    Its processes inherit the lock, so a killed run holds it until they have ended.
+    """
+    status = Path(path).stat()
+    name = f"gpuprov-root-{status.st_dev:x}-{status.st_ino:x}.lock"
+    handle = os.open(f"{_LOCKS}/{name}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise GpuprovError(
+                f"another gpuprov run works in {path}", f"it holds {_LOCKS}/{name}",
+                f"wait for its end, or look for it: fuser -v {_LOCKS}/{name}",
+            ) from None  # fmt: skip
+        os.set_inheritable(handle, True)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _is_directory(path: str) -> bool:

@@ -98,7 +98,7 @@ class Fleet:
             if target.connection == "local":
                 self._claim(target.name, local_machine(System()), wanted, sink)
             if target.connection == "chroot":
-                run_in_root(target.address, wanted, agent(), sink)
+                run_in_root(target.address, wanted, agent(), sink, self._is_cut)
                 return
 
             def carry_out(one: Request, events: Sink) -> Finished:
@@ -186,7 +186,7 @@ class Fleet:
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1
-        self._here = self._alone and targets[0].connection == "local"
+        self._here = self._alone and targets[0].connection != "ssh"
         forks = max(1, min(self.settings.options.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
@@ -202,7 +202,9 @@ class Fleet:
 
         def run_one(target: HostTarget) -> HostResult:
             result = self._one(target, run_host, sink)
-            if result.has_failed and result.begun:
+            # A host that waits for a reboot by hand has not failed; but drained for it, it does no work.
+            drained = result.drain is not None and result.drain.lasts and bool(self.settings.commands.after)
+            if result.begun and (result.has_failed or drained):
                 with self._lock:
                     failed.append(target.name)
                     if batch.most_failed is not None and len(failed) > batch.most_failed:
@@ -220,8 +222,10 @@ class Fleet:
         try:
             run_host(target, recorder)
         except GpuprovError as error:
-            # What breaks after the second Ctrl-C breaks because of it.
-            error = _left() if self.interruptions > 1 else error
+            # What breaks after the second Ctrl-C breaks because of it; a drain that was cut says so itself.
+            drain = self._drains.get(target.name)
+            cut_drain = drain is not None and drain.state == "failed"
+            error = _left() if self.interruptions > 1 and not cut_drain else error
             recorder(Finished(int(error.exit_code), problems=error.problems))
         except Exception as error:  # a defect on one host must not end the others; the log has it all
             from gpuprov.fleet.crash import write_log
@@ -239,11 +243,23 @@ class Fleet:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, lambda number, frame: self.interrupt())
+        handlers: dict[int, Callable[[], None]] = {signal.SIGINT: self.interrupt}
+        if self.settings.commands.before:
+            # A closed terminal or a job that is cancelled must not end the run without a word on who is drained.
+            handlers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), self._cut_off)
+        before = {
+            number: signal.signal(number, lambda *_, do=handler: do()) for number, handler in handlers.items()
+        }  # fmt: skip
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _cut_off(self) -> None:
+        """Interrupt as Ctrl-C does the second time."""
+        while self.interruptions < 2:
+            self.interrupt()
 
 
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:

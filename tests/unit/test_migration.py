@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
+from gpuprov.core.commands import Completed
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import DAEMON_JSON, edited, render_config
+from gpuprov.engines.nvidia_docker import RemoveFolder
 from gpuprov.engines.other_engines import EngineFacts
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume, with_docker
@@ -21,6 +24,7 @@ from gpuprov.plan import migration
 from gpuprov.plan.steps import make_plan
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.toolkit import InstallRuntime
+from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.fake_host import FakeHost
@@ -322,3 +326,75 @@ def test_a_control_file_has_the_package_s_fields_and_none_of_dpkgs() -> None:
         "Description: a thing\n of two lines\n"
     )
     assert control_of(status) == "Package: x\nVersion: 1\nDescription: a thing\n of two lines\n"
+
+
+class Answering(FakeHost):
+    """A host whose docker answers as a test says; nothing else is asked."""
+
+    def __init__(self, root: Path, answers: dict[str, tuple[int, str, str]]) -> None:
+        super().__init__(root)
+        self.answers = answers
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] != "docker":
+            return super().run(argv, **more)
+        code, out, error = next((one for part, one in self.answers.items() if part in argv), (0, "", ""))
+        return Completed(tuple(argv), code, out, error)
+
+
+@pytest.mark.parametrize("silent", ["--quiet", "inspect", "ls"])
+def test_a_docker_that_does_not_tell_is_not_one_without_users(tmp_path: Path, silent: str, bare: HostFacts) -> None:
+    answers = {"--quiet": (0, "1" * 64, ""), "inspect": (0, '["/x:/y"] null /job', ""), "ls": (0, "", "")}
+    host = Answering(tmp_path / "root", {**answers, silent: (124, "", "stopped after 30 s, its time limit")})
+    found, docker = replace(bare.leftovers, folder=True), replace(bare.docker, active=True)
+    with pytest.raises(GpuprovError, match="docker does not tell"):
+        with_docker(host, found, docker, bare.packages, always=True)
+    # Where nothing is removed, it is no reason to fail.
+    assert with_docker(host, found, docker, bare.packages) == found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f'["{FOLDER}/volumes/nvidia_driver/375.26:/usr/local/nvidia:ro"] null /job',
+        f'null [{{"Type":"bind","Source":"{FOLDER}/volumes/nvidia_driver/375.26","Target":"/n"}}] /job',
+    ],
+)
+def test_containers_that_mount_its_folder_are_found(tmp_path: Path, row: str, bare: HostFacts) -> None:
+    gone = (1, f"{row}\n", "Error: No such object: 2222")
+    host = Answering(tmp_path / "root", {"--quiet": (0, "1 2", ""), "inspect": gone})
+    found = with_docker(host, replace(bare.leftovers, folder=True), replace(bare.docker, active=True), bare.packages)
+    assert found.folder_users == ("job",)
+
+
+@pytest.mark.parametrize(("home", "theirs"), [(FOLDER, True), ("/home/nvidia-docker", False)])
+def test_a_user_of_the_sites_own_is_not_the_plugins(tmp_path: Path, home: str, theirs: bool) -> None:
+    host = FakeHost(tmp_path / "root")
+    host.write("/etc/passwd", f"nvidia-docker:x:998:998::{home}:/bin/sh\n".encode())
+    assert bool(gather(host).leftovers.account) == theirs
+
+
+def test_nothing_is_removed_below_a_mount(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    host.make_directory(f"{FOLDER}/volumes")
+    host.write(f"{FOLDER}/volumes/file", b"another file system's")
+    mount = f"{FOLDER}/volumes"
+    host.make_directory("/proc/self")
+    host.write("/proc/self/mountinfo", f"36 35 98:0 / {mount} rw - nfs server:/export rw\n".encode())
+    with pytest.raises(GpuprovError, match="another file system is mounted in it") as caught:
+        RemoveFolder(FOLDER).apply(host, lambda *_: None)
+    assert f"umount {mount}" in caught.value.problems[0].next_step
+    assert host.exists(f"{FOLDER}/volumes/file")
+
+
+def test_a_link_in_the_folders_place_goes_alone_and_comes_back(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    host.make_directory("/srv")
+    host.write("/srv/kept", b"")
+    host.make_link(FOLDER, "/srv")
+    change = RemoveFolder(FOLDER)
+    before = change.capture(host)
+    change.apply(host, lambda *_: None)
+    assert host.status(FOLDER) is None and host.exists("/srv/kept")
+    change.undo(host, before, {})
+    assert (found := host.status(FOLDER)) is not None and found.target == "/srv"

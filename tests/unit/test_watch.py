@@ -17,6 +17,7 @@ from gpuprov.agent.watch_metrics import Measured, metrics_text
 from gpuprov.boot import watch as boot_watch
 from gpuprov.core.lock import LOCK_PATH
 from gpuprov.engines.docker_proxy import ENVIRONMENT
+from gpuprov.facts.host import gather
 from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.metrics import write_metrics
@@ -116,8 +117,9 @@ def test_what_is_stored_is_for_root_alone_and_has_no_secret(host: DoctorHost) ->
     [
         (replace(DAILY, watch_metrics="/nowhere/gpuprov.prom"), "there is no folder /nowhere"),
         (replace(DAILY, toolkit_repository="https://me:opensesame@mirror.example.org/x"), "gpuprov_toolkit_repository"),
+        (replace(DAILY, watch_metrics="/var/tmp/gpuprov.prom"), "can't write metrics into /var/tmp"),
     ],
-    ids=["folder", "login"],
+    ids=["folder", "login", "tmp"],
 )
 def test_what_can_not_be_is_refused_before_any_change(host: DoctorHost, spec: HostSpec, said: str) -> None:
     before = host.tree()
@@ -126,6 +128,14 @@ def test_what_can_not_be_is_refused_before_any_change(host: DoctorHost, spec: Ho
     assert said in "\n".join(map(str, last.problems))
     assert "opensesame" not in str(last)
     assert host.tree() == before
+
+
+def test_a_login_in_a_sites_table_is_not_stored(host: DoctorHost) -> None:
+    tables = {"driver-releases": {"source": "https://me:opensesame@mirror.example.org/releases.json"}}
+    facts = gather(host)
+    facts = replace(facts, watch=replace(facts.watch, agent="1", extra={"tables": tables}))
+    (problem,) = (one for one in boot_watch.problems(facts, DAILY) if "password" in one.what)
+    assert problem.evidence == "in gpuprov_driver_releases"
 
 
 def test_without_the_agents_file_nothing_is_installed(host: DoctorHost) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.fleet.host_command import for_host, parse_host_commands, require_safe_hosts, run_host_command
+from gpuprov.fleet.host_command import (
+    _Tail,
+    _watch,
+    for_host,
+    parse_host_commands,
+    require_safe_hosts,
+    run_host_command,
+)
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec
@@ -106,3 +114,22 @@ def test_grandchild_that_keeps_the_pipes_open_is_not_waited_for() -> None:
     ended = run_host_command(python(script), 60)
     assert ended.trouble == ""
     assert time.monotonic() - begun < 4
+
+
+def test_timeout_ends_a_child_that_ignores_sigterm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuprov.core.commands._PATIENCE_SECONDS", 0.5)
+    pid = tmp_path / "pid"
+    # The shell ends at SIGTERM, its child does not.
+    words = ("sh", "-c", f"(trap '' TERM; echo $$ > {tmp_path}/x; exec sleep 30) & echo $! > {pid}; wait")
+    assert run_host_command(words, 0.5).trouble == "it took longer than 0.5 s"
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_last_line_is_kept_of_a_command_that_has_ended_before_it_was_read() -> None:
+    script = "import os\nos.write(2, b'x\\n' * 30000 + b'the reason')"
+    with subprocess.Popen(python(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.wait()
+        out, err = _Tail(), _Tail()
+        assert _watch(process, out, err, time.monotonic() + 20, lambda: False) is None
+    assert err.text().endswith("the reason")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -184,6 +188,14 @@ def test_too_many_failures_of_a_batch_end_the_run(tmp_path: Path) -> None:
     assert [result.begun for result in results] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("rollout", "drained"), [(parse_rollout(canary="1"), "a"), (parse_rollout("2", "1"), "ab")])
+def test_hosts_that_stay_drained_for_a_reboot_count_as_failed(site: Site, rollout: Rollout, drained: str) -> None:
+    site.reboots = "abcdef"
+    results = site.run("abcdef", rollout=rollout)
+    assert [line for line in site.order() if line.startswith("drain")] == [f"drain {name}" for name in drained]
+    assert results[-1].problems[0].what.startswith("not run: too many hosts failed before it")
+
+
 def test_ctrl_c_drains_no_further_host_and_says_who_is_drained(site: Site) -> None:
     real = site.answer
 
@@ -211,6 +223,46 @@ def test_ctrl_c_during_the_look_leaves_the_host_alone(site: Site) -> None:
     results = site.run("a")
     assert site.order() == ["look a"]
     assert results[0].exit_code == ExitCode.FAILED
+
+
+def test_a_drain_that_is_cut_says_so_itself(site: Site) -> None:
+    site.script.write_text(f"#!/bin/sh\necho drain >> {site.calls}; sleep 30\n")
+
+    def cut() -> None:
+        while "drain" not in site.order():
+            time.sleep(0.05)
+        site.fleet.interrupt()
+        site.fleet.interrupt()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    (result,) = site.run("a")
+    thread.join()
+    assert states((result,)) == ["failed"]
+    assert "it was stopped by Ctrl-C" in result.problems[0].evidence
+    assert "the host may be drained in part" in result.problems[0].next_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_cancelled_run_says_who_is_drained(site: Site, number: int) -> None:
+    real = site.answer
+
+    def answer(name: str, request: Request, sink: Sink) -> Finished:
+        if request.command == "install" and not request.check:
+            os.kill(os.getpid(), number)
+            while site.fleet.interruptions < 2:
+                time.sleep(0.05)
+            site.failing = "a"
+        return real(name, request, sink)
+
+    before = signal.signal(number, lambda *_: None)
+    try:
+        site.answer = answer  # type: ignore[method-assign]
+        results = site.run("ab")
+    finally:
+        signal.signal(number, before)
+    assert states(results) == ["drained", ""]
+    assert any(line.startswith("drained now: a;") for line in site.told)
 
 
 def report(results: tuple[HostResult, ...]) -> str:

@@ -1,0 +1,148 @@
+"""`--root`: what a hostile image, a second run or a wrong folder can do to the builder; the agent is a script."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuprov.fleet.agent_run import Agent
+from gpuprov.fleet.root_run import _locked, _running_in, run_in_root
+from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.events import Event, Finished
+from gpuprov.wire.request import Request
+
+pytestmark = pytest.mark.root
+# Does in the image, as root, what it is told to, and says what came of each line.
+HOSTILE = """
+import json, os, signal, socket, sys, time
+sys.stdin.readline()
+said = []
+for line in {lines!r}:
+    try:
+        said.append(str(eval(line)))
+    except OSError as error:
+        said.append(type(error).__name__ + " " + str(error.errno))
+print(json.dumps({{"event": "Finished", "exit_code": 0, "summary": json.dumps(said)}}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuprov.fleet.root_run._LOCKS", str(tmp_path))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Give a root whose /usr is a mount of its own, as a disk with several partitions has."""
+    place = tmp_path / "root"
+    for name in ("proc", "sys", "dev", "run", "etc", "usr", "tmp"):
+        (place / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if Path("/", name).exists():
+            (place / name).symlink_to(f"usr/{name}")
+    (place / "etc/resolv.conf").write_text("# the image's\n")
+    subprocess.run(("mount", "--bind", "-o", "ro", "/usr", str(place / "usr")), check=True)
+    yield place
+    subprocess.run(("umount", str(place / "usr")), check=True)
+
+
+def run(root: Path, *lines: str, command: str = "install", stop: Callable[[], bool] = lambda: False) -> list[str]:
+    events: list[Event] = []
+    content = HOSTILE.format(lines=lines).encode()
+    run_in_root(str(root), Request(command), Agent(content, "0"), events.append, stop)
+    (last,) = events
+    assert isinstance(last, Finished)
+    said = json.loads(last.summary)
+    assert isinstance(said, list)
+    return said
+
+
+def test_mounts_below_the_root_are_seen(root: Path) -> None:
+    assert run(root, "os.path.exists('/usr/bin')") == ["True"]
+
+
+def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> None:
+    null, name = stat.S_IMODE(Path("/dev/null").stat().st_mode), socket.gethostname()
+    resolver = Path("/etc/resolv.conf").read_bytes()
+    limit = Path("/proc/sys/kernel/threads-max").read_text()
+    said = run(
+        root, "os.chmod('/dev/null', 0o600)", "open('/dev/null', 'w').write('x')",
+        "open('/etc/resolv.conf', 'a').write('# hostile')", "open('/proc/sys/kernel/threads-max', 'r+').write('')",
+        "socket.sethostname('hostile')",
+        "[int(line.split()[1], 16) >> 16 & 1 for line in open('/proc/self/status') if line.startswith('CapEff')]",
+    )  # fmt: skip
+    assert said == ["OSError 30", "1", "9", "OSError 30", "None", "[0]"]
+    assert stat.S_IMODE(Path("/dev/null").stat().st_mode) == null and socket.gethostname() == name
+    assert Path("/etc/resolv.conf").read_bytes() == resolver
+    assert Path("/proc/sys/kernel/threads-max").read_text() == limit
+    assert (root / "etc/resolv.conf").read_text() == "# the image's\n"
+
+
+def test_the_builders_docker_is_not_named_inside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
+    assert run(root, "os.environ.get('DOCKER_HOST')") == ["None"]
+
+
+def test_a_second_run_in_the_same_root_is_refused(root: Path) -> None:
+    with _locked(str(root)):
+        with pytest.raises(GpuprovError, match="another gpuprov run works in"):
+            run(root, "1")
+        assert run(root, "1", command="verify") == ["1"]
+    assert run(root, "1") == ["1"]
+
+
+def test_a_killed_run_holds_the_root_until_its_processes_have_ended(root: Path) -> None:
+    with _locked(str(root)):
+        child = subprocess.Popen(("cat",), stdin=subprocess.PIPE, close_fds=False)
+    with pytest.raises(GpuprovError, match="another gpuprov run works in"):
+        run(root, "1")
+    child.communicate()
+    assert run(root, "1") == ["1"]
+
+
+def test_another_path_of_this_machines_root_is_refused(tmp_path: Path) -> None:
+    subprocess.run(("mount", "--bind", "/", str(tmp_path)), check=True)
+    try:
+        with pytest.raises(GpuprovError, match="it is this machine's own"):
+            run(tmp_path, "1")
+    finally:
+        subprocess.run(("umount", str(tmp_path)), check=True)
+
+
+def test_a_root_from_which_a_container_runs_is_refused(root: Path) -> None:
+    words = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "chroot", str(root), "sh", "-c", "echo; read x")
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as container:
+        assert container.stdout is not None
+        container.stdout.readline()
+        with pytest.raises(GpuprovError, match="a system runs from"):
+            run(root, "1")
+        container.communicate(b"\n")
+    assert _running_in(str(root)) == ""
+
+
+def test_a_stop_reaches_the_agent_inside(root: Path, tmp_path: Path) -> None:
+    ready = root / "tmp/ready"
+    lines = (
+        "signal.signal(signal.SIGTERM, lambda *_: said.append('asked to stop'))", "open('/tmp/ready', 'w').close()",
+        "[time.sleep(0.1) for _ in range(300) if 'asked to stop' not in said] and None",
+    )  # fmt: skip
+    assert "asked to stop" in run(root, *lines, stop=ready.exists)
+
+
+def test_programs_of_another_architecture_are_named(tmp_path: Path) -> None:
+    for name in ("proc", "sys", "dev", "run", "etc", "usr/bin", "bin"):
+        (tmp_path / name).mkdir(parents=True)
+    # An executable for s390 (e_machine 22), 64 bits, little endian: no kernel runs it.
+    program = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00\x16\x00\x01\x00\x00\x00" + bytes(40)
+    for name in ("usr/bin/python3", "bin/sh"):
+        (tmp_path / name).write_bytes(program)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(GpuprovError, match="are of another architecture") as caught:
+        run(tmp_path, "1")
+    assert "Exec format error" in caught.value.problems[0].evidence
