@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -83,6 +85,7 @@ def test_a_node_with_a_strange_name_is_left_out(name: Any) -> None:
 
 def test_text_of_the_api_server_is_shown_as_one_short_line() -> None:
     assert cluster.text("a\x1b]0;title\x07b\nc\u202e") == "ab c"
+    assert cluster.text(json.loads(r'"a\ud800b"')).encode() == b"ab"
     assert len(cluster.text("x" * 10**6)) < 310
     assert cluster.uid_of({"metadata": {"uid": "a/../b"}}) == ""
 
@@ -197,6 +200,18 @@ def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch
     while not ended() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ended()
+
+
+def test_a_program_that_outlives_kubectl_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credential plugin may start a daemon, which has kubectl's error output: the answer is there without its end."""
+    monkeypatch.setattr(kubectl, "_LAST_WORDS_SECONDS", 0.2)
+    done = program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; echo '{{}}'").run(("get", "--raw", "/"))
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        assert (done.returncode, done.stdout) == (0, "{}\n")
+        assert Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_arguments_stay_arguments(tmp_path: Path) -> None:
