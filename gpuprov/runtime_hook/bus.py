@@ -7,6 +7,7 @@ Source: D-Bus Specification 0.42, "Message Protocol" and "Authentication Protoco
 from __future__ import annotations
 
 import posix
+import time
 from _struct import pack, pack_into, unpack_from
 
 TYPE_CHECKING = False
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
 SOCKETS = ("/run/dbus/system_bus_socket", "/run/systemd/private")
 _SYSTEMD = "org.freedesktop.systemd1"
 _BUS = "org.freedesktop.DBus"
+# For all that is said until systemd is asked, and for its answer again: the hook must not end by its own limit.
 _SECONDS = 3
 _LARGEST_MESSAGE = 1 << 16
 _MOST_MESSAGES = 32
 _CALL, _RETURN, _ERROR = 1, 2, 3
 _PATH, _INTERFACE, _MEMBER, _DESTINATION, _SIGNATURE = 1, 2, 3, 6, 8
 _ENDIAN = b"l" if pack("=H", 1) == b"\1\0" else b"B"
-_BAD_MESSAGE = 74
+_BAD_MESSAGE, _TIMED_OUT = 74, 110
 
 
 class Bus:
     """A connection to systemd, which answers one call after the other."""
 
-    __slots__ = ("_buffer", "_connection", "_serial")
+    __slots__ = ("_buffer", "_connection", "_serial", "_until")
 
     def __init__(self) -> None:
         """Connect. Raises OSError if no socket answers."""
@@ -36,6 +38,7 @@ class Bus:
 
         self._buffer = b""
         self._serial = 0
+        self.begin()
         for path in SOCKETS:
             self._connection: Any = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
             self._connection.settimeout(_SECONDS)
@@ -52,6 +55,10 @@ class Bus:
             raise OSError(_BAD_MESSAGE, "D-Bus refuses the authentication")
         if path != SOCKETS[-1]:
             self.call(f"/{_BUS.replace('.', '/')}", _BUS, "Hello", "", b"", _BUS)
+
+    def begin(self) -> None:
+        """Begin the time that answers may take, all together."""
+        self._until = time.monotonic() + _SECONDS
 
     def call(self, *words: Any) -> bytes:
         """Call a method, as `send` does, and return the body of its answer. Raises OSError, with what an error says."""
@@ -102,6 +109,10 @@ class Bus:
         return taken
 
     def _more(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise OSError(_TIMED_OUT, "D-Bus does not answer in time")
+        self._connection.settimeout(left)
         more = self._connection.recv(4096)
         if not more or len(self._buffer) > 4 * _LARGEST_MESSAGE:
             raise OSError(_BAD_MESSAGE, "D-Bus ends the connection")

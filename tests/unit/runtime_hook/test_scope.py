@@ -166,6 +166,33 @@ def test_a_systemd_that_answers_oddly_is_an_error_with_its_words(
         scope.tell(UNIT, NODES)
 
 
+def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and all of them together do not: without a limit for all, the last line is read."""
+    monkeypatch.setattr(bus, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
+    monkeypatch.setattr(bus, "_SECONDS", 0.3)
+    ended = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "private"))
+        listening.listen()
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                for byte in b"OK 1" + b"1" * 30 + b"\r\n":
+                    connection.send(bytes((byte,)))
+                    if ended.wait(0.05):
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(OSError, match="in time|timed out"):
+                bus.Bus()
+        finally:
+            ended.set()
+            thread.join(10)
+
+
 def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
     systemd: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
