@@ -92,6 +92,8 @@ class Answers:
             return Answer(500, f"{failed(error.problems[0].what)}\n")
         except OSError as error:  # a full /tmp, say
             return Answer(500, f"{failed(str(error))}\n")
+        except Exception as error:  # a client that hears nothing takes the empty answer for no flags
+            return Answer(500, f"{failed(f'internal error: {type(error).__name__}: {error}')}\n")
 
     def _cli(self, query: Query) -> Answer:
         # `vol` chose among the plugin's volumes; the driver's files are single mounts here.

@@ -52,6 +52,8 @@ def flags(gpus: str) -> PlainFlags:
     """Return flags that name the GPUs that were asked for."""
     if "7" in gpus.split(","):
         raise GpuprovError("there is no GPU 7: the host has 0, 1", f"--gpus {gpus}", "nvidia-smi -L")
+    if gpus == "9":
+        raise KeyError("mounts")
     if gpus == "8":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
     devices = (Device("/dev/nvidiactl", "/dev/nvidiactl"), Device("/dev/x", "/dev/y", "rw"))
@@ -126,6 +128,7 @@ def test_what_the_gpus_are_and_do(port: int, version: str) -> None:
     [
         ("?dev=7", 500, "--gpuprov-error-there-is-no-GPU-7-the-host-has-0-1"),
         ("?dev=8", 500, "--gpuprov-error-Errno-28-No-space-left-on-device-/tmp"),
+        ("?dev=9", 500, "--gpuprov-error-internal-error-KeyError-mounts"),
         ("?dev=0+;--privileged", 400, "--gpuprov-error-privileged-is-neither-a-GPU-s-index-nor-its-UUID"),
         ("?dev=0%0a--privileged", 400, "--gpuprov-error-privileged-is-neither-a-GPU-s-index-nor-its-UUID"),
         ("?dev=nvidia.com/gpu=0", 400, "--gpuprov-error-nvidia.com/gpu-0-is-neither-a-GPU-s-index-nor-its-UUID"),
