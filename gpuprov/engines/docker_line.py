@@ -48,7 +48,9 @@ class ContainerCall:
         long = {f"--{option}={value}": f"--{option}={other}" for value, other in others.items()}
         words = list(self.after)
         for place, word in enumerate(words[: self.place]):
-            words[place] = others.get(word, word) if place and words[place - 1] == f"--{option}" else long.get(word, word)
+            words[place] = (
+                others.get(word, word) if place and words[place - 1] == f"--{option}" else long.get(word, word)
+            )
         return ContainerCall(self.before, words, self.hosts)
 
     def values(self, *names: str) -> tuple[str, ...]:

@@ -126,7 +126,8 @@ def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["\ufeffNVIDIA_VISIBLE_DEVICES=none\n", "A=\u2028\x0c\x85NVIDIA_VISIBLE_DEVICES=2\r\nNVIDIA_VISIBLE_DEVICES=none"]
+    "content",
+    ["\ufeffNVIDIA_VISIBLE_DEVICES=none\n", "A=\u2028\x0c\x85NVIDIA_VISIBLE_DEVICES=2\r\nNVIDIA_VISIBLE_DEVICES=none"],
 )
 def test_a_file_of_variables_is_read_as_docker_reads_it(tmp_path: Path, content: str) -> None:
     path = tmp_path / "env"
@@ -187,7 +188,9 @@ def options_of(docker: str, *command: str) -> tuple[set[str], set[str]]:
 
 def test_the_table_of_options_is_that_of_each_docker_here() -> None:
     """Dockers of this machine: an option that is taken for a flag, or not, moves the image to another word."""
-    dockers = {os.path.realpath(path) for folder in os.get_exec_path() if os.access(path := f"{folder}/docker", os.X_OK)}
+    dockers = {
+        os.path.realpath(path) for folder in os.get_exec_path() if os.access(path := f"{folder}/docker", os.X_OK)
+    }
     if not dockers:
         pytest.skip("docker is not installed")
     for docker in dockers:

@@ -21,6 +21,8 @@ from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node,
 from gpuprov.kubernetes.gpu_list import GpuList, parse_list
 from gpuprov.kubernetes.hosts import NoList, listed, node_of
 from gpuprov.kubernetes.kubectl import Kubectl, failure
+from gpuprov.kubernetes.stop import Stop
+from gpuprov.kubernetes.trial import Trial, Wanted
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.kube_api import node
@@ -226,6 +228,22 @@ def test_arguments_stay_arguments(tmp_path: Path) -> None:
         "--raw",
         "/$(id)",
     ]
+
+
+def test_a_namespace_whose_creation_is_answered_oddly_is_looked_for_and_removed(tmp_path: Path) -> None:
+    call = program(
+        tmp_path,
+        f"""case "$2 $3" in
+"create --raw") echo '{{}}';;
+"get --raw") [ -e {tmp_path}/gone ] && {{ echo 'Error from server (NotFound): x' >&2; exit 1; }}
+    echo '{{"metadata": {{"uid": "u-1"}}}}';;
+"delete --raw") cat > {tmp_path}/gone; echo '{{}}';;
+esac""",
+    )
+    trial = Trial(call, Wanted("image", interval=0.01), Stop())
+    trial.open()
+    assert trial.close() == {}
+    assert json.loads((tmp_path / "gone").read_text())["preconditions"] == {"uid": "u-1"}
 
 
 def test_an_answer_that_is_no_json_is_a_sentence(tmp_path: Path) -> None:
