@@ -106,7 +106,7 @@ def with_files(call: ContainerCall) -> ContainerCall:
         except OSError:
             continue  # docker says it next
         handle = os.memfd_create("env-file", 0)  # docker inherits it
-        with open(handle, "wb", closefd=False) as copy:  # noqa: PTH123
+        with open(handle, "wb", closefd=False) as copy:
             copy.write(content)
         copies[path] = f"/proc/self/fd/{handle}"
     return call.with_values("env-file", copies) if copies else call
@@ -217,11 +217,12 @@ def _require_cuda(image: str, label: str, cuda: str) -> None:
     if check([f"cuda>={cuda}"], host)[0] != "violated":
         return
     first = next((driver for release, driver in FIRST_DRIVERS if version_key(release) >= version_key(cuda)), "")
+    shown = "".join(filter(str.isprintable, label))[:80]
     newer = f"update the driver to ≥ {first}" if first else "update the driver"
     _end(
         _REFUSED,
         f"the image {image} needs CUDA {cuda}, which this host's driver does not support",
-        f"label {_CUDA_LABEL}={''.join(filter(str.isprintable, label))[:80]}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
+        f"label {_CUDA_LABEL}={shown}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
         f"{newer}, use an image for CUDA ≤ {host['cuda']}, or start it all the same with -e {_DISABLE}=1",
     )
 

@@ -186,7 +186,7 @@ def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch:
         thread = threading.Thread(target=drip)
         thread.start()
         try:
-            with pytest.raises(OSError, match="in time|timed out"):
+            with pytest.raises(OSError, match=r"in time|timed out"):
                 bus.Bus()
         finally:
             ended.set()
