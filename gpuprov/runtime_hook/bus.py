@@ -19,8 +19,8 @@ _SYSTEMD = "org.freedesktop.systemd1"
 _BUS = "org.freedesktop.DBus"
 # For all that is said until systemd is asked, and for its answer again: the hook must not end by its own limit.
 _SECONDS = 3
-_LARGEST_MESSAGE = 1 << 16
-_MOST_MESSAGES = 32
+_LARGEST_ANSWER = 1 << 16
+_LARGEST_MESSAGE = 1 << 27
 _CALL, _RETURN, _ERROR = 1, 2, 3
 _PATH, _INTERFACE, _MEMBER, _DESTINATION, _SIGNATURE = 1, 2, 3, 6, 8
 _ENDIAN = b"l" if pack("=H", 1) == b"\1\0" else b"B"
@@ -74,27 +74,31 @@ class Bus:
 
     def answer(self) -> bytes:
         """Return the body of the answer to the call that was sent. Raises OSError, with what an error says."""
-        for _ in range(_MOST_MESSAGES):
-            # Signals come between.
+        while True:
+            # Signals come between. Any user may send them to any client, of any size and in any byte order.
             kind, answer = self._receive()
             if kind == _RETURN:
                 return answer
             if kind == _ERROR:
                 raise OSError(_BAD_MESSAGE, _first_string(answer) or "D-Bus answers with an error")
-        raise OSError(_BAD_MESSAGE, "D-Bus gives no answer")
 
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
 
     def _receive(self) -> tuple[int, bytes]:
-        """Return type and body of the next message."""
+        """Return type and body of the next message, without a body if it is no answer."""
         head = self._take(16)
-        kind, body, fields = head[1], *unpack_from("=I4xI", head, 4)
-        if head[:1] != _ENDIAN or max(body, fields) > _LARGEST_MESSAGE:
+        kind, body, fields = head[1], *unpack_from("<I4xI" if head[:1] == b"l" else ">I4xI", head, 4)
+        is_answer = kind in (_RETURN, _ERROR)
+        largest = _LARGEST_ANSWER if is_answer else _LARGEST_MESSAGE
+        if head[:1] not in (b"l", b"B") or (is_answer and head[:1] != _ENDIAN) or max(body, fields) > largest:
             raise OSError(_BAD_MESSAGE, "D-Bus sends a message that can't be read")
-        self._take(-(-fields // 8) * 8)
-        return kind, self._take(body)
+        self._drop(-(-fields // 8) * 8)
+        if is_answer:
+            return kind, self._take(body)
+        self._drop(body)
+        return kind, b""
 
     def _line(self) -> bytes:
         while b"\r\n" not in self._buffer:
@@ -108,13 +112,20 @@ class Bus:
         taken, self._buffer = self._buffer[:size], self._buffer[size:]
         return taken
 
+    def _drop(self, size: int) -> None:
+        while size > len(self._buffer):
+            size -= len(self._buffer)
+            self._buffer = b""
+            self._more()
+        self._buffer = self._buffer[size:]
+
     def _more(self) -> None:
         left = self._until - time.monotonic()
         if left <= 0:
             raise OSError(_TIMED_OUT, "D-Bus does not answer in time")
         self._connection.settimeout(left)
         more = self._connection.recv(4096)
-        if not more or len(self._buffer) > 4 * _LARGEST_MESSAGE:
+        if not more or len(self._buffer) > 4 * _LARGEST_ANSWER:
             raise OSError(_BAD_MESSAGE, "D-Bus ends the connection")
         self._buffer += more
 
