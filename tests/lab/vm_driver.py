@@ -40,7 +40,7 @@ from gpuprov.core.apply import apply_changes
 from gpuprov.core.journal import new_journal
 from gpuprov.core.system import System
 from gpuprov.facts.host import gather
-from gpuprov.machine.machine import PciGpu
+from gpuprov.machine.pci import PciGpu
 from gpuprov.plan.steps import make_plan
 from gpuprov.wire.spec import parse_spec
 
@@ -93,7 +93,7 @@ def _build(cache: Path, image: Path, tell: Callable[[str], None]) -> Path:
         half = cache / "building-driver"
         _remove(half)
         run(("cp", "--archive", "--sparse=always", str(image), str(half)), timeout=_BUILD_SECONDS)
-        with _mounted(half / "disk", half / "root") as root:
+        with mounted(half / "disk", half / "root") as root:
             _install(root)
         (half / "root").rmdir()
         half.rename(place)
@@ -117,7 +117,8 @@ def _install(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _mounted(disk: Path, place: Path) -> Iterator[Path]:
+def mounted(disk: Path, place: Path) -> Iterator[Path]:
+    """Mount a virtual machine's disk at a new folder for the time of the block."""
     place.mkdir()
     run(("mount", "-o", "loop", str(disk), str(place)))
     try:

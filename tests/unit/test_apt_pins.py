@@ -19,7 +19,7 @@ docker.io:
   Candidate: 20.10.24+dfsg1-1+deb12u1+b4
   Version table:
      20.10.24+dfsg1-1+deb12u1+b4 500
-        500 http://deb.debian.org/debian bookworm/main amd64 Packages
+        500 http://mirror.example.org/debian bookworm/main amd64 Packages
 nowhere:
   Installed: (none)
   Candidate: (none)

@@ -212,4 +212,5 @@ def test_each_change_that_uses_the_package_manager_says_so() -> None:
     assert {name for name, kind in CHANGE_KINDS.items() if kind.uses_package_manager} == {
         "RefreshPackageIndex", "InstallPackages", "HoldPackages", "InstallRpmKey", "RefreshRpmIndex",
         "InstallRpmPackages", "EnableStream", "SwitchPin", "SwitchBranch", "ChangeDriverPackages", "ChangeDriverRpms",
+        "RemovePackages", "RemoveRpms", "RemoveRpmKey",
     }  # fmt: skip

@@ -1,0 +1,112 @@
+"""The disk of a machine that is not here: installed without a GPU in a mounted root, then booted with GPUs.
+
+The disk is the virtual machine's. It is installed by this machine's processor, as image builders do; only its first
+boot is emulated.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import simgpu
+from tests.integration.test_vm import Machine
+from tests.lab.fixtures import DRIVER, gpuprov
+from tests.lab.lab import CACHE
+from tests.lab.vm import Vm
+from tests.lab.vm_driver import mounted
+
+pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.timeout(2400)]
+_OPTIONS = (
+    "-e", f"gpuprov_driver_version={DRIVER}", "-e", f"gpuprov_driver_url=/root/{DRIVER}.run",
+    "-e", "gpuprov_image_gpus=hopper", "-e", '{"gpuprov_image_nvswitch": false}',
+)  # fmt: skip
+_HOST_KEY = "etc/ssh/ssh_host_ed25519_key"
+_UNITS = "gpuprov-nodes.service gpuprov-refresh.service gpuprov-ssh-keys.service"
+
+
+class ImageVm(Vm):
+    """A virtual machine whose disk is a copy that a test may write to."""
+
+    boot_seconds = 900
+
+    def __init__(self, cache: Path, directory: Path) -> None:
+        super().__init__(cache, directory)
+        copy = directory / "image"
+        subprocess.run(("cp", "--archive", "--sparse=always", str(self.image), str(copy)), check=True)
+        self.image = copy
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What the installation of the disk said, and what it left there before the first boot."""
+
+    first: subprocess.CompletedProcess[str]
+    second: subprocess.CompletedProcess[str]
+    left: frozenset[str]
+    machine: Machine
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    directory = tmp_path_factory.mktemp("vm")
+    vm = ImageVm(CACHE / "bases", directory)
+    with mounted(vm.image / "disk", directory / "root") as root:
+        key = (root / _HOST_KEY).read_bytes()
+        (root / f"root/{DRIVER}.run").write_bytes(simgpu.build_run(directory, DRIVER).read_bytes())
+        words = ("install", "--root", root, *_OPTIONS)
+        first, second = gpuprov(*words, timeout=1200), gpuprov(*words, timeout=600)
+        left = frozenset(
+            name for name in (_HOST_KEY, "etc/cdi/nvidia.json", "dev/nvidia0") if (root / name).exists()
+        ) | ({"machine-id"} if (root / "etc/machine-id").read_text().strip() else set())
+        # The test must know the machine when it answers: the key that a site's own provisioning would give it.
+        (root / _HOST_KEY).touch(mode=0o600)
+        (root / _HOST_KEY).write_bytes(key)
+    try:
+        vm.start()
+        variables = {
+            "ansible_host": "127.0.0.1",
+            "ansible_port": vm.port,
+            "ansible_user": "root",
+            "ansible_ssh_private_key_file": str(vm.key),
+            "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
+        }
+        inventory = directory / "inventory.yml"
+        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
+        yield Installed(first, second, left, Machine(vm, inventory))
+    finally:
+        vm.kill()
+
+
+def test_the_disk_is_installed_where_no_gpu_is_and_has_nothing_of_one_machine(installed: Installed) -> None:
+    assert installed.first.returncode == 0, installed.first.stdout
+    assert "build the driver's modules for" in installed.first.stdout
+    assert installed.second.returncode == 0 and "0 changes" in installed.second.stdout, installed.second.stdout
+    assert installed.left == frozenset()
+
+
+def test_the_first_boot_with_gpus_is_green_without_a_second_run(installed: Installed) -> None:
+    machine = installed.machine
+    assert machine.loaded() == DRIVER
+    assert machine.vm.ssh("readlink /sys/bus/pci/devices/*/driver").stdout.count("drivers/nvidia") == 2
+    code, said = machine.gpuprov("verify")
+    assert code == 0, said
+    assert machine.vm.ssh("systemctl --failed --no-legend").stdout == ""
+    assert len(machine.vm.ssh("cat /etc/machine-id").stdout.strip()) == 32
+
+
+def test_docker_waits_for_one_unit_of_ours(installed: Installed) -> None:
+    vm = installed.machine.vm
+    waits = vm.ssh("systemctl show docker.service --property=After --value").stdout.split()
+    assert [unit for unit in waits if unit.startswith("gpuprov")] == ["gpuprov-nodes.service"]
+    # What docs/images.md shows was copied from here.
+    print(
+        vm.ssh(
+            f"systemd-analyze; systemd-analyze blame --no-pager | head -n 20; systemctl status {_UNITS}", check=False
+        ).stdout
+    )
