@@ -39,6 +39,14 @@ class Answer:
     type: str = _TEXT
 
 
+def refusal(status: int, sentence: str) -> Answer:
+    """Return an error of no path, or of one that may be /docker/cli: a shell puts its text into a command of docker's.
+
+    The first word of a sentence would be an image there.
+    """
+    return Answer(status, f"{_as_option(sentence)}\n")
+
+
 class _BadQueryError(Exception):
     """The request asks for something that can't be; the text says what."""
 
@@ -65,17 +73,16 @@ class Answers:
     def answer(self, method: str, target: str, hosts: list[str]) -> Answer:
         """Return the answer. `hosts` are the values of the header Host; exactly one must name this machine."""
         if len(hosts) != 1 or hosts[0].strip().lower() not in _HOSTS:
-            return Answer(403, "only requests to localhost are answered\n")
+            return refusal(403, "only requests to localhost are answered")
         try:
             parts = urlsplit(target)
         except ValueError:
-            return Answer(400, "the request's target is not valid\n")
+            return refusal(400, "the request's target is not valid")
         found = self._table.get(parts.path) if target.startswith("/") and not target.startswith("//") else None
         if found is None:
-            return Answer(404, f"there is no such path; there are {' '.join(sorted(self._table)[:6])}\n")
+            return refusal(404, f"there is no such path; there are {' '.join(sorted(self._table)[:6])}")
         if method != "GET":
-            return Answer(405, "only GET is answered\n")
-        # A shell puts what comes from /docker/cli into a command of docker's, an error too.
+            return refusal(405, "only GET is answered")
         failed = _as_option if found == self._cli else str
         try:
             return found(parse_qs(parts.query, keep_blank_values=True, max_num_fields=_MOST_FIELDS))
@@ -85,6 +92,8 @@ class Answers:
             return Answer(500, f"{failed(error.problems[0].what)}\n")
         except OSError as error:  # a full /tmp, say
             return Answer(500, f"{failed(str(error))}\n")
+        except Exception as error:  # a client that hears nothing takes the empty answer for no flags
+            return Answer(500, f"{failed(f'internal error: {type(error).__name__}: {error}')}\n")
 
     def _cli(self, query: Query) -> Answer:
         # `vol` chose among the plugin's volumes; the driver's files are single mounts here.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from gpuprov.boot.gpu_report import GpuReport
-from gpuprov.boot.serve_answers import Answer, Answers
+from gpuprov.boot.serve_answers import Answer, Answers, refusal
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 
@@ -96,7 +96,8 @@ class Server:
         self._sockets = sockets
         self._answers = answers
         self._seconds = seconds
-        self._slots = threading.BoundedSemaphore(MOST_AT_ONCE)
+        # One socket's clients, whom any user may be, take no slot of the other, which is root's.
+        self._slots = {one: threading.BoundedSemaphore(MOST_AT_ONCE) for one in sockets}
         for one in sockets:
             one.setblocking(False)
 
@@ -111,7 +112,7 @@ class Server:
                     connection, _ = listening.accept()
                 except OSError:
                     continue  # it has gone again
-                self._take(connection)
+                self._take(connection, self._slots[listening])
 
     def close(self) -> None:
         """Close the sockets, and remove the unix socket's file."""
@@ -120,15 +121,15 @@ class Server:
                 os.unlink(one.getsockname())  # noqa: PTH108
             one.close()
 
-    def _take(self, connection: socket.socket) -> None:
-        if not self._slots.acquire(blocking=False):
+    def _take(self, connection: socket.socket, slots: threading.BoundedSemaphore) -> None:
+        if not slots.acquire(blocking=False):
             # Without waiting: who has all slots must not hold this thread too.
             with connection:
-                _send(connection, Answer(503, "too many requests at once\n"), 0)
+                _send(connection, refusal(503, "too many requests at once"), 0)
             return
-        threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
+        threading.Thread(target=self._handle, args=(connection, slots), daemon=True).start()
 
-    def _handle(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket, slots: threading.BoundedSemaphore) -> None:
         try:
             with connection:
                 deadline = time.monotonic() + self._seconds
@@ -138,7 +139,7 @@ class Server:
         except OSError:
             pass  # the client has gone
         finally:
-            self._slots.release()
+            slots.release()
 
 
 class _Parser(http.server.BaseHTTPRequestHandler):
@@ -163,20 +164,20 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, list[st
     while not any(end in received for end in _END_OF_HEAD):
         left = deadline - time.monotonic()
         if len(received) > LARGEST_REQUEST:
-            return Answer(431, f"a request has at most {LARGEST_REQUEST} bytes\n")
+            return refusal(431, f"a request has at most {LARGEST_REQUEST} bytes")
         if left <= 0:
-            return Answer(408, "the request did not come in time\n")
+            return refusal(408, "the request did not come in time")
         connection.settimeout(left)
         try:
             more = connection.recv(4096)
         except socket.timeout:
             continue
         if not more:
-            return Answer(400, "the request ends too early\n")
+            return refusal(400, "the request ends too early")
         received += more
     parsed = _Parser(received)
     if not parsed.whole:
-        return Answer(400, f"{parsed.problem or 'the request is not valid'}\n")
+        return refusal(400, parsed.problem or "the request is not valid")
     return parsed.command, parsed.path, parsed.headers.get_all("Host", [])
 
 

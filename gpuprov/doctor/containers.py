@@ -47,21 +47,25 @@ def gather_containers(system: System) -> Containers:
     found: list[Loaded] = []
     waiting: list[tuple[str, str]] = []
     # A file system of a container that does not answer would keep this process, but not a thread's caller.
-    worker = threading.Thread(target=_examine_all, args=(system, found, waiting), daemon=True)
+    why: list[str] = []
+    worker = threading.Thread(target=_examine_all, args=(system, found, waiting, why), daemon=True)
     worker.start()
     worker.join(_SECONDS)
     if worker.is_alive():
         return Containers(tuple(found), len(waiting), f"not done after {_SECONDS} s")
-    return Containers(tuple(found), len(waiting), f"{MOST} are looked at" if waiting else "")
+    return Containers(tuple(found), len(waiting), (why or [f"{MOST} are looked at" if waiting else ""])[0])
 
 
-def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]]) -> None:
-    waiting.extend(_with_gpus(system))
-    for engine, name in tuple(waiting[:MOST]):
-        # One that has stopped meanwhile can't be read.
-        with contextlib.suppress(GpuprovError, OSError):
-            found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
-        waiting.remove((engine, name))
+def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]], why: list[str]) -> None:
+    try:
+        waiting.extend(_with_gpus(system))
+        for engine, name in tuple(waiting[:MOST]):
+            # One that has stopped meanwhile can't be read.
+            with contextlib.suppress(GpuprovError, OSError):
+                found.append(Loaded(engine, name, wrong(survey(system, name, Program()))))
+            waiting.remove((engine, name))
+    except Exception as error:  # a thread would print it, and doctor say nothing of what was left out
+        why.append(f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def _with_gpus(system: System) -> list[tuple[str, str]]:
@@ -74,11 +78,10 @@ def _with_gpus(system: System) -> list[tuple[str, str]]:
         names = listed.stdout.split() if listed.ok else []
         if not names:
             continue
-        words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}}", "--", *names)
-        pids = system.run(words, timeout=_COMMAND_SECONDS).stdout.split()
-        # Of one that has just stopped there is no line, and the numbers are of others.
-        if len(pids) == len(names):
-            found += [(engine, name) for name, pid in zip(names, pids) if _has_node(pid)]
+        words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}} {{.Name}}", "--", *names)
+        # One that was removed meanwhile has no line.
+        lines = (line.split() for line in system.run(words, timeout=_COMMAND_SECONDS).stdout.splitlines())
+        found += [(engine, line[1].lstrip("/")) for line in lines if len(line) == 2 and _has_node(line[0])]
     return found
 
 

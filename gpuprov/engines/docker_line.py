@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # docker's own options. One that is unknown here ends the reading: the call goes to docker as it is.
 _GLOBAL_FLAGS = frozenset(("D", "debug", "tls", "tlsverify", "v", "version", "h", "help"))
@@ -26,22 +26,32 @@ class ContainerCall:
     """A call of `run` or `create`: `before` is everything up to and with that word, `after` what follows it.
 
     `hosts` are the daemons that docker's own options name. `options` are those of the command: pairs of name (without
-    hyphens) and value, in their order. `image` is "" where there is none.
+    hyphens) and value, in their order. `image` is "" where there is none, else the word of `after` at `place`.
     """
 
-    __slots__ = ("after", "before", "hosts", "image", "options")
+    __slots__ = ("after", "before", "hosts", "image", "options", "place")
 
     def __init__(self, before: Sequence[str], after: Sequence[str], hosts: Sequence[str] = ()) -> None:
         self.before = tuple(before)
         self.hosts = tuple(hosts)
         self.after = tuple(after)
-        self.options, place = _options(self.after, _RUN_FLAGS, None)
-        self.image = self.after[place] if 0 <= place < len(self.after) else ""
+        self.options, self.place = _options(self.after, _RUN_FLAGS, None)
+        self.image = self.after[self.place] if 0 <= self.place < len(self.after) else ""
 
     @property
     def docker_options(self) -> tuple[str, ...]:
         """docker's own options, for another command to the same daemon."""
         return self.before[: -2 if self.before[-2:-1] == ("container",) else -1]
+
+    def with_values(self, option: str, others: Mapping[str, str]) -> ContainerCall:
+        """Return the call with other values of a long option: `others` says which for which."""
+        long = {f"--{option}={value}": f"--{option}={other}" for value, other in others.items()}
+        words = list(self.after)
+        for place, word in enumerate(words[: self.place]):
+            words[place] = (
+                others.get(word, word) if place and words[place - 1] == f"--{option}" else long.get(word, word)
+            )
+        return ContainerCall(self.before, words, self.hosts)
 
     def values(self, *names: str) -> tuple[str, ...]:
         """Return the values of the options of these names."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 
 from gpuprov.engines.docker_line import ContainerCall, container_call
@@ -84,11 +85,31 @@ def given_variables(call: ContainerCall, caller: Mapping[str, str]) -> dict[str,
     for path in call.values("env-file"):
         try:
             with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 (pathlib costs milliseconds)
-                lines += [line.strip() for line in file.read(_LARGEST_ENV_FILE).splitlines()]
+                # As docker reads it: without a byte order mark, and lines end nowhere but at a line feed.
+                text = file.read(_LARGEST_ENV_FILE).removeprefix("\ufeff")
+                lines += [line.strip() for line in text.split("\n")]
         except OSError:
             continue  # docker says it next
-    entries = (entry.partition("=") for entry in (*lines, *call.values("e", "env")) if not entry.startswith("#"))
+    entries = (entry.partition("=") for entry in (*lines, *call.values("e", "env")) if entry and entry[0] != "#")
     return {name: value if sign else caller.get(name) for name, sign, value in entries}
+
+
+def with_files(call: ContainerCall) -> ContainerCall:
+    """Return the call with a copy in memory for each pipe of --env-file: what is read here is gone for docker."""
+    copies: dict[str, str] = {}
+    for path in call.values("env-file"):
+        try:
+            if path in copies or stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+                continue
+            with open(path, "rb") as file:  # noqa: PTH123
+                content = file.read()
+        except OSError:
+            continue  # docker says it next
+        handle = os.memfd_create("env-file", 0)  # docker inherits it
+        with open(handle, "wb", closefd=False) as copy:
+            copy.write(content)
+        copies[path] = f"/proc/self/fd/{handle}"
+    return call.with_values("env-file", copies) if copies else call
 
 
 def main(words: Sequence[str], own_path: str) -> NoReturn:
@@ -101,6 +122,7 @@ def main(words: Sequence[str], own_path: str) -> NoReturn:
     docker = _docker(own_path)
     call = container_call(words)
     if call is not None and call.image:
+        call = with_files(call)
         words = (*call.before, *_added(docker, call), *call.after)
     try:
         os.execv(docker[0], (*docker, *words))
@@ -195,11 +217,12 @@ def _require_cuda(image: str, label: str, cuda: str) -> None:
     if check([f"cuda>={cuda}"], host)[0] != "violated":
         return
     first = next((driver for release, driver in FIRST_DRIVERS if version_key(release) >= version_key(cuda)), "")
+    shown = "".join(filter(str.isprintable, label))[:80]
     newer = f"update the driver to ≥ {first}" if first else "update the driver"
     _end(
         _REFUSED,
         f"the image {image} needs CUDA {cuda}, which this host's driver does not support",
-        f"label {_CUDA_LABEL}={label}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
+        f"label {_CUDA_LABEL}={shown}; driver {host.get('driver', '?')} supports CUDA {host['cuda']}",
         f"{newer}, use an image for CUDA ≤ {host['cuda']}, or start it all the same with -e {_DISABLE}=1",
     )
 

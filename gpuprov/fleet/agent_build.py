@@ -49,6 +49,8 @@ def unpacked():
     folder = os.path.join(PLACE, "{name}-" + DIGEST)
     archive = os.path.dirname(os.path.abspath(__file__))
     try:
+        if is_below_others(PLACE):
+            return archive
         os.makedirs(PLACE, mode=0o700, exist_ok=True)
         if is_ours(PLACE) and (is_ours(folder) or unpack(archive, folder)):
             return folder
@@ -63,6 +65,22 @@ def is_ours(path):
     except FileNotFoundError:
         return False
     return found.st_uid == os.geteuid() and found.st_mode & 0o170022 == 0o040000
+
+
+def is_below_others(path):
+    """Say whether another user could swap the folder: his home in $HOME, or no home, so that the path is relative."""
+    if not os.path.isabs(path):
+        return True
+    above = os.path.dirname(os.path.realpath(path))
+    while not os.path.exists(above):
+        above = os.path.dirname(above)
+    while True:
+        found = os.stat(above)
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o1002 == 0o2:
+            return True
+        if above == "/":
+            return False
+        above = os.path.dirname(above)
 
 
 def unpack(archive, folder):
@@ -84,6 +102,9 @@ def unpack(archive, folder):
     except OSError:
         shutil.rmtree(made, ignore_errors=True)
         return is_ours(folder)  # another run was faster
+    except Exception as error:  # what zipfile and zlib raise for a file that was cut or changed
+        shutil.rmtree(made, ignore_errors=True)
+        sys.exit("%s is damaged\\n  seen: %s\\n  next: copy or download it again" % (archive, error))
     return True
 
 

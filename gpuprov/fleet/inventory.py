@@ -142,7 +142,13 @@ def _expanded(names: str) -> str:
     from ansible.plugins.inventory import detect_range, expand_hostname_range
 
     words = [word.strip() for word in names.split(",")]
-    every = [one for word in words for one in (expand_hostname_range(word) if detect_range(word) else [word])]
+    every: list[str] = []
+    for word in words:
+        try:
+            every += expand_hostname_range(word) if detect_range(word) else [word]
+        except (ansible_error(), ValueError) as error:
+            seen = clean(str(error)) if isinstance(error, ansible_error()) else f"in --hosts {clean(names)}"
+            raise _usage(f"the range in {clean(word)} is invalid", seen, "write a range as in gpu[01:03]") from None
     return ",".join(every) + ("" if len(every) > 1 else ",")
 
 

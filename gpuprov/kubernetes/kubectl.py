@@ -21,6 +21,7 @@ from gpuprov.wire.errors import ExitCode, GpuprovError
 
 _SECONDS = 40
 _REQUEST_SECONDS = 30
+_LAST_WORDS_SECONDS = 5
 # A page of a list; a server that never ends must not fill our memory.
 _MOST_BYTES = 64 << 20
 _MOST_ERROR = 64 << 10
@@ -152,18 +153,19 @@ def _run(argv: tuple[str, ...], stdin: bytes) -> Completed:
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     out = _Reader(process.stdout, _MOST_BYTES, process)
     err = _Reader(process.stderr, _MOST_ERROR, process)
-    with process:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(stdin)
-            process.stdin.close()
-        late = False
-        try:
-            process.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            late = True
-            _kill(process)
-        out.join(5)
-        err.join(5)
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(stdin)
+        process.stdin.close()
+    late = False
+    try:
+        process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        late = True
+        _kill(process)
+        process.wait()
+    # A program that outlives kubectl, such as a credential plugin's daemon, keeps the pipes open.
+    out.join(_LAST_WORDS_SECONDS)
+    err.join(_LAST_WORDS_SECONDS)
     said = bytes(err.kept).decode("utf-8", "replace")
     if late or out.full:
         said += "\nstopped after its time limit" if late else "\nstopped: it prints more than gpuprov reads"
@@ -172,7 +174,10 @@ def _run(argv: tuple[str, ...], stdin: bytes) -> Completed:
 
 
 class _Reader(threading.Thread):
-    """Reads a pipe to its end and keeps the first `most` bytes; what prints more is killed."""
+    """Reads a pipe to its end, closes it and keeps the first `most` bytes; what prints more is killed.
+
+    Only this thread closes the pipe: another one would wait for the read.
+    """
 
     def __init__(self, pipe: IO[bytes], most: int, process: subprocess.Popen[bytes]) -> None:
         super().__init__(daemon=True)
@@ -182,12 +187,13 @@ class _Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while chunk := self._pipe.read1(1 << 16):  # type: ignore[attr-defined]
-            if len(self.kept) + len(chunk) > self._most:
-                self.full = True
-                _kill(self._process)
-                return
-            self.kept += chunk
+        with self._pipe:
+            while chunk := self._pipe.read1(1 << 16):  # type: ignore[attr-defined]
+                if len(self.kept) + len(chunk) > self._most:
+                    self.full = True
+                    _kill(self._process)
+                    return
+                self.kept += chunk
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

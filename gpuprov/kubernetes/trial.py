@@ -72,7 +72,8 @@ class Trial:
             self.namespace_uid = _UNKNOWN
             doing = f"create the namespace {self.namespace}"
             try:
-                self.namespace_uid = uid_of(self.kubectl.create("/api/v1/namespaces", thing, doing=doing))
+                created = self.kubectl.create("/api/v1/namespaces", thing, doing=doing)
+                self.namespace_uid = uid_of(created) or _UNKNOWN
             except GpuprovError as error:
                 self.namespace_uid = "" if _is_refusal(error) else _UNKNOWN
                 raise

@@ -7,6 +7,7 @@ Source: D-Bus Specification 0.42, "Message Protocol" and "Authentication Protoco
 from __future__ import annotations
 
 import posix
+import time
 from _struct import pack, pack_into, unpack_from
 
 TYPE_CHECKING = False
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
 SOCKETS = ("/run/dbus/system_bus_socket", "/run/systemd/private")
 _SYSTEMD = "org.freedesktop.systemd1"
 _BUS = "org.freedesktop.DBus"
+# For all that is said until systemd is asked, and for its answer again: the hook must not end by its own limit.
 _SECONDS = 3
-_LARGEST_MESSAGE = 1 << 16
-_MOST_MESSAGES = 32
+_LARGEST_ANSWER = 1 << 16
+_LARGEST_MESSAGE = 1 << 27
 _CALL, _RETURN, _ERROR = 1, 2, 3
 _PATH, _INTERFACE, _MEMBER, _DESTINATION, _SIGNATURE = 1, 2, 3, 6, 8
 _ENDIAN = b"l" if pack("=H", 1) == b"\1\0" else b"B"
-_BAD_MESSAGE = 74
+_BAD_MESSAGE, _TIMED_OUT = 74, 110
 
 
 class Bus:
     """A connection to systemd, which answers one call after the other."""
 
-    __slots__ = ("_buffer", "_connection", "_serial")
+    __slots__ = ("_buffer", "_connection", "_serial", "_until")
 
     def __init__(self) -> None:
         """Connect. Raises OSError if no socket answers."""
@@ -36,6 +38,7 @@ class Bus:
 
         self._buffer = b""
         self._serial = 0
+        self.begin()
         for path in SOCKETS:
             self._connection: Any = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
             self._connection.settimeout(_SECONDS)
@@ -53,6 +56,10 @@ class Bus:
         if path != SOCKETS[-1]:
             self.call(f"/{_BUS.replace('.', '/')}", _BUS, "Hello", "", b"", _BUS)
 
+    def begin(self) -> None:
+        """Begin the time that answers may take, all together."""
+        self._until = time.monotonic() + _SECONDS
+
     def call(self, *words: Any) -> bytes:
         """Call a method, as `send` does, and return the body of its answer. Raises OSError, with what an error says."""
         self.send(*words)
@@ -67,27 +74,31 @@ class Bus:
 
     def answer(self) -> bytes:
         """Return the body of the answer to the call that was sent. Raises OSError, with what an error says."""
-        for _ in range(_MOST_MESSAGES):
-            # Signals come between.
+        while True:
+            # Signals come between. Any user may send them to any client, of any size and in any byte order.
             kind, answer = self._receive()
             if kind == _RETURN:
                 return answer
             if kind == _ERROR:
                 raise OSError(_BAD_MESSAGE, _first_string(answer) or "D-Bus answers with an error")
-        raise OSError(_BAD_MESSAGE, "D-Bus gives no answer")
 
     def close(self) -> None:
         """End the connection."""
         self._connection.close()
 
     def _receive(self) -> tuple[int, bytes]:
-        """Return type and body of the next message."""
+        """Return type and body of the next message, without a body if it is no answer."""
         head = self._take(16)
-        kind, body, fields = head[1], *unpack_from("=I4xI", head, 4)
-        if head[:1] != _ENDIAN or max(body, fields) > _LARGEST_MESSAGE:
+        kind, body, fields = head[1], *unpack_from("<I4xI" if head[:1] == b"l" else ">I4xI", head, 4)
+        is_answer = kind in (_RETURN, _ERROR)
+        largest = _LARGEST_ANSWER if is_answer else _LARGEST_MESSAGE
+        if head[:1] not in (b"l", b"B") or (is_answer and head[:1] != _ENDIAN) or max(body, fields) > largest:
             raise OSError(_BAD_MESSAGE, "D-Bus sends a message that can't be read")
-        self._take(-(-fields // 8) * 8)
-        return kind, self._take(body)
+        self._drop(-(-fields // 8) * 8)
+        if is_answer:
+            return kind, self._take(body)
+        self._drop(body)
+        return kind, b""
 
     def _line(self) -> bytes:
         while b"\r\n" not in self._buffer:
@@ -101,9 +112,20 @@ class Bus:
         taken, self._buffer = self._buffer[:size], self._buffer[size:]
         return taken
 
+    def _drop(self, size: int) -> None:
+        while size > len(self._buffer):
+            size -= len(self._buffer)
+            self._buffer = b""
+            self._more()
+        self._buffer = self._buffer[size:]
+
     def _more(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise OSError(_TIMED_OUT, "D-Bus does not answer in time")
+        self._connection.settimeout(left)
         more = self._connection.recv(4096)
-        if not more or len(self._buffer) > 4 * _LARGEST_MESSAGE:
+        if not more or len(self._buffer) > 4 * _LARGEST_ANSWER:
             raise OSError(_BAD_MESSAGE, "D-Bus ends the connection")
         self._buffer += more
 

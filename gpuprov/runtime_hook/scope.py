@@ -54,6 +54,7 @@ def wait(bus: Bus | None) -> None:
     if bus is None:
         return
     try:
+        bus.begin()
         bus.answer()
     except OSError:
         pass

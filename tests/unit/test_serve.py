@@ -52,6 +52,8 @@ def flags(gpus: str) -> PlainFlags:
     """Return flags that name the GPUs that were asked for."""
     if "7" in gpus.split(","):
         raise GpuprovError("there is no GPU 7: the host has 0, 1", f"--gpus {gpus}", "nvidia-smi -L")
+    if gpus == "9":
+        raise KeyError("mounts")
     if gpus == "8":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp")
     devices = (Device("/dev/nvidiactl", "/dev/nvidiactl"), Device("/dev/x", "/dev/y", "rw"))
@@ -126,6 +128,7 @@ def test_what_the_gpus_are_and_do(port: int, version: str) -> None:
     [
         ("?dev=7", 500, "--gpuprov-error-there-is-no-GPU-7-the-host-has-0-1"),
         ("?dev=8", 500, "--gpuprov-error-Errno-28-No-space-left-on-device-/tmp"),
+        ("?dev=9", 500, "--gpuprov-error-internal-error-KeyError-mounts"),
         ("?dev=0+;--privileged", 400, "--gpuprov-error-privileged-is-neither-a-GPU-s-index-nor-its-UUID"),
         ("?dev=0%0a--privileged", 400, "--gpuprov-error-privileged-is-neither-a-GPU-s-index-nor-its-UUID"),
         ("?dev=nvidia.com/gpu=0", 400, "--gpuprov-error-nvidia.com/gpu-0-is-neither-a-GPU-s-index-nor-its-UUID"),
@@ -146,7 +149,7 @@ def test_an_error_as_json_is_a_sentence(port: int) -> None:
     "host", ["evil.example", "evil.example:3476", "localhost:80", "localhost.evil", "", "127.0.0.2"]
 )
 def test_a_name_that_resolves_to_this_host_is_refused(port: int, host: str) -> None:
-    assert get(port, "/docker/cli", host=host) == (403, "only requests to localhost are answered\n")
+    assert get(port, "/docker/cli", host=host) == (403, "--gpuprov-error-only-requests-to-localhost-are-answered\n")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:3476", "127.0.0.1", "127.0.0.1:3476"])
@@ -156,7 +159,9 @@ def test_this_hosts_own_names_are_answered(port: int, host: str) -> None:
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "get", "CONNECT"])
 def test_get_alone_is_answered(port: int, method: str) -> None:
-    assert get(port, "/docker/cli", method=method)[0] == 405
+    status, body = get(port, "/docker/cli", method=method)
+    assert status == 405
+    assert body in ("", "--gpuprov-error-only-GET-is-answered\n")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,10 @@ def test_no_other_path_is_answered(port: int, target: str) -> None:
     ],
 )
 def test_requests_that_are_none_or_too_large(port: int, request_: bytes, status: bytes) -> None:
-    assert raw(port, request_).split(b" ", 2)[1] == status
+    answer = raw(port, request_)
+    assert answer.split(b" ", 2)[1] == status
+    # In `docker run $(curl …)` a sentence's first word would be the image.
+    assert answer.partition(b"\r\n\r\n")[2].startswith(b"--gpuprov-error-" if status != b"200" else b"--device")
     assert get(port, "/docker/cli")[0] == 200
 
 
@@ -219,7 +227,9 @@ def test_bytes_that_drip_do_not_prolong_it(port: int) -> None:
 def test_more_clients_than_slots_are_refused_at_once(port: int) -> None:
     slow = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(serve_main.MOST_AT_ONCE)]
     try:
-        assert raw(port, b"").startswith(b"HTTP/1.1 503 ")
+        refused = raw(port, b"")
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert refused.endswith(b"\r\n\r\n--gpuprov-error-too-many-requests-at-once\n")
     finally:
         for one in slow:
             one.close()
@@ -245,6 +255,18 @@ def test_the_unix_socket_is_roots_in_a_folder_of_roots(tmp_path: Path) -> None:
         client.connect(str(path))
         client.sendall(b"GET /docker/cli HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+    # Clients of the other socket, of any user, do not keep root from this one.
+    slow = [socket.create_connection(sockets[0].getsockname()) for _ in range(serve_main.MOST_AT_ONCE)]
+    try:
+        with socket.create_connection(sockets[0].getsockname(), timeout=20) as one_more:
+            assert one_more.recv(100).startswith(b"HTTP/1.1 503 ")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET /docker/cli HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+    finally:
+        for one in slow:
+            one.close()
 
 
 @pytest.mark.root

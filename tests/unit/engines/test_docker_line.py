@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gpuprov.engines import docker_line, nvidia_docker_command
 from gpuprov.engines.docker_line import container_call
-from gpuprov.engines.nvidia_docker_command import Image, given_variables, gpu_words, required_cuda
+from gpuprov.engines.nvidia_docker_command import Image, given_variables, gpu_words, required_cuda, with_files
+from gpuprov.runtime_hook import specification
 
 # words after `docker` → the words up to `run` or `create`, the image
 CALLS = {
@@ -117,6 +123,86 @@ def test_a_file_of_variables_counts_as_the_call_itself(tmp_path: Path) -> None:
     call = container_call(["run", "--env-file", str(path), "--env-file=/missing", "I"])
     assert call is not None
     assert given_variables(call, {"HERE": "x"}) == {"OTHER": "1", "NVIDIA_VISIBLE_DEVICES": "0", "HERE": "x"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["\ufeffNVIDIA_VISIBLE_DEVICES=none\n", "A=\u2028\x0c\x85NVIDIA_VISIBLE_DEVICES=2\r\nNVIDIA_VISIBLE_DEVICES=none"],
+)
+def test_a_file_of_variables_is_read_as_docker_reads_it(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "env"
+    path.write_text(content, newline="")
+    call = container_call(["run", f"--env-file={path}", "I"])
+    assert call is not None
+    given = given_variables(call, {})
+    assert given["NVIDIA_VISIBLE_DEVICES"] == "none"
+    assert gpu_words(call, Image({}), {}, given) == (RUNTIME,)
+
+
+@pytest.mark.parametrize("line", ["run --env-file {} I --env-file {}", "run -it --env-file={} --name x I {}"])
+def test_a_pipe_of_variables_reaches_docker_too(line: str) -> None:
+    """`--env-file <(…)`: a pipe can be read once."""
+    reading, writing = os.pipe()
+    pipe = f"/dev/fd/{reading}"
+    os.write(writing, b"NVIDIA_VISIBLE_DEVICES=none\nOTHER=1\n")
+    os.close(writing)
+    call = container_call(line.format(pipe, pipe).split())
+    assert call is not None
+    changed = with_files(call)
+    os.close(reading)
+    (copy,) = changed.values("env-file")
+    handle = int(copy.rpartition("/")[2])
+    try:
+        assert Path(copy).read_text() == "NVIDIA_VISIBLE_DEVICES=none\nOTHER=1\n"
+        assert given_variables(changed, {}) == {"NVIDIA_VISIBLE_DEVICES": "none", "OTHER": "1"}
+        assert os.get_inheritable(handle)
+        # What follows the image is the container's.
+        assert (changed.image, changed.after[-1]) == ("I", pipe)
+    finally:
+        os.close(handle)
+
+
+def test_an_images_label_reaches_no_terminal_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = SimpleNamespace(own=SimpleNamespace(host={"cuda": "11.0", "driver": "450.80"}))
+    monkeypatch.setattr(specification, "Specifications", lambda settings: host)
+    with pytest.raises(SystemExit) as ended:
+        nvidia_docker_command._require_cuda("I", "12.4.\x1b]0;title\x07\u202e" + "x" * 10**6, "12.4")
+    said = capsys.readouterr().err
+    assert ended.value.code == 125
+    assert "label com.nvidia.cuda.version=12.4.]0;titlexx" in said
+    assert all(one.isprintable() for one in said.replace("\n", ""))
+    assert len(said) < 1000
+
+
+def options_of(docker: str, *command: str) -> tuple[set[str], set[str]]:
+    """Return the options of a command's help that take no value, and those that take one."""
+    done = subprocess.run((docker, *command, "--help"), capture_output=True, text=True, timeout=60, check=False)
+    rows = re.findall(r"^ +(?:-(\w), |    )?--([\w-]+)(?: (\S+))?(?: {2,}.*)?$", done.stdout, re.MULTILINE)
+    found: tuple[set[str], set[str]] = (set(), set())
+    for letter, name, value in rows:
+        found[bool(value)].update(filter(None, (letter, name)))
+    return found
+
+
+def test_the_table_of_options_is_that_of_each_docker_here() -> None:
+    """Dockers of this machine: an option that is taken for a flag, or not, moves the image to another word."""
+    dockers = {
+        os.path.realpath(path) for folder in os.get_exec_path() if os.access(path := f"{folder}/docker", os.X_OK)
+    }
+    if not dockers:
+        pytest.skip("docker is not installed")
+    for docker in dockers:
+        for command in ("run", "create"):
+            flags, values = options_of(docker, command)
+            assert {"i", "tty", "privileged"} <= flags, docker
+            assert {"env", "e", "gpus", "v"} <= values, docker
+            assert flags <= docker_line._RUN_FLAGS, docker
+            assert not values & docker_line._RUN_FLAGS, docker
+        flags, values = options_of(docker)
+        assert {"D", "tls"} <= flags <= docker_line._GLOBAL_FLAGS, docker
+        assert {"H", "context"} <= values <= docker_line._GLOBAL_VALUES, docker
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,48 @@ def test_link_in_place_of_the_folder_is_not_followed(small: Path, tmp_path: Path
     assert start(small)[0] == 5
 
 
+def test_a_home_that_is_anothers_is_not_used(small: Path, tmp_path: Path) -> None:
+    """Its owner could swap the folder for another one at any time."""
+    home = tmp_path / "home"
+    home.mkdir()
+    if os.geteuid() == 0:
+        os.chown(home, 65534, 65534)
+    else:
+        home.chmod(0o777)
+    move(small, str(home / ".cache/gpuprov"))
+    assert start(small) == (5, f"{small}/gpuprov/agent/agent.py")
+    assert list(home.iterdir()) == []
+
+
+def test_without_a_home_nothing_is_written(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then `~` stands for itself, and would be a folder in the current one."""
+    monkeypatch.chdir(tmp_path)
+    move(small, "~/.cache/gpuprov")
+    assert start(small) == (5, f"{small}/gpuprov/agent/agent.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["agent.pyz"]
+
+
+def test_a_damaged_file_is_a_sentence(small: Path, tmp_path: Path) -> None:
+    content = small.read_bytes()
+    with zipfile.ZipFile(small) as archive:
+        place = archive.getinfo("gpuprov/agent/agent.py").header_offset + 60
+    small.write_bytes(content[:place] + b"\0\0\0\0" + content[place + 4 :])
+    done = subprocess.run((sys.executable, "-I", small), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{small} is damaged\n  seen: ")
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+def move(small: Path, place: str) -> None:
+    """Give the zipapp another cache."""
+    with zipfile.ZipFile(small) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    text = files["__main__.py"].decode()
+    files["__main__.py"] = re.sub(r"PLACE = .*", f"PLACE = {place!r}", text).encode()
+    small.write_bytes(pack(files))
+
+
 def test_agents_unused_for_a_month_go(small: Path, tmp_path: Path) -> None:
     for name in ("agent-old", "agent-new", "other"):
         (tmp_path / "place" / name).mkdir(parents=True)

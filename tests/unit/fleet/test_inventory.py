@@ -232,6 +232,14 @@ def test_mistake_is_told_with_exit_code_2(tmp_path: Path, source: str, files: di
     assert what in str(error_of(tmp_path, files, source))
 
 
+@pytest.mark.parametrize("name", ["a[b", "a[:]", "a[1:x]", "a[1:2:0]", "[::1]", "a[2:b]", "a[1:2"])
+def test_a_range_that_is_none_is_a_mistake(name: str) -> None:
+    with pytest.raises(GpuprovError) as raised:
+        read_inventory((f"{name},",))
+    assert raised.value.exit_code == 2
+    assert f"the range in {name} is invalid" in str(raised.value)
+
+
 def test_limit_that_leaves_no_host_is_an_error(tmp_path: Path) -> None:
     assert "--limit nothing matches no host" in str(error_of(tmp_path, ALL, limit="nothing"))
 

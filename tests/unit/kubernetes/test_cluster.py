@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import time
 from pathlib import Path
@@ -19,6 +21,8 @@ from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node,
 from gpuprov.kubernetes.gpu_list import GpuList, parse_list
 from gpuprov.kubernetes.hosts import NoList, listed, node_of
 from gpuprov.kubernetes.kubectl import Kubectl, failure
+from gpuprov.kubernetes.stop import Stop
+from gpuprov.kubernetes.trial import Trial, Wanted
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.kube_api import node
@@ -83,6 +87,7 @@ def test_a_node_with_a_strange_name_is_left_out(name: Any) -> None:
 
 def test_text_of_the_api_server_is_shown_as_one_short_line() -> None:
     assert cluster.text("a\x1b]0;title\x07b\nc\u202e") == "ab c"
+    assert cluster.text(json.loads(r'"a\ud800b"')).encode() == b"ab"
     assert len(cluster.text("x" * 10**6)) < 310
     assert cluster.uid_of({"metadata": {"uid": "a/../b"}}) == ""
 
@@ -199,6 +204,18 @@ def test_a_call_that_hangs_ends_with_what_it_started(tmp_path: Path, monkeypatch
     assert ended()
 
 
+def test_a_program_that_outlives_kubectl_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credential plugin may start a daemon, which has kubectl's error output: the answer is there without its end."""
+    monkeypatch.setattr(kubectl, "_LAST_WORDS_SECONDS", 0.2)
+    done = program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; echo '{{}}'").run(("get", "--raw", "/"))
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        assert (done.returncode, done.stdout) == (0, "{}\n")
+        assert Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_arguments_stay_arguments(tmp_path: Path) -> None:
     """A context that looks like an option, and blanks, reach kubectl as they are."""
     call = program(tmp_path, 'for word do printf "%s\\n" "$word"; done')
@@ -211,6 +228,22 @@ def test_arguments_stay_arguments(tmp_path: Path) -> None:
         "--raw",
         "/$(id)",
     ]
+
+
+def test_a_namespace_whose_creation_is_answered_oddly_is_looked_for_and_removed(tmp_path: Path) -> None:
+    call = program(
+        tmp_path,
+        f"""case "$2 $3" in
+"create --raw") echo '{{}}';;
+"get --raw") [ -e {tmp_path}/gone ] && {{ echo 'Error from server (NotFound): x' >&2; exit 1; }}
+    echo '{{"metadata": {{"uid": "u-1"}}}}';;
+"delete --raw") cat > {tmp_path}/gone; echo '{{}}';;
+esac""",
+    )
+    trial = Trial(call, Wanted("image", interval=0.01), Stop())
+    trial.open()
+    assert trial.close() == {}
+    assert json.loads((tmp_path / "gone").read_text())["preconditions"] == {"uid": "u-1"}
 
 
 def test_an_answer_that_is_no_json_is_a_sentence(tmp_path: Path) -> None:

@@ -152,7 +152,9 @@ def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> 
         ([], b"", "ends the connection"),
         ([message(ERROR, string("Unit not loaded."))], b"OK\x201\r\n", "Unit not loaded"),
         ([message(ERROR)], b"OK 1\r\n", "answers with an error"),
-        ([message(SIGNAL) * 40], b"OK 1\r\n", "gives no answer"),
+        ([message(SIGNAL) * 40], b"OK 1\r\n", "ends the connection"),
+        ([b"x" + message(SIGNAL)[1:]], b"OK 1\r\n", "can't be read"),
+        ([message(RETURN, bytes(1 << 17))], b"OK 1\r\n", "can't be read"),
         ([b"l" + b"\xff" * 15], b"OK 1\r\n", "can't be read"),
         ([b"B" + message(RETURN)[1:]], b"OK 1\r\n", "can't be read"),
         ([message(RETURN)[:9]], b"OK 1\r\n", "ends the connection"),
@@ -164,6 +166,43 @@ def test_a_systemd_that_answers_oddly_is_an_error_with_its_words(
     systemd(*answers, welcome=welcome)
     with pytest.raises(OSError, match=said):
         scope.tell(UNIT, NODES)
+
+
+def test_signals_that_another_user_sends_do_not_hide_the_answer(systemd: Any) -> None:
+    """The bus hands a signal to whomever its sender names, in the sender's byte order."""
+    other_order = struct.pack(">cBBBIII", b"B", SIGNAL, 1, 1, 3, 1, 0) + b"abc"
+    flood = message(SIGNAL) * 500 + message(SIGNAL, bytes(1 << 20)) + other_order
+    served = systemd(flood + policy("strict"), message(RETURN))
+    scope.wait(scope.tell(UNIT, NODES))
+    served.end()
+    assert served.heard.endswith(properties(UNIT, NODES))
+
+
+def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and all of them together do not: without a limit for all, the last line is read."""
+    monkeypatch.setattr(bus, "SOCKETS", (str(tmp_path / "none"), str(tmp_path / "private")))
+    monkeypatch.setattr(bus, "_SECONDS", 0.3)
+    ended = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "private"))
+        listening.listen()
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                for byte in b"OK 1" + b"1" * 30 + b"\r\n":
+                    connection.send(bytes((byte,)))
+                    if ended.wait(0.05):
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(OSError, match=r"in time|timed out"):
+                bus.Bus()
+        finally:
+            ended.set()
+            thread.join(10)
 
 
 def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
