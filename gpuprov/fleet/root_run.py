@@ -1,7 +1,7 @@
-"""The agent inside another root file system (`--root`): an image that is mounted somewhere, and does not run.
+"""Run the agent inside another root file system (`--root`): a mounted image that does not run.
 
-It gets namespaces of its own for mounts and processes. What is mounted for it (/proc, /sys, /dev, /run), and what it
-has started, ends with it, however it ends.
+It gets separate mount and process namespaces. Its mounts (/proc, /sys, /dev, /run) and its processes end with it in
+every case.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SECONDS = 86400
 _FOLDERS = ("proc", "sys", "dev", "run", "etc", "usr")
 _NO_PYTHON = 77
 _BUNDLE = "/run/gpuprov.bundle"
-# $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; then Pythons.
-# Of the builder's devices it gets those that every program may use, so that nothing there is done to its disks or GPUs.
-# Debian's maintainer scripts ask invoke-rc.d to start what they have installed.
+# $1: the root; $2: the agent; $3: the bundle, or ""; $4: the target of its resolv.conf, or ""; then Pythons.
+# It gets only the builder's devices that every program may use, so the builder's disks and GPUs are not touched.
+# Debian's maintainer scripts start installed services through invoke-rc.d.
 _ENTER = r"""
 set -eu
 root=$1 agent=$2 bundle=$3 resolver=$4; shift 4
@@ -66,7 +66,7 @@ exit 77
 
 @dataclass(frozen=True)
 class _Root:
-    """A root file system that was looked at. `resolver`: the file in it that names the name servers, or nothing."""
+    """An examined root file system. `resolver`: the file in it that names the name servers, or ""."""
 
     path: str
     resolver: str
@@ -117,7 +117,7 @@ def run_in_root(root: str, request: Request, agent: Agent, sink: Sink) -> None:
 
 
 def _looked_at(root: str) -> _Root:
-    """Return the root with what is needed of it. Raises GpuprovError for what is none: mounts must not leave it."""
+    """Return the root and the facts about it. Raises GpuprovError for an invalid one: mounts must not leave it."""
     path = os.path.realpath(root)
     wrong = [name for name in _FOLDERS if not _is_directory(f"{path}/{name}")]
     if path == "/" or wrong:
@@ -138,7 +138,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _resolver(root: str) -> str:
-    """Return where the root's resolv.conf lies, a path below the root; nothing where none can be put over it."""
+    """Return the path of the root's resolv.conf below the root; "" if none can be mounted over it."""
     place = Path(root, "etc/resolv.conf")
     if not place.is_symlink():
         return "etc/resolv.conf" if place.is_file() else ""
