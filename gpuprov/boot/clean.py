@@ -30,7 +30,7 @@ def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the removal of an image's identity, or None."""
+    """Return the removal of an image's identity; empty for a host."""
     if facts.image is None or not facts.image.identity:
         return ()
     return (CleanImage(facts.image.identity),)

@@ -72,7 +72,7 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change that installs what is missing and removes what is obsolete, or None."""
+    """Return the change that installs what is missing and removes what is obsolete; empty if nothing is."""
     wanted = _wanted(facts, spec)
     wrong = tuple(
         (path, content)

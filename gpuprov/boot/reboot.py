@@ -65,7 +65,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the reboot that the rest of the plan needs, or None."""
+    """Return the reboot that the rest of the plan needs, empty if none."""
     found = reasons(facts, spec)
     if not found:
         return ()

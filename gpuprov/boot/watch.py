@@ -84,7 +84,7 @@ WantedBy=timers.target
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change that installs, updates or removes the watch, or None."""
+    """Return the change that installs, updates or removes the watch, if any."""
     if spec.watch == OFF:
         return (RemoveWatch(),) if facts.watch.is_there else ()
     wanted = {

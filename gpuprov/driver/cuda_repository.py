@@ -129,10 +129,7 @@ def repository_problems(row: Distribution, architecture: str, spec: HostSpec) ->
 
 
 def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
-    """Return the problem of an unknown key.
-
-    No other key may replace it: the fingerprint proves that packages are NVIDIA's.
-    """
+    """Return the problem of an unknown key: only NVIDIA's own proves that packages are NVIDIA's."""
     place = f"{base}/{file or 'the .pub file that lies there'}"
     return Problem(
         f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}",
@@ -179,10 +176,7 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
 
 
 def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
-    """Return the problem of a missing branch.
-
-    NVIDIA's repositories start at 580, and some can't hold a host to a branch.
-    """
+    """Return the problem of a branch before 580, or of a repository that can't hold a host to one."""
     release = driver_releases.resolved(branch)
     return Problem(
         f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",

@@ -113,7 +113,7 @@ def _problem(what: str, next_step: str) -> Problem:
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the download of the file, or None if it exists or is not needed."""
+    """Return the download of the file; empty if it exists or is not needed."""
     url, path = _source(spec)
     if not _wanted(spec) or _is_installed(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
@@ -121,7 +121,7 @@ def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation of the toolkit, or the link to it, or None."""
+    """Return the installation of the toolkit, or of the link to it, if needed."""
     if not _wanted(spec):
         return ()
     prefix = prefix_of(spec.cuda)

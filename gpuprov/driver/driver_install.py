@@ -45,7 +45,7 @@ _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation, or None if the driver is complete and of the requested version."""
+    """Return the installation; empty if the driver is complete and of the requested version."""
     if not installs(facts, spec):
         return ()
     way = running_driver.way(facts, spec)

@@ -37,7 +37,7 @@ install_items+=" {BLACKLIST} "
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change that writes the blacklist and rebuilds each initramfs that lacks it, or None."""
+    """Return the change that writes the blacklist and rebuilds each initramfs that lacks it, if any."""
     # NVIDIA's packages blacklist nouveau themselves, but not nova.
     if spec.driver == "preinstalled" or not brings_modules(facts, spec):
         return ()

@@ -252,7 +252,7 @@ def plan(
     drop: Sequence[str] = (),
     offline: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the change of docker's configuration file and its reload or restart, or None if all is right.
+    """Return the change of docker's configuration file and its reload or restart; empty if all is right.
 
     `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`: docker can't
     run here (an image).

@@ -55,7 +55,7 @@ def is_in_use(system: System, proxy: Proxy) -> bool | None:
 def plan(
     files: Mapping[str, FileFact], docker: DockerFacts, proxy: Proxy, *, in_use: bool | None, restarts: bool = False
 ) -> tuple[Change, ...]:
-    """Return the change of docker's proxy, or None if it is right.
+    """Return the change of docker's proxy; empty if it is right.
 
     `restarts`: another change of the plan restarts docker afterwards.
     A docker whose containers a restart would stop keeps its old environment until it restarts; `warning` reports it.

@@ -136,7 +136,7 @@ def _added(docker: tuple[str, ...], call: ContainerCall) -> tuple[str, ...]:
 
 
 def _image(docker: tuple[str, ...], call: ContainerCall) -> Image:
-    """Return the image's properties, pulling it first if docker would; None if docker does not have it."""
+    """Return the image's properties, pulling it first if docker would; empty if docker does not have it."""
     import json
 
     pull = ("missing", *call.values("pull"))[-1]

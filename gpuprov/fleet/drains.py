@@ -36,7 +36,7 @@ def drained(results: Sequence[HostResult]) -> tuple[tuple[str, Drain], ...]:
 
 
 def drains_table(results: Sequence[HostResult], *, verbose: bool = False) -> list[Table]:
-    """Return a table of the drains, or None if no host was drained."""
+    """Return a table of the drains; empty if no host was drained."""
     rows = drained(results)
     if not rows:
         return []

@@ -81,7 +81,7 @@ def derivative_note(os: OperatingSystem) -> str:
 
 
 def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, ...]:
-    """Return why this distribution, or this architecture of it, is not supported; "" if it is."""
+    """Return why this distribution, or this architecture of it, is not supported; empty if it is."""
     row = distribution_of(os)
     if refused := _refusal(os):
         reason, next_step = refused

@@ -66,7 +66,7 @@ class LoadImage(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Return the name to the image that had it; an image without another name is removed."""
+        """Give the name back to the image that had it; an image without another name is removed."""
         # Journals of older versions know docker alone.
         engine = before.get("engine", "docker")
         if before["id"]:

@@ -106,7 +106,7 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _docker_proxy(facts: HostFacts, spec: HostSpec) -> Proxy:
-    """Return the proxy of docker's daemon; None if there is no docker and none is to be installed."""
+    """Return the proxy of docker's daemon; an empty one without docker, present or planned."""
     has_docker = facts.docker.installed or spec.docker in ("distribution", "docker-ce")
     return Proxy(spec.proxy, spec.no_proxy) if has_docker else NO_PROXY
 
