@@ -25,8 +25,7 @@ from gpuprov.wire.events import CheckDone, Event, Finished
 from gpuprov.wire.request import Request
 
 _HOSTNAME = "/proc/sys/kernel/hostname"
-# A host that was installed from a bundle reaches no repository, so packages missing from these sources can't be
-# determined without the bundle.
+# A host that was installed from a bundle reaches no repository: these steps can't be checked without the bundle.
 _OF_A_BUNDLE = ("download", "repositories", "packages", "images")
 
 

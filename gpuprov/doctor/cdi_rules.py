@@ -16,7 +16,7 @@ from gpuprov.doctor.remedy import remove, restart, steps
 from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
-# NVIDIA's toolkit has this command since 1.18.
+# NVIDIA's toolkit has this unit since 1.18.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
 _OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
@@ -154,7 +154,7 @@ def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
     if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
-    # Not needed with another runtime, unless it was switched off by hand.
+    # A host whose runtime is not gpuprov's does not need it, unless a user switched it off.
     off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
     if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None
