@@ -1,1 +1,1 @@
-"""One request on one host: run, resume, uninstall, the entry of the zipapp, what pushes and probes it."""
+"""Run one request on one host: run, resume, uninstall, the zipapp's entry point, and push and probe code."""

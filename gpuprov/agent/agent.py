@@ -23,14 +23,14 @@ from gpuprov.wire.request import Request, request_from_line
 from gpuprov.wire.secrets import masked
 
 LOG_PATH = "/var/log/gpuprov.log"
-# The agent's one word: what to do with the request, behind which a second line then says whose job it is.
+# The agent's only argument: what to do with the request. With JOB, a second line of input holds the job's id.
 JOB = "job"
-# What gpuprov-watch.service says instead: no request, the host has one stored.
+# Argument that gpuprov-watch.service passes instead: there is no request, the host has a stored specification.
 WATCH = "watch"
 
 
 def main() -> None:
-    """Serve the one request on standard input, then exit with its exit code; a job's is told by its file."""
+    """Serve the one request on standard input, then exit with its exit code; a job reports its result in its file."""
     if sys.argv[1:] == [WATCH]:
         from gpuprov.agent import watch
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _own_file() -> str:
-    """Return the path of the file that this agent was started from, nothing if it was started in another way."""
+    """Return the path of the file that this agent was started from, "" if it was started in another way."""
     path = os.path.abspath(sys.argv[0])  # noqa: PTH100
     return path if path.endswith(".pyz") else ""
 
@@ -124,7 +124,7 @@ def _remove_agents(argument: str) -> None:
 
 
 class _StopFlag:
-    """Set by a signal, asked between two changes."""
+    """Set by a signal; checked between two changes."""
 
     def __init__(self) -> None:
         self._requested = False

@@ -1,4 +1,4 @@
-"""`doctor --fix`: look, do about the causes what gpuprov can do, look again. The second look is the proof."""
+"""`doctor --fix`: examine the host, apply the fixes that gpuprov can make, and examine it again to prove them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import ChangeDone, Event, Finished, Planned, PlannedChange
 from gpuprov.wire.words import counted
 
-# What one round brings to light, the next one sees to: nodes first, then what nvidia-smi says.
+# Each round fixes what the round before made visible: nodes first, then what nvidia-smi reports.
 _MOST_ROUNDS = 3
 
 
 @dataclass
 class _Look:
-    """One look at the host, and what gpuprov can do about what it shows."""
+    """One examination of the host, and the fixes that gpuprov can make for its findings."""
 
     x: Examined
     causes: tuple[Cause, ...]
@@ -49,7 +49,7 @@ class _Work:
 
 
 def check(run: RunContext) -> Finished:
-    """Tell the causes, and what would be done about them."""
+    """Report the causes, and the changes that would fix them."""
     look = _look(run)
     finished = tell(look.x, look.causes, run.sink)
     _announce(run, look.fix.changes, _Work())
@@ -59,7 +59,7 @@ def check(run: RunContext) -> Finished:
 
 
 def fix(run: RunContext) -> Finished:
-    """Make the changes, then look again and return how that ends."""
+    """Make the changes, examine the host again and return the result."""
     look, work = _look(run), _Work()
     journal: Journal | None = None
     if look.fix.whole:
@@ -75,7 +75,7 @@ def fix(run: RunContext) -> Finished:
 
 @contextlib.contextmanager
 def _ended(journal: Journal, work: _Work) -> Iterator[None]:
-    """End the journal, of a run that was asked to stop as well: the next look must not find a run that is open.
+    """End the journal, also for a run that was asked to stop: the next examination must not find an open run.
 
     A further round continues the same journal.
     """
@@ -88,9 +88,9 @@ def _ended(journal: Journal, work: _Work) -> Iterator[None]:
 
 
 def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Look:
-    """Make the changes of one look after the other, until one shows nothing new to do; return the last."""
+    """Apply the fixes of one examination after the other until one plans nothing new; return the last examination."""
     if not look.fix.changes:
-        # What was cut off has been undone, and nothing else is to be done.
+        # The interrupted change has been undone, and there is nothing else to do.
         journal.end("done")
         return _look(run)
     for _ in range(_MOST_ROUNDS):
@@ -134,7 +134,7 @@ def _installation(run: RunContext, x: Examined) -> Plan:
 
 
 def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work) -> None:
-    """Tell the plan: what was announced before, and what has come to light since."""
+    """Report the plan: the changes announced before, and the changes found since."""
     for item in changes:
         diff = item.change.diff(run.system) if run.request.diff else ""
         work.planned.append(PlannedChange(item.change.key, item.step, item.change.summary(), diff))
@@ -147,7 +147,10 @@ def _tell_left(run: RunContext, fix: Fix) -> None:
 
 
 def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _Work, *, stop: bool) -> None:
-    """Make the changes. One that fails is undone and told; with `stop` it is the last, else they are independent."""
+    """Make the changes. A failed change is undone and reported.
+
+    With `stop` it ends the run; otherwise the others go on.
+    """
     rest = [item.change for item in changes]
     while rest:
         done: list[str] = []
@@ -167,5 +170,5 @@ def _make(run: RunContext, journal: Journal, changes: list[StepChange], work: _W
             failed = 0
         work.made += applied.made - failed
         work.tried += [change.key for change in rest[: applied.made]]
-        # After one that makes the rest stale, the host is looked at again.
+        # After a change that makes the rest of the plan stale, examine the host again.
         rest = rest[applied.made :] if failed and not stop else []

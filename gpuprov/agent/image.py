@@ -1,4 +1,4 @@
-"""A run whose machine's disk becomes an image: refused on a machine in use; it sees files, and no devices."""
+"""Start a run on a disk that becomes an image: refused on a machine in use; it sees files, but no devices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpuprov.machine.pci import gather_gpus
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.image_options import IMAGE
 
-# What only looks may look at the devices of the machine that it is on.
+# Read-only commands may look at the devices of the machine that they run on.
 _CHANGING = ("install", "rollback", "uninstall")
 
 
 def for_target(run: RunContext) -> RunContext:
-    """Return the run on what the spec says that the machine is: a host, as it is, or an image.
+    """Return the run for the kind of machine that the spec names: a host or an image.
 
-    Raises GpuprovError if the machine looks as if somebody worked on it, and is to become an image.
+    Raises GpuprovError if the machine is to become an image but shows signs of use.
     """
     if run.spec.target != IMAGE or (run.request.command not in _CHANGING and run.system.exists(BOOTED)):
         return run
@@ -37,7 +37,7 @@ def for_target(run: RunContext) -> RunContext:
 
 
 def _signs_of_use(system: System) -> tuple[str, ...]:
-    """Return what speaks against making this an image, a line each; a chroot or a container build has no such signs."""
+    """Return the signs that this machine is in use, one per line; a chroot or a container build has no such signs."""
     if not system.exists(BOOTED):
         return ()
     gpus = tuple(f"GPU {gpu.bus_id} is on the PCI bus" for gpu in gather_gpus(system))

@@ -37,7 +37,7 @@ _MOST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class _Progress:
-    """Where an installation stands: the changes made so far, the latest facts, and the plan that is left."""
+    """State of an installation: the changes made so far, the latest facts, and the remaining plan."""
 
     made: int
     facts: HostFacts
@@ -72,7 +72,7 @@ def install(run: RunContext) -> Finished:
     facts = _gather(run)
     plan = _announced_plan(run, facts)
     if _needs_package_manager(plan):
-        # Before the first change: a run that must give up here has changed nothing.
+        # Before the first change: a run that fails here has changed nothing.
         holder = facts.package_manager.lock_holder
         wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
     end = _Progress(0, facts, plan)
@@ -93,12 +93,12 @@ def install(run: RunContext) -> Finished:
 
 @contextlib.contextmanager
 def _end_when_failed(journal: Journal) -> Iterator[None]:
-    """Note in the journal that the run failed, except for a reboot: what follows that belongs to the same run."""
+    """Note in the journal that the run failed. A reboot is not a failure: what follows it belongs to the same run."""
     try:
         yield
     except (GpuprovError, Stopped) as error:
         if not isinstance(error, GpuprovError) or error.exit_code != ExitCode.REBOOT_NEEDED:
-            # On a full disk the run stays open: the next one resumes it all the same.
+            # With a full disk the run stays open; the next run resumes it.
             with contextlib.suppress(GpuprovError):
                 journal.end("failed")
         raise
@@ -111,10 +111,11 @@ def _resolved(run: RunContext) -> RunContext:
 def _gather(run: RunContext) -> HostFacts:
     facts = gather_for(run.system, run.spec, run.bundle, run.request.steps, run.sink)
     if run.request.arguments.get("watch"):
-        # Its service sees /usr and /etc read-only (ProtectSystem=), and writes nothing there: the host may be writable.
+        # The service of the watch sees /usr and /etc read-only (ProtectSystem=): do not test there whether the host is
+        # writable.
         facts = replace(facts, read_only={})
     metrics = run.spec.watch_metrics if run.spec.watch != OFF else ""
-    # The watch itself reaches no bundle, and says whether there was one.
+    # The watch cannot reach a bundle; the stored request says whether one was used.
     bundled = bool(run.request.bundle) or bool(run.request.arguments.get("bundle"))
     extra = {"bundle": bundled, "tables": dict(run.request.tables)}
     return replace(facts, watch=gather_watch(run.system, metrics, run.request.agent, extra))
@@ -168,7 +169,7 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
     for warning in plan.warnings:
         run.note(warning, "warning")
     network = _network_problems(run, plan)
-    # Without the network the sources would only say the same again.
+    # Without a network, querying the sources would only report the same problem again.
     problems = tuple(dict.fromkeys((*plan.problems, *network, *(() if network else _source_problems(run, facts)))))
     if problems:
         raise GpuprovError.several(problems)
@@ -195,10 +196,10 @@ def _require_drained(run: RunContext, plan: Plan) -> None:
 
 
 def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
-    """Return what keeps a dry run's package sources from being read: an installation would find it out by itself.
+    """Return why a dry run's package sources cannot be read; an installation would find these problems by itself.
 
-    They are read in a copy, as the plan leaves them: the host is not changed, and not asked if it lacks no
-    package.
+    They are read in a copy, as the plan leaves them. The host itself does not change. If no package is missing, nothing
+    is queried.
     """
     steps = run.request.steps or ("packages",)
     if not run.request.check or run.bundle is not None or facts.offers is not None or "packages" not in steps:
@@ -215,7 +216,7 @@ def _source_problems(run: RunContext, facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def _network_problems(run: RunContext, plan: Plan) -> tuple[Problem, ...]:
-    """Return what of the network does not answer: the proxy, else each URL by itself."""
+    """Return what is unreachable: the proxy, else each URL by itself."""
     dead = run.system.proxy_problem() if plan.urls or (_needs_package_manager(plan) and run.bundle is None) else None
     return (dead,) if dead else unreachable(run.system, plan.urls)
 

@@ -1,7 +1,7 @@
-"""One task of a playbook as a request, and what the agent answered as a task's result; never imports Ansible.
+"""Convert a playbook task to a request, and the agent's answer to a task result; never imports Ansible.
 
-The action plugin (playbooks/plugins/action/agent.py) carries the two to a host and back. This module travels inside the
-agent, so that the plugin finds it wherever it finds the agent.
+The action plugin (playbooks/plugins/action/agent.py) sends the request to a host and reads the answer. This module is
+part of the agent's file, so the plugin finds it with the agent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
-# These heed `check` or change nothing. What any other would do cannot be told without doing it.
+# These respect `check` or change nothing. Check mode cannot predict what any other command would do.
 _IN_CHECK_MODE = (PLAN, "install", "facts", "doctor", "cuda", "rollback", "uninstall")
 
 
@@ -49,10 +49,10 @@ def task_request(
     container: str = "",
     fix: bool = False,
 ) -> Request:
-    """Return the request of a task. `plan` is an installation in check mode that is never told as a change.
+    """Return the request of a task. `plan` is an installation in check mode that is never reported as changed.
 
-    `bundle` is the path of a bundle here, not yet on the host; only what installs is given it. `container`: a container
-    or an image, which `cuda` looks at instead of the host. `fix` is the doctor's.
+    `bundle` is the path of a bundle on this machine, not yet on the host; only commands that install receive it.
+    `container`: a container or image that `cuda` examines instead of the host. `fix` belongs to the doctor.
     Raises GpuprovError (exit code 2) that names each wrong variable, or the command.
     """
     if command not in TASK_COMMANDS:
@@ -78,7 +78,7 @@ def task_request(
 
 
 def for_a_job(request: Request) -> Request:
-    """Return the request for a host on which nobody waits (`async`). Raises GpuprovError if the host may reboot."""
+    """Return the request for a host that nobody waits for (`async`). Raises GpuprovError if the host may reboot."""
     if request.spec.get("reboot") == "if-needed":
         raise GpuprovError(
             "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed allows",
@@ -90,37 +90,37 @@ def for_a_job(request: Request) -> Request:
 
 
 def installs(command: str) -> bool:
-    """Say whether the command makes a plan, for which a bundle may stand in for the network."""
+    """Say whether the command makes a plan, for which a bundle may replace the network."""
     return command in (PLAN, "install")
 
 
 def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
-    """Return the result of a task that check mode leaves out, or None if it goes to the host."""
+    """Return the result of a task that check mode skips, or None if the task runs on the host."""
     if command in _IN_CHECK_MODE:
         return None
     return {"skipped": True, "msg": f"check mode: {command} is left out, it starts containers"}
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
-    """Return the events in what the agent printed, and the lines that are none."""
+    """Return the events in the agent's output, and the lines that are not events."""
     lines = [(from_line(line), line) for line in text.splitlines()]
     return tuple(event for event, _ in lines if event is not None), [line for event, line in lines if event is None]
 
 
 def left_boot(events: Iterable[Event]) -> str:
-    """Return the boot that the host is leaving by a reboot of ours, nothing if it stays up."""
+    """Return the id of the boot that a reboot by gpuprov ends, "" if the host stays up."""
     return next((event.left_boot for event in events if isinstance(event, Finished)), "")
 
 
 def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the events of a run that a reboot cut in two, such that those of its second half may follow."""
+    """Return the events before a reboot, in a form to which the events after it can be appended."""
     return tuple(event for event in events if not isinstance(event, Finished))
 
 
 def one_line(result: Mapping[str, Any]) -> str:
-    """Return what people see of a result without -v: what changed, by step, and how many checks went well.
+    """Return the one-line summary shown without -v: what changed, by step, and how many checks passed.
 
-    Nothing for a task that did not change, check or fail anything. A failure's first line has the next step.
+    Empty for a task that did not change, check or fail anything. For a failure, the first line has the next step.
     """
     if result.get("failed"):
         return str(result.get("msg", "")).partition("\n")[0]
@@ -164,7 +164,7 @@ def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str,
 
 
 def _end(command: str, finished: Finished, done: int, checks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the last event says. A run that failed tells the changes that it made before."""
+    """Return the content of the last event. A failed run also reports the changes that it made before."""
     failed = finished.exit_code != ExitCode.DONE
     changed = done if failed else max(done, finished.changed)
     problems = finished.problems or tuple(map(_check_problem, _failed(checks)))
@@ -189,12 +189,12 @@ def _check_problem(check: Mapping[str, Any]) -> Problem:
 
 
 def problem_text(problems: Iterable[Problem]) -> str:
-    """Return what failed with the next step, then the evidence, as `msg` shows it: callbacks cut long messages."""
+    """Return the failure with the next step, then the evidence, as `msg` shows it: callbacks cut long messages."""
     return "\n".join(map(_problem_text, problems))
 
 
 def _problem_text(problem: Problem) -> str:
-    """Return `what; next: step`, and what was seen in lines of its own."""
+    """Return `what; next: step`, then the evidence in separate lines."""
     steps = problem.next_step.strip().splitlines()
     first = f"{problem.what}; next: {steps[0]}" if steps else problem.what
     more = [*steps[1:], *(f"seen: {line}" for line in problem.evidence.strip().splitlines())]
@@ -202,7 +202,7 @@ def _problem_text(problem: Problem) -> str:
 
 
 def failure(error: GpuprovError) -> dict[str, Any]:
-    """Return the result of a task that failed before the agent could say so."""
+    """Return the result of a task that failed before the agent could report."""
     return {
         "failed": True,
         "msg": problem_text(error.problems),

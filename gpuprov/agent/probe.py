@@ -1,4 +1,4 @@
-"""The first round trip to a host: one shell script that says what is there, and the reading of its answer."""
+"""Probe a host in the first round trip: one shell script, and a parser for its output."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
 PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
-# Read by sh on stdin, so that the login shell (fish, csh) need not understand it. $1 is the agent's digest, then come
-# the interpreters to try; what reaches this command line passed an allow-list.
+# sh reads it on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest; the
+# interpreters to try follow. Every argument has passed an allow-list.
 PROBE = (
     r"""
 umask 077
@@ -71,10 +71,10 @@ class Python:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the first round trip found. `sudo_code` is the exit code of `sudo -n true`, None where we are root.
+    """Results of the first round trip. `sudo_code` is the exit code of `sudo -n true`, None if the user is root.
 
-    `owners`: installed packages whose Python is gone or does not run, if no Python will do.
-    `machine` is the same under every name of a machine, and nothing where that is not known.
+    `owners`: installed packages whose Python is missing or broken, if no Python is usable. `machine` is the same under
+    every name of a machine, and "" if unknown.
     """
 
     system: str
@@ -95,7 +95,7 @@ class Probe:
 
 
 def parse_probe(text: str) -> Probe | None:
-    """Return what the script printed, whatever a login banner printed before; None if it did not run to its end."""
+    """Return the script's output, ignoring any login banner before it; None if the script did not finish."""
     _, found, answer = text.partition("gpuprov-probe 1\n")
     values: dict[str, list[str]] = {}
     for line in answer.splitlines():
@@ -125,7 +125,7 @@ def _python(text: str) -> Python | None:
 
 
 def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
-    """Return what keeps the agent from running on this host, apart from a missing Python; None if nothing does."""
+    """Return why the agent can't run on this host, apart from a missing Python; None if it can."""
     if not probe.system.startswith("Linux "):
         return Problem(
             "this host does not run Linux", f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'"
@@ -157,7 +157,7 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
 
 
 def bootstrap_script(probe: Probe) -> str:
-    """Return the shell command that installs a Python which gpuprov runs on. One line, for the login shell's sake.
+    """Return the shell command that installs a Python that gpuprov supports. It is one line, for any login shell.
 
     It reads its environment from bootstrap_input: a proxy's password must not be on a command line.
     Raises GpuprovError if the distribution is not supported: gpuprov would refuse such a host in any case.
@@ -171,14 +171,14 @@ def bootstrap_script(probe: Probe) -> str:
 
 
 def bootstrap_input(spec: Mapping[str, Any]) -> bytes:
-    """Return what the bootstrap script reads: the environment of its package manager, then an empty line."""
+    """Return the bootstrap script's input: the environment of its package manager, then an empty line."""
     proxy = Proxy(str(spec.get("proxy", "")), str(spec.get("no_proxy", "")))
     lines = (f"{name}={value}" for name, value in proxy.environment.items())
     return "".join(f"{line}\n" for line in (*lines, "")).encode()
 
 
 def python_problem(probe: Probe, named_python: str, option: str = BOOTSTRAP_OPTION) -> Problem | None:
-    """Return what is wrong with the host's Python, or None. `option`: what makes gpuprov install it."""
+    """Return what is wrong with the host's Python, or None. `option` is the option that makes gpuprov install one."""
     if probe.python is not None:
         return None
     seen = ", ".join(map(_seen, probe.pythons))
@@ -210,8 +210,8 @@ def _seen(python: Python) -> str:
 
 
 def _distribution(probe: Probe) -> Distribution:
-    """Return the row of the host's distribution. Raises GpuprovError if it has none."""
-    # Most hosts have a Python, and none of this is needed.
+    """Return the table row of the host's distribution. Raises GpuprovError if there is none."""
+    # Most hosts have a Python, so this is rarely needed.
     from gpuprov.machine.distros import distribution_of, machine_problems
     from gpuprov.machine.machine import OperatingSystem
 

@@ -1,4 +1,4 @@
-"""What a controller types on a host to put the agent there and to run it, and what a broken end of it means; pure.
+"""Commands that a controller runs on a host to store and run the agent, and the errors of a broken run; pure.
 
 Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
 """
@@ -10,8 +10,8 @@ from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.wire.errors import Problem
 
-# $1: the digest. One line and no single quote, backslash or exclamation mark: it passes through the login shell, which
-# may be csh or fish. Old agents go, except those that a run may still be using.
+# $1: the digest. One line without single quotes, backslashes or exclamation marks: the login shell may be csh or fish.
+# Old agents are removed, except those that a run may still use.
 STORE = (
     'umask 077; set -e; d="$HOME/.cache/gpuprov"; mkdir -p "$HOME/.cache"; mkdir -p -m 0700 "$d"; t="$d/.agent-$$"; '
     'cat > "$t" || { rm -f "$t"; exit 1; }; '
@@ -21,7 +21,7 @@ STORE = (
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
-    """Return the command that runs the agent which STORE has stored; its request goes to standard input."""
+    """Return the command that runs the agent stored by STORE; its request goes to standard input."""
     assert probe.python is not None
     return (probe.python.path, "-I", f"{probe.cache}/agent-{digest}.pyz")
 
@@ -29,9 +29,9 @@ def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
 def unfinished_problem(
     done: Completed, strays: list[str], *, lost: bool = False, ended: str = "", by_ansible: bool = False
 ) -> Problem:
-    """Return why a run ended without saying how it ended. `lost`: the connection broke; `ended`: said() knows it.
+    """Return why a run ended without a result. `lost`: the connection broke; `ended`: the text of said().
 
-    `by_ansible`: Ansible took for its own, and left out, a line in which sudo names the command that it refuses.
+    `by_ansible`: Ansible dropped the line in which sudo names the refused command.
     """
     if lost:
         return Problem(
@@ -39,7 +39,7 @@ def unfinished_problem(
             done.stderr.strip().rpartition("\n")[2],
             "the agent on the host continues; run the same command again to get its result",
         )
-    # Where the connection itself becomes root, as Ansible's does, sudo's refusal comes instead of the agent's events.
+    # If the connection itself becomes root, as Ansible's does, sudo's refusal replaces the agent's events.
     refused = sudo_problem("\n".join((done.stderr, *strays))) if done.returncode == 1 else None
     if refused is not None:
         return refused
@@ -61,7 +61,7 @@ def unfinished_problem(
 
 
 def no_probe_problem(done: Completed, *, ended: str = "") -> tuple[Problem, bool]:
-    """Return why a host that let us in did not answer the probe, and whether it is its account that runs nothing."""
+    """Return why a host accepted the login but did not answer the probe, and whether its account can't run commands."""
     found = account_problem(f"{done.stderr}\n{done.stdout}", done.returncode)
     if found is not None:
         return found, True

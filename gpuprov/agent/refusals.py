@@ -1,6 +1,6 @@
-"""Why a host lets a user log in and runs nothing for it: its account, its shell, its sudo. Pure.
+"""Explain why a host accepts a login but runs no command: its account, its shell or its sudo. Pure.
 
-Patterns are the words of sudo 1.8 and 1.9, shadow's nologin, OpenSSH and Linux-PAM, in the C locale.
+Patterns match messages of sudo 1.8 and 1.9, shadow's nologin, OpenSSH and Linux-PAM, in the C locale.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gpuprov.wire.errors import Problem
 
 @dataclass(frozen=True)
 class _Sign:
-    """What a program says (a pattern), what it means, and what to do. `what` may hold the pattern's named groups."""
+    """A pattern in a program's output, its meaning and the next step. `what` may use the pattern's named groups."""
 
     pattern: str
     what: str
@@ -54,12 +54,12 @@ _SHELL = (
 
 
 def sudo_problem(said: str) -> Problem | None:
-    """Return why sudo refuses whatever the password, None if it does not say so."""
+    """Return why sudo refuses regardless of the password, None if its output names no such reason."""
     return _found(_SUDO, said)
 
 
 def account_problem(said: str, returncode: int) -> Problem | None:
-    """Return why an account runs no command, by what came instead of an answer; None if that is not known."""
+    """Return why an account runs no command, from the text received instead of an answer; None if unknown."""
     found = _found(_SHELL, said)
     if found is None and not said.strip() and returncode == 1:
         return Problem(

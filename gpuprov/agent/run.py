@@ -1,6 +1,6 @@
-"""One request carried out on this machine, from lock to last event; the same for the command line and for the agent.
+"""Carry out one request on this machine, from lock to last event; the command line and the agent share it.
 
-Most runs are installations that change nothing; what only the other commands need is imported where it is used.
+Most runs are installations that change nothing, so modules of other commands are imported where they are used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _facts(run: RunContext) -> Finished:
 
 @contextlib.contextmanager
 def _with_bundle(run: RunContext) -> Iterator[RunContext]:
-    """Give the run with the bundle that its request names, opened and verified; as it is if it names none."""
+    """Yield the run with the bundle that its request names, opened and verified; unchanged if it names none."""
     if not run.request.bundle:
         yield run
         return
@@ -155,7 +155,7 @@ def _roll_back(run: RunContext) -> Finished:
 
 
 def _check_roll_back(run: RunContext) -> Finished:
-    """Report what a rollback would do, and what it can't bring back."""
+    """Report what a rollback would do, and what it can't restore."""
     from gpuprov.agent.uninstall import last_run, planned
 
     removal = last_run(run.system, CHANGE_KINDS)
@@ -168,7 +168,7 @@ def _check_roll_back(run: RunContext) -> Finished:
 
 
 def _check_uninstall(run: RunContext) -> Finished:
-    """Report what an uninstall would do, and what it can't bring back."""
+    """Report what an uninstall would do, and what it can't restore."""
     count = _announced_removal(run).count
     summary = f"{counted(count, 'change')} would be made" if count else _NOTHING_THERE
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
@@ -187,7 +187,7 @@ def _uninstall(run: RunContext) -> Finished:
 
 
 def _announced_removal(run: RunContext) -> Removal:
-    """Find what an uninstall has to do and report it, warnings first. Raises GpuprovError with all problems."""
+    """Plan and report an uninstall, warnings first. Raises GpuprovError with all problems."""
     from gpuprov.agent.uninstall import planned, problems, survey
 
     removal = survey(run.system, CHANGE_KINDS)

@@ -1,7 +1,7 @@
-"""The same machine under two names of an inventory: how it shows, and what to say; used by both ways to a host.
+"""Detect one machine under two names of an inventory, and explain it; used by both ways to a host.
 
-Boot id and machine id both match: clones share the machine id, containers their host's boot id. The namespace of
-process ids tells containers of one host apart whose images share a machine id.
+Boot id and machine id must both match: clones share the machine id, containers share their host's boot id. The PID
+namespace distinguishes containers of one host whose images share a machine id.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gpuprov.wire.request import Request
 _MACHINE_ID = "/etc/machine-id"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NAMESPACE = "/proc/self/ns/pid"
-# One line of the probe; `local_machine` says the same of this machine.
+# One line of the probe; `local_machine` returns the same for this machine.
 SCRIPT = f'echo "machine $(cat {_MACHINE_ID} 2>/dev/null) $(cat {_BOOT_ID}) $(readlink {_NAMESPACE})"'
 
 
 def machine_of(text: str) -> str:
-    """Return the identity in what SCRIPT printed after its first word; nothing where a part is missing."""
+    """Return the identity from SCRIPT's output after its first word; "" if a part is missing."""
     parts = text.split()
     return " ".join(parts) if len(parts) == 3 else ""
 
@@ -39,19 +39,19 @@ def local_machine(system: System) -> str:
 
 
 def changes_the_host(request: Request) -> bool:
-    """Say whether two of these requests at once, or one after the other, would get in each other's way."""
+    """Say whether two such requests, at once or one after the other, would interfere."""
     if request.check:
         return False
     return request.command in ("install", "rollback", "uninstall") or (request.command == "doctor" and request.fix)
 
 
 def sentence(name: str, other: str) -> str:
-    """Return what to tell where both names may be served: nothing is changed."""
+    """Return the note for a case in which both names may be served: nothing is changed."""
     return f"{name} is the same machine as {other}: it is counted once"
 
 
 def problem(name: str, other: str, machine: str) -> Problem:
-    """Return why the second of two names is refused."""
+    """Return the error for the second of two names."""
     parts = machine.split()
     return Problem(
         f"{name} is the same machine as {other}: two runs would get in each other's way",
@@ -61,9 +61,9 @@ def problem(name: str, other: str, machine: str) -> Problem:
 
 
 def claim_in(folder: Path, name: str, machine: str) -> str:
-    """Note in a folder that this name stands for this machine; return another name that came first, or nothing.
+    """Record in a folder that this name means this machine; return another name that was recorded first, or "".
 
-    The processes of one ansible-playbook have nothing else in common.
+    The processes of one ansible-playbook share nothing else.
     """
     if not machine:
         return ""

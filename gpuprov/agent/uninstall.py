@@ -24,7 +24,7 @@ _RUNTIME = "nvidia"
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
-# Identifies links made by the runtime: nvidia-ctk's are absolute, and udev makes none for these nodes.
+# Identifies links made by the runtime: links of nvidia-ctk are absolute, and udev makes none for these nodes.
 _OUR_LINK = "../nvidia"
 
 
@@ -32,7 +32,7 @@ _OUR_LINK = "../nvidia"
 class Removal:
     """What an uninstall has to do. `lasting`: what it can't restore or also removes, a sentence each.
 
-    `images`: those that `verify` has built, with what removes each.
+    `images`: the images that `verify` built, each with the command that removes it.
     """
 
     runs: tuple[Run, ...]
@@ -51,12 +51,12 @@ class Removal:
 
     @property
     def count(self) -> int:
-        """How many things there are to do."""
+        """Return how many items there are to remove or undo."""
         return len(self.entries) + len(self.leftovers) + len(self.images)
 
 
 def survey(system: System, kinds: Kinds) -> Removal:
-    """Return what an uninstall has to do. Raises GpuprovError if a journal names a change that is not known here."""
+    """Return what an uninstall has to do. Raises GpuprovError if a journal names an unknown change."""
     runs = tuple(run for run in reversed(read_runs(system)) if run.undoable)
     for run in runs:
         for entry in run.undoable:
@@ -65,7 +65,7 @@ def survey(system: System, kinds: Kinds) -> Removal:
 
 
 def last_run(system: System, kinds: Kinds) -> Removal:
-    """Return what a rollback has to do: the latest run of which something stands, if there is one."""
+    """Return what a rollback has to do: the latest run that is not fully undone, if there is one."""
     run = last_undoable_run(system)
     runs = (run,) if run else ()
     return Removal(runs, (), {}, lasting(system, runs, kinds))
@@ -99,7 +99,10 @@ def planned(system: System, removal: Removal, step: str, *, diff: bool) -> tuple
 def carry_out(
     system: System, removal: Removal, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
 ) -> None:
-    """Carry it out. Raises GpuprovError if a change can't be undone, or if files differ from before in the end."""
+    """Carry it out.
+
+    Raises GpuprovError if a change can't be undone, or if files differ from their original state at the end.
+    """
     # First, while the engines are still installed.
     for command in removal.images.values():
         system.run(command)
@@ -152,9 +155,9 @@ def _containers_of_the_runtime(system: System) -> dict[str, tuple[str, ...]]:
 
 
 def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:
-    """Return, for runs given from the newest to the oldest, what can't be brought back, and what others changed since.
+    """Return, for runs given from newest to oldest, what can't be restored, and what others changed since.
 
-    In the order in which it was done; a change of a kind that is not known here says nothing.
+    In the order of the changes; an unknown kind of change adds nothing.
     """
     entries = [entry for run in reversed(runs) for entry in reversed(run.undoable)]
     told: list[str] = []

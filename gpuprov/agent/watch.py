@@ -1,6 +1,6 @@
-"""What gpuprov-watch.service runs: a check and a verification by the stored specification, then the metrics.
+"""Run the watch (gpuprov-watch.service): check and verify by the stored specification, then write the metrics.
 
-It changes nothing on the host but its own file. While a run of gpuprov holds the host it skips, and says so.
+It changes only its own file on the host. While another run holds the host's lock, it skips and says so.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gpuprov.wire.events import CheckDone, Event, Finished
 from gpuprov.wire.request import Request
 
 _HOSTNAME = "/proc/sys/kernel/hostname"
-# A host that was installed from a bundle reaches no repository: what it lacks of these can't be told without it.
+# A host that was installed from a bundle reaches no repository: these steps can't be checked without the bundle.
 _OF_A_BUNDLE = ("download", "repositories", "packages", "images")
 
 
 def main() -> int:
-    """Watch once, print what came of it for the journal, and return the exit code: 1 if nothing could be measured."""
+    """Watch once, print the result for the journal, and return the exit code: 1 if nothing could be measured."""
     try:
         print(watch(System()))  # noqa: T201
     except GpuprovError as error:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def watch(system: System) -> str:
-    """Check and verify the host and write the metrics; return a sentence. Raises GpuprovError or OSError."""
+    """Check and verify the host and write the metrics; return a summary. Raises GpuprovError or OSError."""
     found = stored(system.read_bytes(STORED))
     spec = found.get("spec")
     if not isinstance(spec, dict) or not spec.get("watch_metrics"):
@@ -84,7 +84,7 @@ def _run(system: System, request: Request) -> tuple[Finished, tuple[CheckDone, .
 
 
 def _busy(system: System) -> str:
-    """Return that a run holds the host, and which; nothing if none does."""
+    """Return a sentence naming the run that holds the host's lock; "" if none does."""
     with try_lock(system) as ours:
         if ours:
             return ""
@@ -94,7 +94,10 @@ def _busy(system: System) -> str:
 
 
 def _proxy(system: System, spec: dict[str, Any]) -> str:
-    """Return the proxy with its login, which is not stored a second time: docker's own file for root alone has it."""
+    """Return the proxy with its credentials.
+
+    They are not stored twice: docker's file, readable by root only, has them.
+    """
     for line in (system.read_text(ENVIRONMENT) or "").splitlines():
         name, _, value = line.partition("=")
         url = value.strip('"')
@@ -104,7 +107,7 @@ def _proxy(system: System, spec: dict[str, Any]) -> str:
 
 
 def _write(system: System, path: str, text: str) -> None:
-    """Write the metrics whole or not at all, and through no link: other users may write into that folder."""
+    """Write the metrics atomically and without following links: other users may write into that folder."""
     if system.status(parent_of(path)) is None:
         raise GpuprovError(
             f"there is no folder {parent_of(path)} for the metrics", f"gpuprov_watch_metrics is {path}",

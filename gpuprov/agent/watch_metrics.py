@@ -1,6 +1,6 @@
 """One host's metrics for node_exporter's textfile collector, under the names that `gpuprov --metrics` uses; pure.
 
-prometheus_client writes the controller's; the agent does not carry it for a few lines of text. A test compares them.
+prometheus_client writes the controller's metrics; the agent does not carry that library. A test compares both outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one watch. `pending` is None where the check found no plan."""
+    """Results of one watch. `pending` is None if the check made no plan."""
 
     host: str
     exit_code: int
@@ -70,5 +70,5 @@ def _gauge(name: str, text: str, samples: Iterable[tuple[Mapping[str, str], floa
 
 
 def _escaped(value: str) -> str:
-    """Return a label's value; the format escapes backslash, quote and line end alone."""
+    """Return an escaped label value; the format escapes only backslash, quote and newline."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

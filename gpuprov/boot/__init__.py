@@ -1,1 +1,1 @@
-"""What each boot must bring: units, the program that they start, and whether a reboot is needed."""
+"""Boot-time work: systemd units, the program that they start, and whether a reboot is needed."""

@@ -1,4 +1,4 @@
-"""The last step of an image: what makes a disk this one machine is taken out of it, so that its copies are others."""
+"""The last step of an image: remove the identity of this machine from the disk, so that each copy gets its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SSH = "/etc/ssh/"
 
 
 def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the writing of the mark of an image; for a host, its removal."""
+    """Return the change that writes the image mark; on a host, the change that removes it."""
     there = facts.files.get(MARK)
     if spec.target != IMAGE or facts.image is None:
         return (RemoveFile(MARK, "this is a host now, and no longer an image"),) if there is not None else ()
@@ -30,7 +30,7 @@ def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the removal of an image's identity, or nothing."""
+    """Return the removal of an image's identity; empty for a host."""
     if facts.image is None or not facts.image.identity:
         return ()
     return (CleanImage(facts.image.identity),)
@@ -38,9 +38,9 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class CleanImage(Change):
-    """None of these files shall be in the image; its machine-id is emptied, each copy then makes its own.
+    """Remove these files from the image and empty its machine-id; each copy then generates its own.
 
-    Nothing of them goes into the journal, which stays in the image: they are secrets.
+    Their content is secret, so none of it goes into the journal, which stays in the image.
     """
 
     paths: tuple[str, ...]
@@ -56,7 +56,7 @@ class CleanImage(Change):
 
     @staticmethod
     def _done(path: str) -> str:
-        # An empty file, and not "uninitialized": that would be a first boot, at which systemd resets units to presets.
+        # An empty file, not "uninitialized": that would cause a first boot, at which systemd resets units to presets.
         return f"empty {path}" if path == MACHINE_ID else f"remove {path}"
 
     def diff(self, system: System) -> str:
@@ -66,7 +66,7 @@ class CleanImage(Change):
         return {"paths": list(self.paths)}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # Those too that a change of this very run has brought: the first installation of sshd makes keys.
+        # Includes files that this run created: the first installation of sshd generates host keys.
         for path in sorted({*self.paths, *gather_identity(system)}):
             if path == MACHINE_ID:
                 system.write(path, b"")
@@ -77,7 +77,7 @@ class CleanImage(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Make new SSH host keys, without which nobody could log in; the machine-id comes with the next boot."""
+        """Generate new SSH host keys, without which no login works; the next boot generates the machine-id."""
         keys = any(path.startswith(_SSH) for path in before["paths"])
         if keys and system.exists(SSH_KEYGEN):
             system.run((SSH_KEYGEN, "-A"), timeout=60)

@@ -1,4 +1,4 @@
-"""What the GPUs are and do, as `gpuprov serve` tells it; NVML is asked by a process of its own, and not too often."""
+"""Report GPU information and status for `gpuprov serve`; a child process queries NVML, at most once a second."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gpuprov.wire.errors import GpuprovError
 
 # A GPU without a persistent client is initialised first: seconds for each.
 _SECONDS = 60
-# Many who ask at once get one answer.
+# Concurrent requests share one answer.
 _FRESH_SECONDS = 1
 _CHILD = "import sys; sys.path[:0] = sys.argv[2:]; from gpuprov.boot.gpu_report_child import main; main(sys.argv[1])"
 
 
 class GpuReport:
-    """The answers of NVML, no older than a second. Safe for threads."""
+    """Cached answers of NVML, at most one second old. Thread-safe."""
 
     def __init__(self, system: System) -> None:
         self._system = system

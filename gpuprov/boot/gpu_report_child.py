@@ -1,7 +1,7 @@
-"""Asks NVML what `gpuprov serve` says of GPUs, in a process of its own, and prints it as JSON.
+"""Query NVML for `gpuprov serve` in a separate process, and print the result as JSON.
 
-The names are those of nvidia-docker-plugin 1.0's REST interface, the units too: W, MHz, MiB, MB/s. None stands for what
-NVML does not tell of a GPU. Process names are left out: every user of the host can ask.
+Names and units (W, MHz, MiB, MB/s) are those of nvidia-docker-plugin 1.0's REST interface. None means that NVML does
+not report the value. Process names are left out: every user of the host can send requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAMILIES = {2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7:
 
 
 def main(library: str) -> None:
-    """Print what the NVML at that path says."""
+    """Print the report of the NVML at that path."""
     ctypes.CDLL(library)
     try:
         pynvml.nvmlInit()
@@ -66,7 +66,7 @@ def _info(gpu: Any) -> dict[str, Any]:
         "Family": _FAMILIES.get(_known(pynvml.nvmlDeviceGetArchitecture, gpu)),
         "Arch": ".".join(str(number) for number in capability or ()),
         "Cores": _known(pynvml.nvmlDeviceGetNumGpuCores, gpu),
-        # What CUDA alone tells is None.
+        # Values that only CUDA reports are None.
         "Memory": {
             "ECC": bool(ecc[0]) if ecc else None,
             "Global": _divided(_member(_known(pynvml.nvmlDeviceGetMemoryInfo, gpu), "total"), _MIB),
@@ -121,7 +121,7 @@ def _clocks(question: Callable[..., Any], gpu: Any) -> dict[str, Any]:
 
 
 def _numa_node(bus_id: str) -> int:
-    """Return the NUMA node; 0, as the plugin did, where the kernel does not tell."""
+    """Return the NUMA node; 0, as the plugin did, if the kernel does not report one."""
     domain, _, rest = bus_id.lower().partition(":")
     try:
         with open(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node") as file:  # noqa: PTH123
@@ -131,7 +131,7 @@ def _numa_node(bus_id: str) -> int:
 
 
 def _known(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer, None where this driver or this GPU has none."""
+    """Return NVML's answer, None if this driver or this GPU does not support the query."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

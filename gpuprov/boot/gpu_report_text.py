@@ -1,4 +1,4 @@
-"""The GPUs' report as text, in the lines of nvidia-docker-plugin's /gpu/info and /gpu/status. Pure."""
+"""Format the GPU report as text, in the lines of nvidia-docker-plugin's /gpu/info and /gpu/status. Pure."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _Rows = Sequence[tuple[int, str, tuple[str, ...], str]]
 
 
 def info_text(report: Mapping[str, Any]) -> str:
-    """Return versions, and what each GPU is."""
+    """Return the versions and the properties of each GPU."""
     version = report["Version"]
     head = [f"Driver version:         {version['Driver']}", f"Supported CUDA version: {version['CUDA']}"]
     return "\n".join([*head, *_devices(report["Info"], _INFO)]) + "\n"
 
 
 def status_text(report: Mapping[str, Any]) -> str:
-    """Return what each GPU does."""
+    """Return the current status of each GPU."""
     lines = []
     for number, gpu in enumerate(report["Status"]):
         lines += _device(number, gpu, _STATUS)

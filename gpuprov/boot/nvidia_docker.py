@@ -1,4 +1,4 @@
-"""The command nvidia-docker on a host: installed where it is asked for, and never over another's."""
+"""Install the command nvidia-docker on a host if requested; never replace another program of that name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("nvidia-docker2", "nvidia-docker")
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what installs the command, or removes gpuprov's where it is no longer asked for."""
+    """Return the change that installs the command, or removes gpuprov's if it is no longer requested."""
     found = facts.files.get(PATH)
     if found is not None and not is_ours(found.content):
         return ()
@@ -30,7 +30,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def warning(facts: HostFacts, spec: HostSpec) -> str:
-    """Return a sentence if another program has the command's name: gpuprov leaves that one alone."""
+    """Return a warning if another program has the command's name: gpuprov does not replace it."""
     found = facts.files.get(PATH)
     if not spec.nvidia_docker or found is None or is_ours(found.content):
         return ""
@@ -42,7 +42,7 @@ def warning(facts: HostFacts, spec: HostSpec) -> str:
 
 @dataclass(frozen=True)
 class InstallNvidiaDocker(WriteFile):
-    """The command shall be gpuprov's. A package may replace it later: then it is the package's, and stays."""
+    """Install gpuprov's nvidia-docker command. If a package replaces it later, the package's file stays."""
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

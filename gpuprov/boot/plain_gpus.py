@@ -1,4 +1,4 @@
-"""The plain flags of one container on this host, by the runtime's own decision, for `docker-args` and `serve`."""
+"""Return plain docker flags for one container on this host, for `docker-args` and `serve`. The runtime decides them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpuprov.runtime_hook.explain import explain
 from gpuprov.runtime_hook.settings import read_settings
 from gpuprov.wire.errors import GpuprovError
 
-# What flags never give, whatever the host has; docs/docker-args.md explains.
+# What flags never provide on any host; docs/docker-args.md explains.
 NEVER = (
     "no loader cache is written: an image whose loader searches neither /usr/lib/MULTIARCH nor /usr/lib64 needs "
     "LD_LIBRARY_PATH",
@@ -27,7 +27,7 @@ NEVER = (
 def granted_flags(gpus: str, capabilities: str = "") -> PlainFlags:
     """Return the flags for GPUs as NVIDIA_VISIBLE_DEVICES names them.
 
-    Raises GpuprovError if the host can't give them, ValueError for a path that docker's flags can't hold.
+    Raises GpuprovError if the host can't provide them, ValueError for a path that docker's flags can't express.
     """
     flags = plain_flags(_edits(gpus, capabilities), f"/usr/lib/{os.uname().machine}-linux-gnu")
     _require_nodes(flags)
@@ -35,17 +35,17 @@ def granted_flags(gpus: str, capabilities: str = "") -> PlainFlags:
 
 
 def _edits(gpus: str, capabilities: str) -> dict[str, Any]:
-    """Return what the runtime would give a container that asks for the same by its environment."""
+    """Return the edits that the runtime would make for a container with the same request in its environment."""
     asked = [f"NVIDIA_VISIBLE_DEVICES={gpus}"]
     if capabilities:
         asked.append(f"NVIDIA_DRIVER_CAPABILITIES={capabilities}")
     config = {"process": {"env": asked, "user": {}}}
     settings, trouble = read_settings()
-    # That setting is about what images and users ask for; here the host's own command does.
+    # That setting restricts requests of images and users; this request comes from the host's own command.
     settings.accept_envvar_when_unprivileged = True
     with tempfile.TemporaryDirectory(prefix="gpuprov-") as folder:
         if not any(Path(place, "nvidia.json").is_file() for place in settings.spec_dirs):
-            # For this call alone, where gpuprov has not installed.
+            # Only for this call, on hosts where gpuprov is not installed.
             Path(folder, "nvidia.json").write_bytes(_described())
             settings.spec_dirs = (folder,)
         found = explain(config, settings, trouble)

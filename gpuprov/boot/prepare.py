@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
 _START_SECONDS = 180
-# What program_main.py imports, and what that imports; a test runs the file without anything else.
+# The modules that program_main.py imports, directly or not; a test runs the file with these only.
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
     "core/files", "core/lock", "core/proxy", "core/system",
@@ -63,7 +63,7 @@ _MODULES = (
 )  # fmt: skip
 _PACKAGES = ("gpuprov.cdi", "gpuprov.runtime_hook", "elftools")
 _MAIN = b"from gpuprov.boot.program_main import main\n\nmain()\n"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation of what is missing, and the removal of what is no longer wanted, or nothing."""
+    """Return the change that installs what is missing and removes what is obsolete; empty if nothing is."""
     wanted = _wanted(facts, spec)
     wrong = tuple(
         (path, content)
@@ -90,7 +90,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
-    """Return path → content of all that belongs on this host."""
+    """Return path → content of all files that this host needs."""
     python = facts.interpreter.path
     texts = {
         f"{UNITS}/{NODES}": boot_files.nodes_text(python),
@@ -98,8 +98,8 @@ def _wanted(facts: HostFacts, spec: HostSpec) -> dict[str, bytes]:
         f"{UNITS}/{WATCH}": boot_files.WATCH_TEXT,
         UDEV_RULES: boot_files.UDEV_TEXT,
     }
-    # In a system container, the kernel modules and the GPUs' modes belong to the host.
-    # A copy of an image may have no GPU: loading them would be a failed unit. The nodes' unit loads them instead.
+    # In a system container, the kernel modules and the GPU modes belong to the host.
+    # A copy of an image may have no GPU: loading modules would then fail the unit. The nodes' unit loads them instead.
     if facts.kernel.takes_modules and not facts.kernel.container and facts.image is None:
         texts[MODULES] = boot_files.MODULES_TEXT
     divided = tuple(one for one in mig.wanted(facts, spec) if one[1] != DISABLED)
@@ -151,7 +151,7 @@ def _sources(folder: Traversable, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the host has, or is about to get, the program without a unit of a package."""
+    """Say whether the host has, or is about to get, nvidia-persistenced without a unit from a package."""
     if facts.boot.persistence_packaged or not brings_modules(facts, spec):
         return False
     return installs(facts, spec) or any(file.path == PERSISTENCE_PROGRAM for file in facts.driver.programs)
@@ -159,7 +159,7 @@ def _has_persistence(facts: HostFacts, spec: HostSpec) -> bool:
 
 @dataclass(frozen=True)
 class PrepareBoot(Change):
-    """These files exist, these units start now and at every boot; stale ones are removed.
+    """Install these files and start these units, now and at every boot; remove stale ones.
 
     `files`: path, content; `links`: units to enable; `units`: all units that must run.
     """
@@ -188,7 +188,7 @@ class PrepareBoot(Change):
         links = (f"{WANTS}/{name}" for name in (*self.links, *map(_name_of, self.stale)) if name)
         paths = (*(path for path, _ in self.files), *self.stale, *links)
         files = [capture_path_itself(system, path) for path in paths]
-        # A unit that goes now runs again once its file and its link are back.
+        # A unit that is stopped now starts again once its file and its link are restored.
         going = [name for name in map(_name_of, self.stale) if name and system.status(f"{WANTS}/{name}") is not None]
         return {"files": files, "units": [*self.units, *going]}
 
@@ -210,14 +210,14 @@ class PrepareBoot(Change):
         return {}
 
     def _start(self, system: System, tell: Tell) -> None:
-        """Start the units now, so that one that fails is reported now and not at the next boot."""
+        """Start the units now, so that a failing unit is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
             done = system.run(("systemctl", "restart", name), timeout=_START_SECONDS)
             if done.ok:
                 continue
             said = system.run(("journalctl", "--no-pager", "--output=cat", "--lines=4", "--unit", name)).stdout.strip()
-            # Persistence is optional; no unit can work while the driver is not loaded, which may take a reboot.
+            # Persistence is optional. While the driver is not loaded, which may need a reboot, no unit can work.
             if name == PERSISTENCE or system.read_text("/proc/driver/nvidia/version") is None:
                 tell(f"{name} did not start: {said.replace(chr(10), '; ')}", 0, 0)
                 continue
@@ -235,7 +235,7 @@ class PrepareBoot(Change):
 
 
 def _retry_persistence(system: System, tell: Tell) -> None:
-    """Start a package's own unit again that failed: it was started before the libraries were in place."""
+    """Restart a package's own unit that failed because it started before the libraries were installed."""
     if not system.run(("systemctl", "is-failed", "--quiet", PERSISTENCE)).ok:
         return
     done = system.run(("systemctl", "restart", PERSISTENCE), timeout=_START_SECONDS)
@@ -244,7 +244,7 @@ def _retry_persistence(system: System, tell: Tell) -> None:
 
 
 def _name_of(path: str) -> str:
-    """Return the unit that a path is the file of, nothing for another file."""
+    """Return the name of the unit in this file, "" for another file."""
     folder, _, name = path.rpartition("/")
     return name if folder == UNITS else ""
 

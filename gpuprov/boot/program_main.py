@@ -1,4 +1,4 @@
-"""The program that a host runs itself, without a controller: at each boot, and when its driver or its GPUs change.
+"""The program that a host runs by itself, without a controller: at each boot, and when its driver or its GPUs change.
 
 `nodes` makes device nodes and their links in /dev/char, before docker starts; `refresh` writes the CDI specifications
 again if they are out of date; `serve` answers old scripts (serve_main.py). It needs no network, and travels as one
@@ -21,7 +21,7 @@ from gpuprov.wire.errors import GpuprovError
 
 
 def main() -> None:
-    """Do what the first word says; end with 1 and a sentence if it can't be done."""
+    """Run the given subcommand; exit with 1 and a message if it fails."""
     actions = {"nodes": make_nodes, "refresh": refresh, "serve": serve}
     action = actions.get(sys.argv[1] if len(sys.argv) == 2 else "")
     if action is None:
@@ -37,7 +37,7 @@ def main() -> None:
 def make_nodes(system: System) -> str:
     """Load the driver if nothing has yet; make the nodes and links that are missing; return what was done.
 
-    A copy of an image that has met no GPU is left as it is. Raises GpuprovError if GPUs have no driver.
+    Does nothing on a copy of an image that has never seen a GPU. Raises GpuprovError if GPUs have no driver.
     """
     if is_copy(system) and not gather_gpus(system):
         return "there is no NVIDIA GPU in this copy of the image: nothing to do"
@@ -65,7 +65,7 @@ def _make_missing(system: System, driver: DriverFacts) -> int:
 
 def refresh(system: System) -> str:
     """Rewrite the CDI specifications that are out of date; return what was done."""
-    # Here, because making nodes, which docker waits for at boot, needs none of it.
+    # Imported here: making nodes, which docker waits for at boot, does not need it.
     from gpuprov.cdi import other_devices
     from gpuprov.cdi.generate import PATH, difference, specification
     from gpuprov.cdi.specification import render_json

@@ -1,4 +1,4 @@
-"""Whether a host needs a reboot, and why; the change that ends a run for it. The reboot itself: agent/install.py."""
+"""Decide whether a host needs a reboot and why; the change that ends a run for it. agent/install.py reboots."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ _UNLOAD_SECONDS = 60
 
 
 def reasons(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return why this host can't go on without a reboot; none inside a system container, whose kernel stays."""
+    """Return why this host needs a reboot; none inside a system container, whose kernel stays."""
     if facts.kernel.container:
         return ()
     return (*bound(facts.gpus), *_loaded_nouveau(facts, spec), *_other_driver_loaded(facts, spec))
 
 
 def _loaded_nouveau(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """NVIDIA's installer refuses to go on while nouveau is loaded, even if it has no GPU."""
+    """Return the reboot reason for nouveau:
+
+    NVIDIA's installer refuses to run while it is loaded, even without a GPU.
+    """
     there = "nouveau" in facts.kernel.loaded_modules
     return ("the module nouveau is loaded",) if there and installs(facts, spec) and brings_modules(facts, spec) else ()
 
 
 def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """NVML and CUDA refuse a kernel module of another version than theirs (NVML error 18)."""
+    """Return the reboot reason for another loaded driver: NVML and CUDA refuse a different version (NVML error 18)."""
     if installs(facts, spec) or not running_driver.is_other(facts):
         return ()
     return (f"the kernel still runs driver {facts.driver_loaded_version}, installed is "
@@ -45,7 +48,7 @@ def _other_driver_loaded(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what a reboot, already made for it, has not changed: a second one would not either."""
+    """Return the reboot reasons that a reboot has not resolved: a second reboot would not either."""
     known = facts.reboot
     if known.asked_in in ("", known.boot_id):
         return ()
@@ -62,7 +65,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the reboot that what follows needs, or nothing."""
+    """Return the reboot that the rest of the plan needs, empty if none."""
     found = reasons(facts, spec)
     if not found:
         return ()
@@ -74,7 +77,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class Reboot(Change):
-    """Require a reboot of the host. `allowed`: gpuprov reboots it; else the run ends here and says so."""
+    """Require a reboot of the host. `allowed`: gpuprov reboots it; otherwise the run ends with a message."""
 
     reasons: tuple[str, ...]
     boot_id: str
@@ -95,7 +98,10 @@ class Reboot(Change):
         return "reboot"
 
     def apply(self, system: System, tell: Tell) -> Json:
-        """Try to unload the modules instead; else note the reasons. Raises GpuprovError if gpuprov may not reboot."""
+        """Try to unload the modules instead; otherwise note the reasons.
+
+        Raises GpuprovError if gpuprov may not reboot.
+        """
         if _goes_without(system):
             tell("no reboot is needed after all: nothing used the module, and it is unloaded", 0, 0)
             return {"needed": False}
@@ -120,7 +126,7 @@ class Reboot(Change):
 
 
 def _goes_without(system: System) -> bool:
-    """Unload nouveau and nova where nothing uses them, which modprobe itself sees; say whether the GPUs are free."""
+    """Unload nouveau and nova if unused, which modprobe itself checks; say whether the GPUs are free."""
     loaded = [name for name in MODULES if system.exists(f"/sys/module/{name}")]
     if not loaded or not system.run(("modprobe", "-r", *loaded), timeout=_UNLOAD_SECONDS).ok:
         return False

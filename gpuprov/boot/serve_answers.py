@@ -1,6 +1,6 @@
-"""What `gpuprov serve` answers: a path and its query in, an answer in the form of nvidia-docker-plugin 1.0 out.
+"""Answer requests to `gpuprov serve`: map a path and query to a response in the form of nvidia-docker-plugin 1.0.
 
-It knows nothing of sockets. Form: NVIDIA's wiki of nvidia-docker 1.0, page nvidia-docker-plugin, "REST API".
+It does not use sockets. Form: NVIDIA's wiki of nvidia-docker 1.0, page nvidia-docker-plugin, "REST API".
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gpuprov.boot.plain_gpus import granted_flags
 from gpuprov.engines.plain_flags import Device, PlainFlags, shell_words
 from gpuprov.wire.errors import GpuprovError
 
-# Any page that a browser on this host shows can name a host that resolves to 127.0.0.1 (DNS rebinding): it would send
-# that name.
+# DNS rebinding: a page in a browser on this host can use a name that resolves to 127.0.0.1. The browser then sends that
+# name as Host.
 _HOSTS = frozenset(f"{name}{port}" for name in ("localhost", "127.0.0.1") for port in ("", ":3476"))
 _VOLUME = "nvidia_driver"
 _GPU = re.compile(r"(all|\d{1,3}(:\d{1,3})?|(GPU|MIG)-[0-9a-fA-F/-]{1,80})\Z")
 _MOST_GPUS = 64
 _MOST_FIELDS = 8
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
-# The container's path alone where it is the host's with all rights: old programs take the text for a path.
+# Only the container's path if it equals the host's path with all rights: old programs read the text as a path.
 _RIGHTS = "rwm"
 
 
@@ -48,14 +48,14 @@ def refusal(status: int, sentence: str) -> Answer:
 
 
 class _BadQueryError(Exception):
-    """The request asks for something that can't be; the text says what."""
+    """The request is invalid; the text says why."""
 
 
 Query = Mapping[str, list[str]]
 
 
 class Answers:
-    """The table of paths. `flags` gives the plain flags of some GPUs, `report` what the GPUs are."""
+    """The table of paths. `flags` returns the plain flags of some GPUs, `report` the GPU report."""
 
     def __init__(self, report: GpuReport, flags: Callable[[str], PlainFlags] = granted_flags) -> None:
         self._report = report
@@ -90,13 +90,13 @@ class Answers:
             return Answer(400, f"{failed(str(error))}\n")
         except GpuprovError as error:
             return Answer(500, f"{failed(error.problems[0].what)}\n")
-        except OSError as error:  # a full /tmp, say
+        except OSError as error:  # for example, /tmp is full
             return Answer(500, f"{failed(str(error))}\n")
         except Exception as error:  # a client that hears nothing takes the empty answer for no flags
             return Answer(500, f"{failed(f'internal error: {type(error).__name__}: {error}')}\n")
 
     def _cli(self, query: Query) -> Answer:
-        # `vol` chose among the plugin's volumes; the driver's files are single mounts here.
+        # `vol` chose among the plugin's volumes; gpuprov mounts the driver's files one by one.
         return Answer(200, " ".join(shell_words(self._asked(query))))
 
     def _cli_json(self, query: Query) -> Answer:
@@ -105,7 +105,7 @@ class Answers:
             "VolumeDriver": "",
             "Volumes": [f"{mount.source}:{mount.target}:ro" for mount in flags.mounts],
             "Devices": [_device(device) for device in flags.devices],
-            # Not of the plugin's; a client that leaves them out still has the devices and the files.
+            # Not the plugin's; a client that ignores them still has the devices and the files.
             "Environment": list(flags.environment),
             "GroupAdd": [str(group) for group in flags.groups],
         }
@@ -130,7 +130,7 @@ def _info(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(query: Query, name: str) -> list[str]:
-    """Return the words of a parameter; the plus sign between them is a blank by now."""
+    """Return the words of a parameter; the plus sign between them is already decoded to a blank."""
     return [word for value in query.get(name, ()) for word in value.replace(",", " ").split()]
 
 
@@ -140,7 +140,7 @@ def _device(device: Device) -> str:
 
 
 def _as_option(text: str) -> str:
-    """Return an error as one option that docker does not know: it ends with it, and starts no container."""
+    """Return an error as one option that docker does not know: docker then fails and starts no container."""
     return "--gpuprov-error-" + re.sub(r"[^A-Za-z0-9_./]+", "-", text).strip("-")
 
 

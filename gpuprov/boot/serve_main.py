@@ -1,7 +1,7 @@
-"""The server of `gpuprov serve`: 127.0.0.1:3476 and a unix socket of root's, GET alone, everything bounded.
+"""The server of `gpuprov serve`: 127.0.0.1:3476 and a Unix socket of root's, GET only, all resources bounded.
 
-Where systemd hands the sockets over (sd_listen_fds(3)), it makes none, and ends when nobody asks for two minutes. The
-answers are serve_answers.py's.
+With systemd socket activation (sd_listen_fds(3)), it makes no sockets and exits after two idle minutes.
+serve_answers.py computes the responses.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ADDRESS = ("127.0.0.1", 3476)
 SOCKET = "/run/gpuprov/serve.sock"
 # A whole request, its line and headers. There is no body.
 LARGEST_REQUEST = 8192
-# For a request to come, and for its answer to be taken.
+# Seconds to receive a request, and to send its response.
 REQUEST_SECONDS = 5.0
 MOST_AT_ONCE = 8
-# Of what comes after an answer: reads, and seconds for each.
+# After a response, how much unread input is drained: number of reads, and seconds for each.
 _MOST_DRAINED = 16
 _DRAIN_SECONDS = 0.5
 # Longer than any answer takes.
@@ -39,7 +39,7 @@ _END_OF_HEAD = (b"\r\n\r\n", b"\n\n")
 
 
 def handed_over() -> list[socket.socket]:
-    """Return the sockets that systemd hands over, none where it does not."""
+    """Return the sockets that systemd passes, none without socket activation."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     count = int(os.environ.get("LISTEN_FDS", "0"))
@@ -47,7 +47,7 @@ def handed_over() -> list[socket.socket]:
 
 
 def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[socket.socket]:
-    """Return sockets that listen; the unix socket for root alone, who may make it. Raises GpuprovError."""
+    """Return listening sockets; the Unix socket, for root only, is made only by root. Raises GpuprovError."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,7 +66,7 @@ def own_sockets(address: tuple[str, int] = ADDRESS, path: str = SOCKET) -> list[
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Return a socket that root alone may connect to, in a folder that root alone may write."""
+    """Return a socket that only root may connect to, in a folder that only root may write."""
     folder = os.path.dirname(path)  # noqa: PTH120
     os.makedirs(folder, mode=0o755, exist_ok=True)  # noqa: PTH103
     found = os.lstat(folder)
@@ -90,7 +90,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 class Server:
-    """Answers on sockets that listen, each request in a thread of its own, a bounded number at once."""
+    """Serve requests on listening sockets, each in its own thread, a bounded number at once."""
 
     def __init__(self, sockets: Sequence[socket.socket], answers: Answers, *, seconds: float = REQUEST_SECONDS) -> None:
         self._sockets = sockets
@@ -102,7 +102,7 @@ class Server:
             one.setblocking(False)
 
     def serve(self, *, idle_seconds: float | None = None) -> None:
-        """Answer until the process ends, or until nobody asks for that long."""
+        """Serve until the process ends, or until no request arrives for that long."""
         while True:
             ready, _, _ = select.select(self._sockets, (), (), idle_seconds)
             if not ready:
@@ -137,13 +137,13 @@ class Server:
                 answer = self._answers.answer(*head) if isinstance(head, tuple) else head
                 _send(connection, answer, time.monotonic() + self._seconds)
         except OSError:
-            pass  # the client has gone
+            pass  # the client disconnected
         finally:
             slots.release()
 
 
 class _Parser(http.server.BaseHTTPRequestHandler):
-    """Reads a request's head from memory by the standard library's rules; answers nothing itself."""
+    """Parse a request's head from memory by the standard library's rules; sends no response itself."""
 
     def __init__(self, head: bytes) -> None:
         self.rfile = io.BytesIO(head)
@@ -159,7 +159,7 @@ class _Parser(http.server.BaseHTTPRequestHandler):
 
 
 def _head(connection: socket.socket, deadline: float) -> tuple[str, str, list[str]] | Answer:
-    """Return (method, target, hosts) of a request that has come whole in time, else what to answer."""
+    """Return (method, target, hosts) of a request that arrived whole in time, else the error response."""
     received = b""
     while not any(end in received for end in _END_OF_HEAD):
         left = deadline - time.monotonic()
@@ -182,7 +182,7 @@ def _head(connection: socket.socket, deadline: float) -> tuple[str, str, list[st
 
 
 def _send(connection: socket.socket, answer: Answer, deadline: float) -> None:
-    """Send an answer, all of it that is taken until then."""
+    """Send a response; stop when the client stops reading."""
     body = answer.body.encode()
     head = (
         f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nContent-Type: {answer.type}\r\n"
@@ -195,7 +195,7 @@ def _send(connection: socket.socket, answer: Answer, deadline: float) -> None:
             connection.settimeout(max(deadline - time.monotonic(), 0))
             left = left[connection.send(left) :]
         connection.shutdown(socket.SHUT_WR)
-        # What lies unread at the end makes the kernel reset the connection, and the client lose the answer.
+        # Unread input makes the kernel reset the connection, and the client lose the response.
         for _ in range(_MOST_DRAINED):
             connection.settimeout(min(max(deadline - time.monotonic(), 0), _DRAIN_SECONDS))
             if not connection.recv(LARGEST_REQUEST):
@@ -205,7 +205,7 @@ def _send(connection: socket.socket, answer: Answer, deadline: float) -> None:
 
 
 def serve(system: System) -> str:
-    """Answer on the sockets that systemd hands over, or on own ones, until Ctrl-C; return why it ended."""
+    """Serve on systemd's sockets, or on own ones, until Ctrl-C; return why it ended."""
     sockets = handed_over()
     server = Server(sockets or own_sockets(), Answers(GpuReport(system)))
     if sockets:

@@ -1,4 +1,4 @@
-"""gpuprov_watch: a timer by which the host checks and verifies itself; agent/watch.py is what runs."""
+"""gpuprov_watch: a timer that makes the host check and verify itself; agent/watch.py does the work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gpuprov.facts.watch import (
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec, spec_to_json
 
-# How far the hosts of a fleet are spread, so that they do not all ask a mirror at once.
+# Random delay, so that the hosts of a fleet do not all query a mirror at once.
 _DELAYS = {"hourly": "10min", "daily": "2h", "weekly": "12h"}
 _SYSTEMCTL_SECONDS = 60
 _LOGIN_IN_URL = re.compile(r"//[^/@\s]+@")
@@ -86,7 +86,7 @@ WantedBy=timers.target
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what installs, updates or removes the watch, or nothing."""
+    """Return the change that installs, updates or removes the watch, if any."""
     if spec.watch == OFF:
         return (RemoveWatch(),) if facts.watch.is_there else ()
     wanted = {
@@ -99,7 +99,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         for path, (content, mode) in wanted.items()
         if (found := facts.watch.files.get(path)) is None or not found.is_roots(content, mode)
     )
-    # Without the agent's file at hand, the program that lies there stays.
+    # If the agent's file is not available, the installed program stays.
     stale = bool(facts.watch.agent) and facts.watch.agent != facts.watch.program
     if not wrong and not stale and facts.watch.link == TIMER_FILE:
         return ()
@@ -107,7 +107,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents a watch: no folder for the metrics, a login that would have to be stored."""
+    """Return what prevents a watch: a missing folder for the metrics, or credentials that would have to be stored."""
     return () if spec.watch == OFF else tuple(_problems(facts, spec))
 
 
@@ -155,7 +155,7 @@ def _has_login(value: Any) -> bool:
 
 
 def stored_text(facts: HostFacts, spec: HostSpec) -> bytes:
-    """Return the specification as the watch finds it: without secrets, and without what is only of a run."""
+    """Return the specification that the watch reads: without secrets, and without fields that describe a run."""
     values = {name: value for name, value in spec_to_json(spec).items() if name not in _OF_A_RUN}
     values["proxy"] = Proxy(spec.proxy).address
     return json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1).encode() + b"\n"
@@ -163,9 +163,9 @@ def stored_text(facts: HostFacts, spec: HostSpec) -> bytes:
 
 @dataclass(frozen=True)
 class SetWatch(Change):
-    """The host checks and verifies itself by a timer.
+    """Install the timer by which the host checks and verifies itself.
 
-    `files`: path, content, mode; `agent`: the file that becomes the program, empty where the program stays.
+    `files`: path, content, mode; `agent`: the file to install as the program, empty if the installed one stays.
     """
 
     schedule: str
@@ -218,7 +218,7 @@ class SetWatch(Change):
 
 @dataclass(frozen=True)
 class RemoveWatch(Change):
-    """Nothing of the watch shall be there: timer, unit, program, stored specification, metrics."""
+    """Remove everything of the watch: timer, unit, program, stored specification, metrics."""
 
     def summary(self) -> str:
         return f"remove the watch ({TIMER}) with its specification and metrics"
@@ -248,7 +248,7 @@ class RemoveWatch(Change):
 
 
 def remove_metrics(system: System, path: str) -> None:
-    """Remove the file of the metrics if the watch has written it."""
+    """Remove the metrics file if the watch wrote it."""
     status = system.status(path) if path else None
     if (
         status is not None
@@ -259,14 +259,14 @@ def remove_metrics(system: System, path: str) -> None:
 
 
 def _metrics(system: System) -> str:
-    """Return the file of the metrics that the stored specification names, nothing where none is stored."""
+    """Return the metrics file that the stored specification names, "" if none is stored."""
     spec = stored(system.read_bytes(STORED)).get("spec")
     return str(spec.get("watch_metrics", "")) if isinstance(spec, dict) else ""
 
 
 def _stop(system: System) -> None:
     system.run(("systemctl", "stop", TIMER, SERVICE), timeout=_SYSTEMCTL_SECONDS)
-    # What failed once would be listed as failed for ever.
+    # A failed unit would otherwise stay listed as failed.
     system.run(("systemctl", "reset-failed", SERVICE), timeout=_SYSTEMCTL_SECONDS)
 
 

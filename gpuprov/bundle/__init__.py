@@ -1,1 +1,1 @@
-"""Bundles: all that an installation needs, in one file, for hosts without a network."""
+"""Bundles: one file with everything that an installation needs, for hosts without a network."""

@@ -1,4 +1,4 @@
-"""A bundle checked where the command is typed: its layout, every digest, and the signature if a key is pinned."""
+"""Check a bundle on the controller: its layout, every digest, and the signature if a key is pinned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuprov.wire.errors import GpuprovError
 
 
 def checked(path: str, key: str = "", progress: Progress = lambda done, total: None) -> Contents:
-    """Return what a bundle holds. Raises GpuprovError if anything is wrong, with exit code 2 for a wrong `key`."""
+    """Return the content of a bundle. Raises GpuprovError if anything is wrong, with exit code 2 for a wrong `key`."""
     system = System()
     fingerprint = parse_fingerprint(key) if key else ""
     with opened(system, path, progress=progress) as bundle:
@@ -24,9 +24,9 @@ def checked(path: str, key: str = "", progress: Progress = lambda done, total: N
 
 
 def digest_once(path: str, key: str, folder: Path) -> str:
-    """Return the digest of a bundle, checked by the first process that asks; the others read in `folder` what it found.
+    """Return the digest of a bundle. The first process checks it; the others read the result from `folder`.
 
-    `folder` is one run's own. Raises GpuprovError as `checked` does.
+    `folder` belongs to one run only. Raises GpuprovError as `checked` does.
     """
     try:
         found = Path(path).stat()

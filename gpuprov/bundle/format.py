@@ -1,8 +1,8 @@
-"""The bundle as a tar file: written in one way only, and read only if it is written in that way.
+"""The bundle as a tar file: written in one canonical form, and read only in that form.
 
 Members: the manifest, every file that it lists in order of their paths, and a detached signature of the manifest if
-there is one. A header is accepted if it is byte for byte what we would write for its name and size: so there are no
-links, devices, modes, owners, extensions or sparse files to be careful about. `tar -tf` reads it all the same.
+there is one. A header is accepted only if it is byte for byte what gpuprov writes for its name and size. That excludes
+links, devices, modes, owners, extensions and sparse files. `tar -tf` can read the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK = 1 << 20
 _LARGEST_SIGNATURE = 1 << 16
 _NEXT = "get the whole bundle again, or recreate it: gpuprov bundle create"
 
-# Told after each chunk: bytes done, bytes in all.
+# Called after each chunk: bytes done, bytes in all.
 Progress = Callable[[int, int], None]
 
 
@@ -58,7 +58,7 @@ def header(name: str, size: int) -> bytes:
         raise ValueError(f"no tar header for {name[:120]!r} of {size} bytes")
     block[0 : len(encoded)] = encoded
     block[100:124] = b"0000644\0" + b"0000000\0" * 2
-    # GNU's way for what has more than eleven octal digits: 8 GiB and more.
+    # GNU's encoding for sizes of more than eleven octal digits: 8 GiB and more.
     block[_SIZE_FIELD] = b"%011o\0" % size if size < _LARGEST_OCTAL else b"\x80" + size.to_bytes(11, "big")
     block[136:148] = b"00000000000\0"
     block[156:157] = b"0"
@@ -69,7 +69,7 @@ def header(name: str, size: int) -> bytes:
 
 
 def write_bundle(target: BinaryIO, manifest: Manifest, open_file: Callable[[str], BinaryIO], signature: bytes) -> None:
-    """Write a bundle; `open_file` gives the content of each path in the manifest."""
+    """Write a bundle; `open_file` opens the content of each path in the manifest."""
     _write_bytes(target, MANIFEST, manifest_to_bytes(manifest))
     for one in manifest.files:
         target.write(header(one.path, one.size))
@@ -96,9 +96,9 @@ def _copy(source: BinaryIO, target: BinaryIO) -> int:
 
 
 def read_contents(file: BinaryIO) -> Contents:
-    """Return what a bundle holds, by its manifest and its layout; the files' own digests are not looked at yet.
+    """Return the content of a bundle by its manifest and layout; the digests of the files are not checked yet.
 
-    Raises GpuprovError for anything that gpuprov did not write, and for a bundle that is cut off.
+    Raises GpuprovError for a file that gpuprov did not write, and for a truncated bundle.
     """
     length = file.seek(0, 2)
     file.seek(0)
@@ -123,7 +123,7 @@ def read_contents(file: BinaryIO) -> Contents:
 
 
 def verify_files(file: BinaryIO, contents: Contents, progress: Progress = lambda done, total: None) -> None:
-    """Raise GpuprovError that names every file whose digest is not the manifest's."""
+    """Raise GpuprovError that names every file whose digest differs from the manifest."""
     total = sum(one.size for one in contents.manifest.files)
     done = 0
     wrong = []
@@ -152,7 +152,7 @@ def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
 
 
 def unpack(file: BinaryIO, contents: Contents, paths: Iterable[str], open_new: Callable[[str], BinaryIO]) -> None:
-    """Copy files out, their digests checked once more on the way: nobody can change them after the check.
+    """Copy files out and check their digests again while copying: a change after the first check is detected.
 
     `open_new` opens a new file for a path of the manifest. Raises GpuprovError if a digest is wrong.
     """
@@ -181,7 +181,7 @@ def _peek(file: BinaryIO) -> bytes:
 
 
 def _read_small(file: BinaryIO, name: str, largest: int) -> bytes:
-    """Return the content of the member that must come next and be called so."""
+    """Return the content of the next member, which must have this name."""
     block = _header_at(file)
     size = _size_in(block)
     if size is None or size > largest or header(name, size) != block:
@@ -195,7 +195,7 @@ def _read_small(file: BinaryIO, name: str, largest: int) -> bytes:
 
 def _size_in(block: bytes) -> int | None:
     digits = block[_SIZE_FIELD].rstrip(b"\0")
-    # int() would take more than octal digits: blanks, signs, underscores.
+    # int() would accept more than octal digits: blanks, signs, underscores.
     return int(digits, 8) if digits and all(one in b"01234567" for one in digits) else None
 
 

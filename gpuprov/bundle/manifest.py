@@ -1,6 +1,6 @@
-"""The manifest: what a bundle is for and what it holds, every file with its SHA-256. Pure.
+"""The manifest: the target of a bundle and its content, every file with its SHA-256. Pure.
 
-The manifest's own SHA-256 is the bundle's digest: it stands for all that the bundle holds.
+The SHA-256 of the manifest is the bundle's digest: it covers all content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gpuprov.wire.errors import GpuprovError
 
-# 2: the repository is signed. 3: the CUDA toolkit may be in it.
+# 2: the repository is signed. 3: the CUDA toolkit may be included.
 FORMAT = 3
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.json.asc"
@@ -21,7 +21,7 @@ KEYS = "keys"
 SIGNING_KEY = f"{KEYS}/bundle.gpg"
 REPOSITORY = "repository"
 CUDA = "cuda"
-# The security advisories that the bundle was made with; bundles of before have none.
+# The security advisories included in the bundle; older bundles have none.
 ADVISORIES = "advisories.json"
 REPOSITORY_KEY = f"{REPOSITORY}/key.gpg"
 LARGEST_MANIFEST = 16 << 20
@@ -45,7 +45,7 @@ class BundleFile:
 
 @dataclass(frozen=True)
 class BundlePackage:
-    """A package, and which file of the bundle it is."""
+    """A package, and the path of its file in the bundle."""
 
     name: str
     version: str
@@ -64,7 +64,7 @@ class BundleImage:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle is for and what it holds. `architecture` is `uname -m`'s word, `inputs` what it was made from.
+    """The target and content of a bundle. `architecture` is from `uname -m`, `inputs` lists what it was made from.
 
     `driver_file` and `cuda_file` are .run files, or nothing. `repository_key` is the full fingerprint of the key that
     signed the repository of its packages.
@@ -86,35 +86,35 @@ class Manifest:
 
     @property
     def target(self) -> str:
-        """What hosts the bundle is for, in a word for messages."""
+        """Return the hosts that the bundle is for, as a short text for messages."""
         return f"{self.distribution} {self.version} on {self.architecture}"
 
     def file(self, path: str) -> BundleFile:
-        """Return a file by its path; the manifest was checked, so it is there."""
+        """Return a file by its path; the manifest was checked, so it exists."""
         return next(one for one in self.files if one.path == path)
 
 
 @dataclass(frozen=True)
 class BundleFacts:
-    """The bundle that an installation uses instead of a network, and which of its images docker has already."""
+    """The bundle that an installation uses instead of a network, and which of its images docker already has."""
 
     manifest: Manifest
     loaded_images: frozenset[str] = frozenset()
 
 
 def is_safe_path(path: str) -> bool:
-    """Say whether a path may stand in a bundle: relative, plain letters, no way out."""
+    """Say whether a path is allowed in a bundle: relative, plain letters, no way out."""
     return len(path) <= LONGEST_PATH and _PATH.fullmatch(path) is not None
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON; the same manifest, the same bytes."""
+    """Return the manifest as JSON; the same manifest gives the same bytes."""
     data = {"format": FORMAT, **asdict(manifest)}
     return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
 
 
 def manifest_from_bytes(content: bytes) -> Manifest:
-    """Return the manifest that these bytes hold. Raises GpuprovError for anything else, or for one that lies."""
+    """Return the manifest in these bytes. Raises GpuprovError if they are not a valid and consistent manifest."""
     try:
         data = json.loads(content)
         if not isinstance(data, dict):
@@ -151,7 +151,7 @@ def _texts(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(rows: Any, kind: type[_Row]) -> tuple[_Row, ...]:
-    """Return rows of JSON as dataclasses, every field there and of its type."""
+    """Return rows of JSON as dataclasses; every field must be present and of its type."""
     wanted = {one.name: int if one.type == "int" else str for one in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(rows, list):
         raise ValueError(f"no list of {kind.__name__}")
@@ -162,7 +162,7 @@ def _rows(rows: Any, kind: type[_Row]) -> tuple[_Row, ...]:
 
 
 def _require_sound(manifest: Manifest) -> None:
-    """Raise ValueError if paths could lead out of the bundle, or name what is not in it."""
+    """Raise ValueError if paths could lead out of the bundle, or name files that it does not contain."""
     paths = [one.path for one in manifest.files]
     for one in manifest.files:
         if not is_safe_path(one.path) or one.path in (MANIFEST, SIGNATURE):

@@ -1,4 +1,4 @@
-"""Open a bundle on a host: every digest is checked before anything in it is used."""
+"""Open a bundle on a host: every digest is checked before any of its content is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpuprov.wire.errors import GpuprovError
 
 @dataclass(frozen=True)
 class OpenBundle:
-    """A bundle whose every digest was right when it was opened; its file stays open, so it can't be exchanged."""
+    """A bundle whose digests were all right when it was opened. Its file stays open, so it can't be exchanged."""
 
     file: BinaryIO
     contents: Contents
@@ -27,7 +27,7 @@ class OpenBundle:
         return self.contents.manifest
 
     def content(self, path: str) -> bytes:
-        """Return a small file of the bundle, empty if the bundle does not have it."""
+        """Return a small file of the bundle, empty if the bundle does not contain it."""
         found = next((one for one in self.manifest.files if one.path == path), None)
         return b"".join(chunks(self.file, self.contents.offsets[path], found.size)) if found is not None else b""
 
@@ -36,7 +36,7 @@ class OpenBundle:
 def opened(
     system: System, path: str, digest: str = "", progress: Progress = lambda done, total: None
 ) -> Iterator[OpenBundle]:
-    """Give a bundle, all of it checked; `digest` is the one that its manifest must have, empty for any.
+    """Yield a fully checked bundle; `digest` is the one that its manifest must have, empty for any.
 
     Raises GpuprovError if anything is wrong with it.
     """
@@ -51,7 +51,7 @@ def opened(
             verify_files(file, contents, progress)
             _require_repository_key(file, contents)
         except GpuprovError:
-            # What an upload left damaged would be found again by the next run, and never be fixed.
+            # Remove a bundle that an upload damaged: otherwise the next run would find it again and fail.
             if path.startswith(f"{CACHE}/"):
                 system.remove(path)
             raise
@@ -68,7 +68,7 @@ def _require_digest(contents: Contents, path: str, digest: str) -> None:
 
 
 def _require_repository_key(file: BinaryIO, contents: Contents) -> None:
-    """Raise GpuprovError if the key that comes with the packages is not the one that the manifest names, alone."""
+    """Raise GpuprovError unless the key that comes with the packages is exactly the one that the manifest names."""
     manifest = contents.manifest
     if not manifest.packages:
         return

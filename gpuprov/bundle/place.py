@@ -1,4 +1,4 @@
-"""Where a bundle lies on a host, and what a controller types there to find and to store it; pure.
+"""Where a bundle lies on a host, and the commands by which a controller finds and stores it; pure.
 
 Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
 """
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 CACHE = "/var/cache/gpuprov"
 
-# As the agent's own (agent/push.py): no single quote, backslash or exclamation mark, for the login shell may be csh
-# or fish; all as root. $1: the bundle's name, $2: its size in bytes.
-# Says how much of it is there; what is too long is none of it.
+# As in agent/push.py: no single quote, backslash or exclamation mark, because the login shell may be csh or fish; all
+# as root. $1: the bundle's name, $2: its size in bytes.
+# Prints how many bytes are stored; a file that is too long counts as none.
 ASK = (
     f'f="{CACHE}/$1"; for p in "$f" "$f.part"; do '
     'if test -f "$p"; then n="$(stat -c %s "$p")"; '
     'if test "$n" -le "$2"; then if test "$p" = "$f"; then echo "whole $n"; else echo "part $n"; fi; exit 0; fi; '
     'rm -f "$p"; fi; done; echo "part 0"'
 )
-# Bundles of other digests go: they are large, and none is used while a new one comes.
+# Removes bundles of other digests: they are large, and none is in use while a new one is uploaded.
 _KEEP = (
     'n="$(stat -c %s "$f.part")"; test "$n" = "$2" || { echo "$n of $2 bytes arrived" >&2; exit 1; }; '
     'mv -f "$f.part" "$f"; '
     'find "$d" -maxdepth 1 -type f -name "bundle-*.tar*" -not -name "$1" -exec rm -f {} +'
 )
 _BEGIN = f'umask 077; set -e; d={CACHE}; mkdir -p "$d"; f="$d/$1"; '
-# What is still lacking comes on standard input.
+# The missing bytes come on standard input.
 STORE = f'{_BEGIN}cat >> "$f.part"; {_KEEP}'
-# $3: the file on the host to take it from, whole.
+# $3: the file on the host to copy, whole.
 TAKE = f'{_BEGIN}cat "$3" > "$f.part"; {_KEEP}'
 
 
@@ -54,14 +54,14 @@ class Place:
 
 @dataclass(frozen=True)
 class There:
-    """How many bytes of a bundle a host has, and whether they lie at their place as a whole."""
+    """How many bytes of a bundle a host has, and whether they are complete and in place."""
 
     size: int
     whole: bool
 
 
 def parse_there(lines: Iterable[str]) -> There | None:
-    """Return what ASK printed, whatever a login banner printed before; None if it did not answer."""
+    """Return the parsed output of ASK, ignoring any login banner before it; None if there is none."""
     for line in lines:
         word, _, size = line.strip().partition(" ")
         if word in ("whole", "part") and size.isascii() and size.isdecimal():

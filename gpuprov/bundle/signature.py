@@ -1,6 +1,6 @@
-"""The manifest's signature: made by the user's own gpg, checked with the bundle's key against a pinned fingerprint.
+"""The manifest's signature: made by the user's gpg, checked with the bundle's key against a pinned fingerprint.
 
-The key that comes with a bundle proves nothing by itself; the fingerprint that the user pins says which key is right.
+The key in a bundle proves nothing by itself; the user pins the fingerprint of the right key.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _key_in(file: BinaryIO, contents: Contents) -> bytes:
 
 
 def _checked(system: System, contents: Contents, key: bytes) -> Completed:
-    """Return what gpgv says of the manifest's signature, in its words for programs."""
+    """Return gpgv's status lines for the manifest's signature."""
     verifier = system.which("gpgv")
     if verifier is None:
         raise GpuprovError("there is no gpgv on this machine, and it checks the signature", "", "install gpgv")

@@ -1,4 +1,4 @@
-"""An unpacked bundle as the one repository of dnf or zypper; rpm trusts its key for as long as that lasts."""
+"""Use an unpacked bundle as the only repository of dnf or zypper; rpm trusts its key for that time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpuprov.packaging.rpm_repos import InstallRpmKey
 
 SOURCES = f"{FOLDER}/repos.d"
 _KEY = f"{FOLDER}/key.asc"
-# Where a key lies while rpm takes it.
+# Where a key lies while rpm imports it.
 _TAKEN = f"{FOLDER}/trusted"
 
 
 def source_text(lines: Iterable[str]) -> str:
     """Return the repository as a .repo file with these further lines.
 
-    The bundle's key signs the metadata, their makers' keys sign the packages.
+    The bundle's key signs the metadata; the keys of the vendors sign the packages.
     """
     head = (
         "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
@@ -31,7 +31,7 @@ def source_text(lines: Iterable[str]) -> str:
 
 
 def plan_keys(bundle: BundleFacts | None, trusted: frozenset[str]) -> tuple[Change, ...]:
-    """Return what makes rpm trust the keys of the makers of the bundle's packages."""
+    """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
     if bundle is None:
         return ()
     return tuple(
@@ -47,7 +47,7 @@ def _makers(manifest: Manifest) -> tuple[str, ...]:
 
 
 def prepare(system: System, manifest: Manifest, source: str) -> None:
-    """Write the source, and let rpm trust the bundle's key: zypper, and packages that the bundle signs, need that."""
+    """Write the source, and make rpm trust the bundle's key: zypper, and packages that the bundle signs, need that."""
     if not system.exists(f"{FOLDER}/{REPOSITORY_KEY}"):
         return
     system.make_directory(SOURCES, 0o700)
@@ -57,7 +57,7 @@ def prepare(system: System, manifest: Manifest, source: str) -> None:
 
 
 def forget(system: System) -> None:
-    """Take the bundle's key away from rpm again, if it is there: that of a run that was killed, too."""
+    """Remove the bundle's key from rpm again, if present, including the key of a killed run."""
     key = system.read_bytes(_KEY)
     package = gather_keys(system).get(fingerprints(key)[0]) if key else None
     if package is not None:

@@ -1,1 +1,1 @@
-"""Making bundles, on a machine with network."""
+"""Create bundles, on a machine with a network."""

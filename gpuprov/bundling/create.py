@@ -1,4 +1,4 @@
-"""Collects what a recipe names, on a machine with a network; needs no root and changes nothing but its own folder.
+"""Collect what a recipe names, on a machine with a network; needs no root and changes only its own folder.
 
 The packages are chosen, and their signatures checked, by the hosts' own package manager (repository_apt.py,
 repository_rpm.py).
@@ -36,9 +36,9 @@ class Collected:
 
 
 def collect(to: Collection, agent: bytes, cache: str) -> Collected:
-    """Return what the recipe names; large downloads are kept in `cache`.
+    """Return the files that the recipe names; large downloads are kept in `cache`.
 
-    `agent` is gpuprov's own zipapp. Raises GpuprovError, naming what can't be had.
+    `agent` is gpuprov's own zipapp. Raises GpuprovError that names what is not available.
     """
     recipe, places = to.recipe, to.places
     places[AGENT] = f"{to.work}/agent.pyz"
@@ -76,7 +76,7 @@ def _collect_packages(to: Collection) -> tuple[tuple[BundlePackage, ...], str]:
 
 
 def with_file(system: System, collected: Collected, path: str, place: str) -> Collected:
-    """Return the same with one more file."""
+    """Return a copy with one more file."""
     places = {**collected.places, path: place}
     files = tuple(sorted((*collected.manifest.files, _described(system, path, place)), key=lambda one: one.path))
     return Collected(replace(collected.manifest, files=files), places)
@@ -145,7 +145,7 @@ def _image(to: Collection, reference: str) -> BundleImage:
         done = to.system.run(("docker", "pull", "--quiet", reference), timeout=_DOWNLOAD_SECONDS)
         if not done.ok:
             raise GpuprovError(f"the image {reference} can't be had", done.evidence(4), "docker pull it by hand")
-    # Two references may differ only in what a path can't show.
+    # Two references may differ only in characters that a path can't contain.
     name = re.sub(r"[^A-Za-z0-9.-]", "_", reference).strip("._-")[:60] + f"-{sha256_of(reference.encode())[:8]}"
     path, place = f"images/{name}.tar", f"{to.work}/{name}.tar"
     to.tell(f"saving {reference}", 0, 0)

@@ -1,4 +1,4 @@
-"""What a bundle shall hold, from the command line and an inventory. Pure; collecting it is create.py's."""
+"""The desired content of a bundle, from the command line and an inventory. Pure; create.py collects it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _Repository = TypeVar("_Repository", AptRepository, RpmSource)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line says besides the specifications of hosts. `distro` is such as `debian-12`."""
+    """Options of the command line beside the hosts' specifications. `distro` is for example `debian-12`."""
 
     distro: str
     architecture: str
@@ -55,7 +55,10 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RunFile:
-    """A .run file, from a URL or a path; without a `url` there is none. A `sha256` of nothing: as published."""
+    """A .run file, from a URL or a path; without a `url` there is none.
+
+    An empty `sha256` means the published digest.
+    """
 
     version: str = ""
     url: str = ""
@@ -64,9 +67,9 @@ class RunFile:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a bundle shall hold.
+    """The desired content of a bundle.
 
-    apt's `sources` and `repositories` are the `rpm_sources` of the others.
+    apt uses `sources` and `repositories`, the other package managers `rpm_sources`.
     """
 
     distribution: str
@@ -86,7 +89,7 @@ class Recipe:
         return DEBIAN_ARCHITECTURES[self.architecture]
 
     def inputs(self) -> dict[str, Any]:
-        """Return what the bundle is made from, for its manifest; passwords in addresses left out."""
+        """Return what the bundle is made from, for its manifest, without passwords in addresses."""
         return {
             "kernels": list(self.kernels),
             "packages": list(self.packages),
@@ -107,7 +110,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Collection:
-    """A bundle that is being made in the folder `work`; `places` says where each of its files lies, by its path."""
+    """A bundle under construction in the folder `work`; `places` maps each path to its file."""
 
     system: System
     recipe: Recipe
@@ -117,7 +120,7 @@ class Collection:
 
 
 def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
-    """Return what hosts of these specifications need. Raises GpuprovError (exit code 2) for what can't be."""
+    """Return what hosts of these specifications need. Raises GpuprovError (exit code 2) for an impossible recipe."""
     row = _distribution(wanted.distro)
     if wanted.architecture not in DEBIAN_ARCHITECTURES:
         known = ", ".join(DEBIAN_ARCHITECTURES)
@@ -151,7 +154,7 @@ def _sources(row: Distribution, version: str, wanted: Wanted, specs: Sequence[Ho
 
 
 def _distribution(distro: str) -> Distribution:
-    """Return the row of `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
+    """Return the row of a name such as `debian-12`, `opensuse-leap-15.6` or `opensuse-tumbleweed`."""
     name, _, version = distro.rpartition("-")
     row = find_distribution(name, version) or next(
         (one for one in ROWS if (one.id, one.version) == (distro, "*")), None
@@ -186,13 +189,13 @@ def _packages(row: Distribution, wanted: Wanted, specs: Sequence[HostSpec]) -> t
 
 
 def _own_components(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    """Return the components of the archive that the distribution's own driver comes from, if it is asked for."""
+    """Return the archive components that contain the distribution's own driver, if it is requested."""
     own = own_driver(row)
     return own.components if own is not None and spec.driver == "distribution" else ()
 
 
 def _own_driver(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of the distribution's own driver, with modules for the kernels that are named."""
+    """Return the packages of the distribution's own driver, with modules for the named kernels."""
     if spec.driver != "distribution":
         return ()
     own = own_driver(row)
@@ -234,12 +237,12 @@ def _repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[Ap
 
 
 def _rpm_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[RpmRepository, ...]:
-    """Return the same for dnf, which chooses zypper's packages too."""
+    """Return the same repositories for dnf, which also resolves zypper's packages."""
     return rpm_repos.repositories(DNF, spec, wanted.architecture, _extra_repositories(row, wanted, spec))
 
 
 def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return NVIDIA's CUDA repository and Docker's, if something comes from them."""
+    """Return NVIDIA's CUDA repository and Docker's, if packages come from them."""
     _require_runfile(spec)
     if wanted.fabric_manager and (problems := cuda_repository.repository_problems(row, wanted.architecture, spec)):
         raise GpuprovError.several(problems, exit_code=ExitCode.USAGE)
@@ -249,7 +252,7 @@ def _extra_repositories(row: Distribution, wanted: Wanted, spec: HostSpec) -> tu
 
 
 def _dkms(row: Distribution, wanted: Wanted, spec: HostSpec) -> ExtraRepository | None:
-    """Return the repository of DKMS, where modules are built and the distribution has none."""
+    """Return the repository of DKMS, if modules are built and the distribution lacks DKMS."""
     version = wanted.distro[len(row.id) + 1 :] or row.version
     if not (wanted.kernels and row.dkms_from and spec.epel):
         return None
@@ -266,7 +269,7 @@ def _require_runfile(spec: HostSpec) -> None:
 
 
 def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str, ...]:
-    """Return the package of the fabric manager of the driver's very version, if it is asked for."""
+    """Return the package of the fabric manager of exactly the driver's version, if requested."""
     if not wanted.fabric_manager:
         return ()
     if not driver:
@@ -275,7 +278,7 @@ def _fabric_manager(row: Distribution, wanted: Wanted, driver: str) -> tuple[str
 
 
 def _driver(wanted: Wanted, specs: Sequence[HostSpec]) -> RunFile:
-    """Return the one driver that all specifications ask for."""
+    """Return the driver that all specifications request; they must agree."""
     return _only(
         (
             RunFile(spec.driver_version, spec.driver_url or default_url(spec.driver_version, wanted.architecture),
@@ -305,7 +308,7 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
 
 
 def _only(asked: Iterable[RunFile], what: str) -> RunFile:
-    """Return the one .run file that is asked for, or none; a digest pinned for one host holds for all."""
+    """Return the only .run file requested, or none; a digest pinned for one host holds for all."""
     files = tuple(asked)
     kinds = {(one.version, one.url) for one in files}
     if len(kinds) > 1:

@@ -1,6 +1,6 @@
-"""A bundle's packages for apt: chosen and fetched by apt itself, indexed and signed as a flat repository.
+"""A bundle's packages for apt: resolved and downloaded by apt itself, indexed and signed as a flat repository.
 
-apt works with a root of its own in which nothing is installed: so all dependencies come along, whatever a host has.
+apt works in a separate root in which nothing is installed, so all dependencies are included for any host.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from gpuprov.wire.errors import GpuprovError
 _UPDATE_SECONDS = 900
 _DOWNLOAD_SECONDS = 7200
 _FIELD_SECONDS = 60
-# Proxies and certificates are the site's; nothing else of this machine's apt configuration counts.
+# Proxies and certificates come from the site; nothing else of this machine's apt configuration is used.
 _PASSED = re.compile(r'^Acquire::(?:http|https|ftp)::.*";$', re.MULTILINE)
 _APT = ("apt-get", "-q", "--yes", "--no-install-recommends", "-o", "Acquire::Retries=3")
 
 
 def collect_apt(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]:
-    """Return the recipe's packages and all that they need, downloaded, indexed and signed.
+    """Return the recipe's packages and their dependencies, downloaded, indexed and signed.
 
-    Their files are added to the collection. Raises GpuprovError, naming what can't be had.
+    Their files are added to the collection. Raises GpuprovError that names what is not available.
     """
     system, recipe, tell = to.system, to.recipe, to.tell
     environment = _private_apt(to, f"{to.work}/apt")
@@ -72,7 +72,7 @@ def _is_deb(name: str) -> bool:
 
 
 def _private_apt(to: Collection, root: str) -> dict[str, str]:
-    """Make apt a root of its own in which nothing is installed; return the environment that leads it there."""
+    """Create a separate root for apt in which nothing is installed; return the environment that selects it."""
     system, recipe = to.system, to.recipe
     if system.which("apt-get") is None or system.which("dpkg-deb") is None:
         raise GpuprovError(
@@ -85,7 +85,7 @@ def _private_apt(to: Collection, root: str) -> dict[str, str]:
     system.write(f"{root}/status", b"")
     sources = [*recipe.sources, *(_site_source(to, one, root) for one in recipe.repositories)]
     _require_keyring(system, recipe)
-    # What `file:` names, apt would use where it lies instead of bringing it here.
+    # apt would use a `file:` source in place instead of copying its packages.
     lines = [re.sub(r"\sfile:", " copy:", line) for line in sources]
     system.write(f"{root}/sources.list", "".join(f"{line}\n" for line in lines).encode())
     settings = {
@@ -116,7 +116,7 @@ def _require_keyring(system: System, recipe: Recipe) -> None:
 
 
 def _site_source(to: Collection, one: AptRepository, root: str) -> str:
-    """Fetch a repository's key, hold it against its fingerprint, and return the repository as a line for apt."""
+    """Fetch a repository's key, compare its fingerprint, and return the repository as a line for apt."""
     key = f"{root}/keys/{one.name}.gpg"
     InstallKey(key, one.key_url, one.key_fingerprint).apply(to.system, to.tell)
     to.places[f"keys/{one.name}.gpg"] = key
@@ -125,11 +125,11 @@ def _site_source(to: Collection, one: AptRepository, root: str) -> str:
 
 
 def _package(system: System, place: str, places: dict[str, str]) -> tuple[BundlePackage, str]:
-    """Return a package and its stanza for the index, from what the .deb says of itself."""
+    """Return a package and its stanza for the index, from the .deb's own control data."""
     done = system.require(("dpkg-deb", "--field", place), f"{place} can't be read", timeout=_FIELD_SECONDS)
     control = done.stdout.rstrip("\n")
     fields = dict(re.findall(r"^(Package|Version|Architecture): *(\S+)", control, re.MULTILINE))
-    # As in archives: without the epoch, whose colon would have to be written in another way.
+    # As in archives: without the epoch, whose colon would need escaping.
     version = fields["Version"].partition(":")[2] or fields["Version"]
     name = f"{fields['Package']}_{version}_{fields['Architecture']}.deb"
     path = f"{REPOSITORY}/{name}"
@@ -141,7 +141,7 @@ def _package(system: System, place: str, places: dict[str, str]) -> tuple[Bundle
 
 
 def _write_index(to: Collection, stanzas: list[str], key: RepositoryKey) -> None:
-    """Write Packages, the key, and InRelease, which is Release signed; its date is no bundle's own."""
+    """Write Packages, the key, and InRelease (the signed Release) with a fixed date."""
     system, recipe, work = to.system, to.recipe, to.work
     packages = "\n".join(stanzas).encode()
     date = time.strftime("%a, %d %b %Y %H:%M:%S UTC", time.gmtime(SIGNED_AT))

@@ -1,7 +1,7 @@
-"""The key of a bundle's own repository: made for one bundle, used while that is made, and then forgotten.
+"""The signing key of a bundle's repository: generated for one bundle and discarded afterwards.
 
-Its public half lies in the bundle and its fingerprint stands in the manifest, so it is trusted if the manifest
-is. Nobody has the secret half any more when the bundle is there: nothing else will ever be signed by it.
+The public key is in the bundle and its fingerprint in the manifest, so it is trusted if the manifest is. The private
+key is deleted once the bundle is complete: nothing else can be signed with it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gpuprov.core.system import System
 from gpuprov.packaging.pgp import fingerprints
 from gpuprov.wire.errors import GpuprovError
 
-# No host that this gpuprov runs on has a clock before it (plan/steps.py), so no signature comes from a host's future.
+# plan/steps.py rejects hosts with an earlier clock, so no signature is in a host's future.
 SIGNED_AT = 1767225600
 _CLOCK = time.strftime("%Y%m%dT%H%M%S", time.gmtime(SIGNED_AT))
-# All package managers down to Enterprise Linux 8's rpm 4.14 can check it; that knows no ed25519.
+# Every supported package manager can check it, down to rpm 4.14 of Enterprise Linux 8, which lacks ed25519.
 _ALGORITHM = "rsa3072"
 _NAME = "gpuprov bundle"
 _SECONDS = 120
@@ -27,7 +27,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True)
 class RepositoryKey:
-    """A key in a folder of gpg's; `public` is its public half, not armored."""
+    """A key in a gpg home folder; `public` is its public half, not armored."""
 
     system: System
     home: str
@@ -36,11 +36,11 @@ class RepositoryKey:
 
     @property
     def signing_words(self) -> tuple[str, ...]:
-        """Options with which another program is to call gpg: nothing asked, and no signature from the future."""
+        """Return gpg options for another program: no prompts, and a signature date that is not in the future."""
         return ("--batch", "--digest-algo", "SHA256", "--faked-system-time", _CLOCK)
 
     def clear_sign(self, path: str, signed: str) -> None:
-        """Write the text file `path` with its signature around it to `signed`."""
+        """Write the file `path` with an inline signature to `signed`."""
         _gpg(self.system, self.home, "--local-user", self.fingerprint, "--clear-sign", "--output", signed, path)
 
     def detach_sign(self, path: str, signature: str) -> None:
@@ -51,7 +51,7 @@ class RepositoryKey:
 
 @contextlib.contextmanager
 def new_key(system: System, home: str) -> Iterator[RepositoryKey]:
-    """Give a new key in the folder `home`, which is removed with the secret half afterwards."""
+    """Yield a new key in the folder `home`, which is removed with the private key afterwards."""
     if system.which("gpg") is None:
         raise GpuprovError(
             "there is no gpg on this machine, and it signs the bundle's repository", "", "apt-get install gpg"

@@ -1,8 +1,8 @@
-"""A bundle's packages for dnf, yum and zypper: chosen and fetched by dnf itself, indexed and signed as a repository.
+"""A bundle's packages for dnf, yum and zypper: resolved and downloaded by dnf, indexed and signed as a repository.
 
-dnf works with a root of its own in which nothing is installed: so all dependencies come along, whatever a host has.
-The packages keep their makers' signatures; those without one, of repositories that sign their metadata alone, get the
-bundle's.
+dnf works in a separate root in which nothing is installed, so all dependencies are included for any host. Packages keep
+the signatures of their vendors. Unsigned packages, from repositories that sign only their metadata, get the bundle's
+signature.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SIGNER = re.compile(r"Key (?:ID|Fingerprint):? ?[0-9a-f]*([0-9a-f]{16})")
 
 
 def collect_rpm(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]:
-    """Return the recipe's packages and all that they need, downloaded, indexed and signed.
+    """Return the recipe's packages and their dependencies, downloaded, indexed and signed.
 
-    Their files are added to the collection. Raises GpuprovError, naming what can't be had.
+    Their files are added to the collection. Raises GpuprovError that names what is not available.
     """
     system, recipe, places = to.system, to.recipe, to.places
     _require_programs(system)
@@ -70,7 +70,7 @@ def _require_programs(system: System) -> None:
 
 
 def _write_sources(system: System, recipe: Recipe, root: str) -> Mapping[str, str]:
-    """Write dnf's configuration and sources, with each source's keys, held against their fingerprints.
+    """Write dnf's configuration and sources, with each source's keys after comparing their fingerprints.
 
     Return where the key of each key id lies.
     """
@@ -106,7 +106,7 @@ def _download(to: Collection, root: str) -> None:
         "install_weak_deps": "False", "module_platform_id": f"platform:el{major}", "plugins": "False",
     }  # fmt: skip
     command = (
-        # Without root's rights dnf refuses to begin; nothing is installed, so a user namespace's root will do.
+        # dnf requires root even though nothing is installed; root of a user namespace is enough.
         *(() if system.user_id() == 0 else ("unshare", "--map-root-user")),
         "dnf", "-y", "--config", f"{root}/dnf.conf", "--installroot", f"{root}/root", "--releasever", recipe.version,
         "--forcearch", recipe.architecture, *(f"--setopt={name}={value}" for name, value in settings.items()),
@@ -135,7 +135,7 @@ def _described(system: System, folder: str, names: tuple[str, ...]) -> list[list
 
 
 def _package(system: System, folder: str, name: str, row: list[str], places: dict[str, str]) -> BundlePackage:
-    """Return a package under a name that a bundle may hold."""
+    """Return a package under a name that is allowed in a bundle."""
     path = f"{REPOSITORY}/{name}"
     if not is_safe_path(path):
         path = f"{REPOSITORY}/{sha256_of(name.encode())[:32]}.rpm"
@@ -154,7 +154,7 @@ def _sign(system: System, place: str, key: RepositoryKey) -> None:
 
 
 def _index(system: System, folder: str, key: RepositoryKey, places: dict[str, str]) -> None:
-    """Write and sign the metadata, in gzip, which every release reads, and with a fixed timestamp."""
+    """Write and sign the metadata, compressed with gzip, which every release reads, and with a fixed timestamp."""
     options = (
         "--quiet", "--no-database", "--simple-md-filenames", "--checksum", "sha256", "--general-compress-type", "gz",
         "--revision", str(SIGNED_AT), "--set-timestamp-to-revision",

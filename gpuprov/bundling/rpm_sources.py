@@ -1,4 +1,4 @@
-"""Where the packages of rpm's distributions come from, as data: repositories, and the keys that sign their packages."""
+"""Package sources of rpm distributions, as data: repositories, and the keys that sign their packages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpuprov.wire.errors import ExitCode, GpuprovError
 
 @dataclass(frozen=True)
 class RpmSource:
-    """A repository to take packages from; `keys` are where each key lies, and its full fingerprint.
+    """A repository to take packages from; `keys` holds each key's location and its full fingerprint.
 
-    Something must be signed, as in rpm_repos.py: its metadata, or every package. `all_streams`: packages of module
-    streams that nobody has enabled count too. `only`: patterns of the packages that may come from it; none means all.
+    As in rpm_repos.py, either its metadata or every package must be signed. `all_streams`: also use packages of module
+    streams that are not enabled. `only`: patterns of the packages that may come from it; empty means all.
     """
 
     name: str
@@ -43,7 +43,10 @@ _FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys
 
 
 def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple[str, ...]) -> tuple[RpmSource, ...]:
-    """Return the sources that `lines` name, or the distribution's own. Raises GpuprovError (exit code 2) else."""
+    """Return the sources that `lines` name, or the distribution's own.
+
+    Raises GpuprovError (exit code 2) for a bad line.
+    """
     if lines:
         return tuple(_parsed(number, line) for number, line in enumerate(lines, 1))
     major = version.partition(".")[0]
@@ -72,7 +75,7 @@ def _parsed(number: int, line: str) -> RpmSource:
 
 
 def as_source(repository: RpmRepository) -> RpmSource:
-    """Return a repository that hosts have besides their distribution's."""
+    """Return a repository that hosts have in addition to their distribution's, as a source."""
     return RpmSource(
         repository.name,
         repository.uri,

@@ -1,4 +1,4 @@
-"""Where each distribution's packages come from, as data: archive, suites, components and the key that signs them."""
+"""Package sources of each distribution, as data: archive, suites, components and the signing key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True)
 class Archive:
-    """A distribution release's own archive. `keyring_hint`: how `keyring` comes to a machine that lacks it."""
+    """A distribution release's archive. `keyring_hint`: how to get `keyring` on a machine that lacks it."""
 
     codename: str
     components: str
@@ -45,7 +45,7 @@ ARCHIVES = {
 
 @dataclass(frozen=True)
 class Mirror:
-    """URLs of a distribution's archive and of its security updates; empty: not known."""
+    """URLs of a distribution's archive and of its security updates; empty if unknown."""
 
     archive: str = ""
     security: str = ""
@@ -77,7 +77,7 @@ def default_sources(
 ) -> tuple[str, ...]:
     """Return apt's one-line sources of a release: the release, its updates, its security updates.
 
-    `components` are needed besides those that every bundle gets.
+    `components` are added to those that every bundle gets.
     Raises GpuprovError for Debian without a mirror. Ubuntu has servers of its own for all.
     """
     release = ARCHIVES[distribution, version]

@@ -1,1 +1,1 @@
-"""From the driver on a host to its CDI specification: discover what is there, generate, render."""
+"""Discover the driver on a host and generate its CDI specification."""

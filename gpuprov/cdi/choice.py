@@ -1,4 +1,4 @@
-"""Which devices of a specification are wanted, by the kinds of their names (index, UUID) or one by one. Pure.
+"""Choose devices of a specification by the kind of their names (index, UUID) or one by one. Pure.
 
 Source: nvidia-container-toolkit, pkg/nvcdi/namer.go: the device name strategies.
 """
@@ -15,9 +15,9 @@ from gpuprov.wire.errors import GpuprovError
 def chosen_devices(
     found: Specification, *, strategies: tuple[str, ...], ids: tuple[str, ...], no_all_device: bool
 ) -> tuple[Device, ...]:
-    """Return the devices that go by the wanted kinds of names. Raises GpuprovError for an id that none has.
+    """Return the devices that have a name of the wanted kinds. Raises GpuprovError for an id that no device has.
 
-    An id chooses a device, whichever of its names it is; `all` is then all of the chosen.
+    An id chooses a device by any of its names; `all` then means all chosen devices.
     """
     devices = [device for device in found.devices if device.name != "all"]
     whole = [device for device in found.devices if device.name == "all"]
@@ -36,7 +36,7 @@ def chosen_devices(
 
 
 def all_of(devices: Sequence[Device]) -> Device:
-    """Return the device that is all of these together."""
+    """Return one device that combines all of these."""
     nodes = tuple(dict.fromkeys(node for device in devices for node in device.edits.device_nodes))
     gids = sorted({gid for device in devices for gid in device.edits.additional_gids})
     return Device("all", Edits(device_nodes=nodes, additional_gids=tuple(gids)))

@@ -1,7 +1,7 @@
-"""The driver on a host as it is found there: version, files, GPUs, device nodes. Reads only.
+"""Discover the driver on a host: version, files, GPUs, device nodes. Reads only.
 
-It does not ask NVML, which is not innocent: as root it makes device nodes and loads modules, and takes seconds for each
-GPU that no process keeps initialised. What only NVML knows, ask_nvml() adds.
+It does not use NVML, which has side effects: as root it makes device nodes and loads modules, and it takes seconds for
+each GPU that no process keeps initialised. ask_nvml() adds the facts that only NVML knows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from gpuprov.cdi.nodes import Node, capability_nodes, driver_nodes, is_closed, i
 from gpuprov.core.system import System
 
 _PROC = "/proc/driver/nvidia"
-# Sockets of services that programs in containers talk to; MPS has a folder of them.
+# Sockets of services that programs in containers use; MPS has a folder of sockets.
 _SOCKETS = ("/run/nvidia-persistenced/socket", "/run/nvidia-fabricmanager/socket", "/tmp/nvidia-mps")
 
 
 @dataclass(frozen=True)
 class MigDevice:
-    """A MIG device: its number among its GPU's, the ids of its GPU and compute instance, its UUID, its capabilities.
+    """A MIG device: its index on its GPU, the ids of its GPU and compute instance, its UUID, its capabilities.
 
-    NVML alone knows UUIDs; the numbers count in the order of the ids, as NVML's do.
+    Only NVML knows UUIDs; the indices follow the order of the ids, as in NVML.
     """
 
     index: int
@@ -44,11 +44,11 @@ class MigDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the loaded driver serves: its number among NVML's (PCI bus order), minor, UUID, bus id and model.
+    """A GPU that the loaded driver serves: its NVML index (PCI bus order), minor, UUID, bus id and model.
 
-    `brand` and `compute_capability` are known through NVML alone, and empty where it was not asked or does not answer.
-    `drm_nodes` are the kernel's own nodes for rendering and display (/dev/dri/renderD128), where nvidia-drm is loaded.
-    A GPU that is divided has `mig` devices, and is then none by itself.
+    `brand` and `compute_capability` come from NVML only, and are empty if it was not queried or failed. `drm_nodes` are
+    the kernel's own nodes for rendering and display (/dev/dri/renderD128), if nvidia-drm is loaded. A GPU in MIG mode
+    has `mig` devices and can't be used as a whole.
     """
 
     index: int
@@ -66,9 +66,9 @@ class Gpu:
 class DriverFacts:
     """The driver on a host. `kernel_version`: of the loaded modules, `library_version`: of the libraries; "" if none.
 
-    `cuda_version` is what NVML says, "" where it was not asked or does not answer. `nodes` are the device nodes that
-    ought to be there, `capability_nodes` those of MIG's rights; `present` are those that are, with the right numbers;
-    `closed` those of them that fewer users may open than the driver says.
+    `cuda_version` comes from NVML, "" if it was not queried or failed. `nodes` are the expected device nodes,
+    `capability_nodes` those of MIG capabilities. `present` are the nodes that exist with the right numbers. `closed`
+    are those of them that fewer users may open than the driver specifies.
     """
 
     kernel_version: str = ""
@@ -89,9 +89,9 @@ class DriverFacts:
 def discover(
     system: System, library_folders: Sequence[str] = (), configuration_folders: Sequence[str] = ()
 ) -> DriverFacts:
-    """Return what driver this host has; opens no device and loads no library.
+    """Return the driver on this host; opens no device and loads no library.
 
-    The folders are looked into before those that every host has.
+    The given folders are searched before the standard ones.
     """
     kernel_version = parse_kernel_version(system.read_text(f"{_PROC}/version") or "")
     libraries, library_version = find_libraries(system, library_folders)
@@ -120,9 +120,9 @@ def discover(
 
 
 def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
-    """Return the facts with what only NVML knows: UUIDs of sleeping GPUs, brands, compute capabilities, CUDA version.
+    """Return the facts with what only NVML knows: UUIDs of idle GPUs, brands, compute capabilities, CUDA version.
 
-    Asks only where that makes nothing: the driver is whole and no node is missing. The rest stays as it is.
+    Queries NVML only if that has no side effects: the driver is complete and no node is missing. Other facts stay.
     """
     complete = {node.path for node in driver.nodes} <= set(driver.present)
     whole = driver.gpus and driver.kernel_version == driver.library_version and complete
@@ -132,7 +132,7 @@ def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:
 
 
 def missing_nodes(driver: DriverFacts) -> tuple[Node, ...]:
-    """Return the nodes that the loaded driver calls for and /dev lacks."""
+    """Return the nodes that the loaded driver needs and /dev lacks."""
     return tuple(node for node in (*driver.nodes, *driver.capability_nodes) if node.path not in driver.present)
 
 
@@ -141,7 +141,7 @@ def _nvml_path(driver: DriverFacts) -> str:
 
 
 def parse_kernel_version(text: str) -> str:
-    """Return the version in /proc/driver/nvidia/version, proprietary or open modules; nothing if there is none."""
+    """Return the version in /proc/driver/nvidia/version, of proprietary or open modules; "" if absent."""
     found = re.search(r"Kernel Module(?: for \w+)?\s+(\d+(?:\.\d+)+)", text)
     return found[1] if found else ""
 
@@ -152,7 +152,7 @@ def _gpus(system: System) -> tuple[Gpu, ...]:
     for bus_id in sorted(system.list_directory(f"{_PROC}/gpus"), key=_bus_order):
         fields = parse_information(system.read_text(f"{_PROC}/gpus/{bus_id}/information") or "")
         minor = fields.get("Device Minor", "")
-        # Question marks stand for a GPU that was not initialised yet; an excluded one can't be used.
+        # Question marks mean a GPU that was not initialised yet; an excluded one can't be used.
         if minor.isdigit() and fields.get("GPU Excluded", "No") != "Yes":
             uuid = fields.get("GPU UUID", "")
             found.append((bus_id, int(minor), "" if "?" in uuid else uuid, fields.get("Model", "")))
@@ -181,7 +181,7 @@ def _bus_order(bus_id: str) -> tuple[int, ...]:
 
 
 def _completed(gpu: Gpu, answer: nvml.GpuAnswer) -> Gpu:
-    """Return the GPU with NVML's answer; MIG devices that only one of the two knows have just come or gone."""
+    """Return the GPU with NVML's answer; a MIG device that only one of the two lists was just created or removed."""
     uuids = {(one.gpu_instance, one.compute_instance): one.uuid for one in answer.mig}
     mig = tuple(replace(one, uuid=uuids.get((one.gpu_instance, one.compute_instance), "")) for one in gpu.mig)
     return replace(
@@ -190,7 +190,7 @@ def _completed(gpu: Gpu, answer: nvml.GpuAnswer) -> Gpu:
 
 
 def _mig_devices(system: System, minor: int) -> tuple[MigDevice, ...]:
-    """Return the MIG devices of the GPU with that minor; none for one that is whole. Opens no device.
+    """Return the MIG devices of the GPU with that minor; none for a GPU without MIG. Opens no device.
 
     Source: nvidia-container-toolkit, internal/discover and go-nvlib (a device is the GPU's node and two capabilities).
     """

@@ -1,4 +1,4 @@
-"""CDI specifications as files: JSON, or YAML where PyYAML is there (on the controller, not on hosts)."""
+"""Read and write CDI specifications: JSON, or YAML if PyYAML is available (on the controller, not on hosts)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def parse(content: bytes, name: str) -> Specification:
-    """Return the specification in a file, YAML by its name or JSON. Raises GpuprovError for what is none."""
+    """Return the specification in a file: YAML by its name, or JSON. Raises GpuprovError for an invalid one."""
     if not content.strip():
         raise GpuprovError(f"{name} is no CDI specification", "it is empty", _MAKE)
     return parse_json(_json_of(content, name) if is_yaml(content, name) else content)
@@ -27,7 +27,7 @@ def is_yaml(content: bytes, name: str) -> bool:
 
 
 def render(specification: Specification, form: str) -> bytes:
-    """Return the specification as `json` or `yaml`; same specification, same bytes."""
+    """Return the specification as `json` or `yaml`; the same specification gives the same bytes."""
     content = render_json(specification)
     if form == "json":
         return content

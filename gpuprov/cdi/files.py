@@ -1,6 +1,6 @@
-"""The files of a driver: where they lie on this host, and under which names a container is to see them. Reads only.
+"""The files of a driver: their paths on this host, and their names in a container. Reads only.
 
-Two layouts: a .run's, flat in the loader's folder, and Debian's, in a folder of its own behind several links each.
+Two layouts: a .run's, flat in the loader's folder, and Debian's, in a separate folder behind several links each.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from gpuprov.cdi.loader_cache import CACHE, CachedLibrary, parse_cache
 from gpuprov.core.system import System
 
-# Where the loader looks by itself, in hosts and in containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
+# Default library folders of hosts and containers: Debian's multiarch folders, RHEL's and SUSE's, Arch's.
 LIBRARY_DIRECTORIES = (
     "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib",
 )  # fmt: skip
 _32_BIT_DIRECTORIES = ("/usr/lib/i386-linux-gnu", "/usr/lib32", "/usr/lib")
 _NVML = "libnvidia-ml.so.1"
-# No library of a driver has a name as long as this; a hostile one may.
+# No driver library has such a long name; a hostile file may.
 _LONGEST_SONAME = 128
 _VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d+)+)$")
 _LIBRARY = re.compile(r"lib(nv|cuda|GLX_nv|EGL_nv|GLES|vdpau_nv)[\w+.-]*?\.so(\.[\d.]+)?")
 # Folders below the loader's that others look into: VDPAU's back ends, and Mesa's for GBM (a link to the allocator).
 _BACK_ENDS = (("", _LIBRARY), ("/vdpau", _LIBRARY), ("/gbm", re.compile(r"nvidia-drm_gbm\.so")))
-# The driver's libraries that count on their own: libnvidia-egl-gbm.so.1.1.1.
+# Driver libraries with their own version numbers: libnvidia-egl-gbm.so.1.1.1.
 _OWN_VERSION = re.compile(r"libnvidia-(egl-(gbm|wayland2?|xcb|xlib)|nvvm70|api)\.so")
 _PROGRAMS = (
     "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server",
     "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
 )  # fmt: skip
 _PROGRAM_DIRECTORIES = ("/usr/bin", "/usr/sbin")
-# What OpenCL, Vulkan, EGL and OptiX find the driver by: a .run's places, then those of packages.
+# Where OpenCL, Vulkan, EGL and OptiX look for the driver: the paths of a .run, then those of packages.
 _CONFIGURATION = (
     "/etc/OpenCL/vendors/nvidia.icd",
     "/etc/vulkan/icd.d/nvidia_icd.json", "/etc/vulkan/implicit_layer.d/nvidia_layers.json",
@@ -48,7 +48,7 @@ _CONFIGURATION = (
     "/etc/X11/xorg.conf.d/10-nvidia.conf", "/usr/share/X11/xorg.conf.d/10-nvidia.conf",
     "/etc/X11/xorg.conf.d/nvidia-drm-outputclass.conf", "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf",
 )  # fmt: skip
-# Links that programs need and that a host may lack: the library, by its name up to `.so`, and the link.
+# Links that programs need and a host may lack: the library's name up to `.so`, and the link.
 _NEEDED_LINKS = {
     "libcuda": "libcuda.so",
     "libnvidia-opticalflow": "libnvidia-opticalflow.so",
@@ -65,9 +65,9 @@ _X_MODULES = tuple(
 
 @dataclass(frozen=True)
 class Library:
-    """A driver library: the real file, and the names (soname, development link) by which a container is to see it.
+    """A driver library: the real file, and its names in a container (soname, development link).
 
-    The real file's own path is one of these names, unless another of them already ends in the same file name.
+    The real path is among these names, unless another of them already ends in the same file name.
     """
 
     path: str
@@ -76,29 +76,29 @@ class Library:
 
 @dataclass(frozen=True)
 class DriverFile:
-    """A program or a configuration file: where it is looked for, and the real file that lies behind that."""
+    """A program or a configuration file: its usual path, and the real file."""
 
     path: str
     real_path: str
 
 
 def find_libraries(system: System, first: Sequence[str] = ()) -> tuple[tuple[Library, ...], str]:
-    """Return the driver's libraries and their version, which is that of NVML: every driver has it.
+    """Return the driver's libraries and their version, which is the version of NVML: every driver has it.
 
-    The first folder in the loader's order, behind those in `first`, counts; others (32-bit libraries) only if they are
-    of the same version.
+    The first folder in the loader's order, after those in `first`, decides; others (32-bit libraries) count only with
+    the same version.
     """
     cached = parse_cache(system.read_bytes(CACHE) or b"")
     folders = _folders(system, first, cached)
     version = next(iter(folders.values()), "")
-    # The cache has a library under its soname: these bear their file's own name, and need not be read.
+    # The cache lists a library by its soname: these libraries use their file name as soname and need not be read.
     own_names = frozenset(one.name for one in cached if one.path.endswith(f"/{one.name}"))
     links: dict[str, list[str]] = {}
     for number, folder in enumerate(folders):
         if folders[folder] != version:
             continue
         place = folder if folder in (*LIBRARY_DIRECTORIES, *_32_BIT_DIRECTORIES) else _own_folder(system)
-        # Of a folder that containers' loaders don't know, only this machine's kind of libraries has a place to go.
+        # Containers' loaders do not search this folder, so only libraries of this machine's architecture can be placed.
         if number == 0 or place == folder:
             _collect(system, folder, place, version, links, own_names)
     libraries = (Library(real, tuple(sorted(names))) for real, names in sorted(links.items()) if system.exists(real))
@@ -131,7 +131,7 @@ def _own_folder(system: System) -> str:
 def _collect(
     system: System, folder: str, place: str, version: str, links: dict[str, list[str]], own_names: frozenset[str]
 ) -> None:
-    """Add the libraries of that very version, each with the names in `folder` that end at it, over any hops."""
+    """Add the libraries of exactly this version, each with the names in `folder` that resolve to it."""
     found: dict[str, list[str]] = {}
     for below, pattern in _BACK_ENDS:
         for name in system.list_directory(folder + below):
@@ -142,10 +142,10 @@ def _collect(
                 continue
             names = links.setdefault(real, [])
             own = f"{place}{below}/{name}"
-            # Debian has a link that bears the real file's name: it may have been added with another one.
+            # Debian has a link with the real file's name: it may have been added under another name.
             if own not in (real, *names):
                 names.append(own)
-            # Debian keeps the real file elsewhere: containers see it, too, where their loader looks.
+            # Debian keeps the real file elsewhere: containers also get it in a folder that their loader searches.
             linked = f"{place}{below}/{real.rpartition('/')[2]}"
             if pattern is _LIBRARY and linked not in (real, *names):
                 names.append(linked)
@@ -160,7 +160,7 @@ def _collect(
 
 
 def _add_soname(system: System, place: str, real: str, names: list[str]) -> None:
-    """Add the name that a library bears itself, if no link has it: before ldconfig has run, or after tidying up."""
+    """Add a library's own soname if no link has it: before ldconfig has run, or after a cleanup."""
     file_name = real.rpartition("/")[2]
     linked = (name.rpartition("/")[2] for name in (*names, real))
     if any(".so." in name and name != file_name for name in linked):
@@ -178,7 +178,7 @@ def find_programs(system: System) -> tuple[DriverFile, ...]:
 def find_configuration(system: System, first: Sequence[str] = ()) -> tuple[DriverFile, ...]:
     """Return the files by which programs find the driver's OpenCL, Vulkan, EGL and OptiX.
 
-    A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…) stands at its usual place in containers.
+    A file below one of the folders in `first` (FOLDER/vulkan/icd.d/…) is mounted at its usual path in containers.
     """
     found = {}
     for path in _CONFIGURATION:
@@ -199,7 +199,7 @@ def find_x_modules(system: System, version: str) -> tuple[DriverFile, ...]:
 
 
 def find_firmware(system: System, version: str) -> tuple[str, ...]:
-    """Return the GPUs' firmware of that version, from the first folder that has it, as the kernel searches them.
+    """Return the GPU firmware of that version, from the first folder that has it, in the kernel's search order.
 
     Source: Linux, Documentation/driver-api/firmware/fw_search_path.rst.
     """
@@ -225,8 +225,8 @@ def _parent(path: str) -> str:
 
 
 def soname(system: System, path: str) -> str:
-    """Return the DT_SONAME of a library (gABI, "Dynamic Section"); nothing for a file that is none or has none."""
-    # Here, because most hosts have all links and nobody need read a library.
+    """Return the DT_SONAME of a library (gABI, "Dynamic Section"); "" for a file that has none."""
+    # Imported here: most hosts have all links, so no library must be read.
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
@@ -234,7 +234,7 @@ def soname(system: System, path: str) -> str:
         with system.open(path) as file:
             segments = ELFFile(file).iter_segments("PT_DYNAMIC")  # type: ignore[no-untyped-call]
             names = [tag.soname for segment in segments for tag in segment.iter_tags("DT_SONAME")]
-    # What a broken file makes the library stumble over is not only its own error.
+    # A broken file can raise other errors than the library's own.
     except (OSError, ELFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, EOFError):
         return ""
     name = str(names[0]) if names else ""

@@ -1,7 +1,7 @@
-"""The CDI specification of a driver. Pure: what is not in the facts is not in the specification.
+"""Generate the CDI specification of a driver. Pure: it contains only what the facts contain.
 
-Each real file is a mount. The links by which the loader finds a library (libcuda.so.1) stand in one hook, which engines
-that read CDI themselves run; gpuprov's own runtime reads them from there and makes them without a process.
+Each real file is a mount. One hook holds the links by which the loader finds a library (libcuda.so.1). Engines that
+read CDI run the hook; gpuprov's own runtime reads the links from it and makes them without a process.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.requirements import cuda_version_of_driver, version_key
 from gpuprov.wire.errors import GpuprovError
 
-# Where an installation puts it, and every boot keeps it right.
+# Where an installation writes it, and every boot keeps it up to date.
 PATH = "/etc/cdi/nvidia.json"
-# After this the engine ends the hook, and does not start the container; the hook itself gives up before.
+# After this time the engine kills the hook and does not start the container; the hook gives up earlier.
 _HOOK_SECONDS = 30
 _SOCKET_OPTIONS = ("ro", "nosuid", "nodev", "noexec", "rbind", "rprivate")
 _WORLD = 0o006  # read and write for others
-# What the host is stands among the hook's arguments: annotations would need CDI 0.6.0, which podman 4 does not know.
+# Facts about the host are arguments of the hook: annotations would need CDI 0.6.0, which podman 4 lacks.
 _FLAGS = ("--host-driver-version", "--host-cuda-version", "--gpu-architecture", "--gpu-brand")
-# What only NVML knows.
+# Facts that only NVML knows.
 _OF_NVML = _FLAGS[1:]
 
 
 def specification(driver: DriverFacts) -> Specification:
-    """Return devices by index, UUID, PCI bus id, and `all`; what every container needs stands in the common edits.
+    """Return devices by index, UUID, PCI bus id, and `all`; the common edits hold what every container needs.
 
-    A GPU that is divided by MIG is there by its parts alone (0:1 and their UUIDs): as a whole it computes nothing.
+    A GPU in MIG mode appears only as its MIG devices (0:1 and their UUIDs): as a whole it can't compute.
     """
     devices = [device for gpu in driver.gpus for device in _devices(driver, gpu)]
     if devices:
@@ -48,20 +48,20 @@ def specification(driver: DriverFacts) -> Specification:
 
 
 def _devices(driver: DriverFacts, gpu: Gpu) -> list[Device]:
-    """Return what a GPU is in CDI: one device by several names, or one for each of its parts."""
+    """Return the CDI devices of a GPU: one device by several names, or one for each of its MIG devices."""
     (node,) = (node for node in driver.nodes if node.path == f"/dev/nvidia{gpu.minor}")
     if gpu.mig:
         parts = ((f"{gpu.index}:{part.index}", part.uuid, _node_edits((node, *part.nodes))) for part in gpu.mig)
         return [Device(name, edits) for number, uuid, edits in parts for name in (number, uuid) if name]
-    # The kernel's graphics nodes too: the runtime gives these to graphics alone. PCI bus ids: people pin by slot.
+    # Includes the kernel's graphics nodes; the runtime adds them for graphics only. PCI bus ids allow pinning by slot.
     edits = _node_edits((node, *gpu.drm_nodes))
     return [Device(name, edits) for name in (str(gpu.index), gpu.uuid, gpu.bus_id.lower()) if name]
 
 
 def difference(content: bytes, driver: DriverFacts) -> str:
-    """Return in which way a specification's file does not describe the driver, nothing if it does.
+    """Return how a specification's file differs from the driver, "" if it does not.
 
-    Where NVML was not asked, what only NVML knows is no difference.
+    If NVML was not queried, facts that only NVML knows are not compared.
     """
     wanted = specification(driver)
     if content == render_json(wanted):
@@ -76,7 +76,7 @@ def difference(content: bytes, driver: DriverFacts) -> str:
 
 
 def _with_answers(driver: DriverFacts, found: Specification) -> Specification:
-    """Return the driver's specification, with what NVML answered when `found` was written."""
+    """Return the driver's specification, with the NVML facts recorded in `found`."""
     uuids = {device.edits: device.name for device in found.devices if device.name.startswith(("GPU-", "MIG-"))}
     gpus = tuple(_with_uuids(driver, gpu, uuids) for gpu in driver.gpus)
     wanted = specification(replace(driver, gpus=gpus))
@@ -96,7 +96,7 @@ def _with_uuids(driver: DriverFacts, gpu: Gpu, uuids: Mapping[Edits, str]) -> Gp
 
 
 def host_facts(specification: Specification) -> dict[str, str]:
-    """Return what the specification says of the host: flag → value, such as --host-driver-version."""
+    """Return the host's facts in the specification: flag → value, such as --host-driver-version."""
     arguments = [word for hook in specification.edits.hooks if hook.path == HOOK_PATH for word in hook.args]
     return {flag: value for flag, value in zip(arguments, arguments[1:]) if flag in _FLAGS}
 
@@ -137,7 +137,7 @@ def _first_different_edit(found: Edits, wanted: Edits) -> str:
 
 
 def _node_edits(nodes: tuple[Node, ...]) -> Edits:
-    """Return the nodes; with the groups that may open them where not everybody may."""
+    """Return the nodes, and the groups that may open those that are not open to all users."""
     gids = sorted({node.gid for node in nodes if not _is_open(node) and node.gid})
     return Edits(device_nodes=tuple(_device_node(node) for node in nodes), additional_gids=tuple(gids))
 
@@ -160,7 +160,7 @@ def _mounts(driver: DriverFacts) -> tuple[Mount, ...]:
 
 
 def _place(library: Library) -> str:
-    """Return where containers see the real file: under its own name, in a folder that loaders search."""
+    """Return the path of a real file in containers: its own name, in a folder that loaders search."""
     file_name = library.path.rpartition("/")[2]
     return next((link for link in library.links if link.rpartition("/")[2] == file_name), library.path)
 
@@ -184,7 +184,7 @@ def _links(library: Library) -> list[tuple[str, str]]:
     found = []
     for path, name in sorted(names.items()):
         if path.rpartition("/")[0] != folder:
-            # From another folder (gbm's back ends), the way to the file.
+            # From another folder (gbm's back ends), the relative path to the file.
             found.append((place, path))
         else:
             found.append((sonames[0] if name.endswith(".so") and sonames else file_name, path))
@@ -192,14 +192,14 @@ def _links(library: Library) -> list[tuple[str, str]]:
 
 
 def _facts(driver: DriverFacts) -> dict[str, str]:
-    """What NVIDIA_REQUIRE_* is held against at container start, without asking a device then."""
+    """Values that NVIDIA_REQUIRE_* is compared with at container start, without a query to a device."""
     version = driver.library_version
     capabilities = [gpu.compute_capability for gpu in driver.gpus]
     brands = {gpu.brand for gpu in driver.gpus}
     found = {
         "--host-driver-version": version,
         "--host-cuda-version": driver.cuda_version or (cuda_version_of_driver(version) if version else ""),
-        # Of unlike GPUs the least: what an image requires must hold for whichever it gets.
+        # For unlike GPUs the minimum: an image's requirement must hold for any of them.
         "--gpu-architecture": min(capabilities, key=version_key) if capabilities and all(capabilities) else "",
         "--gpu-brand": brands.pop() if len(brands) == 1 else "",
     }

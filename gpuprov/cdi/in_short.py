@@ -1,4 +1,4 @@
-"""What changes in a CDI specification, in a few lines instead of a diff of hundreds. Pure."""
+"""Summarise a change of a CDI specification in a few lines instead of a diff of hundreds. Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DRIVER = "--host-driver-version"
 
 
 def in_short(path: str, before: bytes | None, after: bytes) -> str:
-    """Return the driver's version, and of each kind of things how many there are, and how many come, go and change.
+    """Return the driver's version and, for each kind of item, how many there are, are added, removed and changed.
 
-    Nothing if one of the two is not a specification: then only the diff tells.
+    "" if either text is not a specification: then the full diff is shown.
     """
     try:
         old, new = _EMPTY if before is None else parse_json(before), parse_json(after)

@@ -1,7 +1,7 @@
-"""Reads the dynamic loader's cache, so that a driver is found wherever this host's loader finds it. Pure.
+"""Read the dynamic loader's cache, to find the driver where this host's loader finds it. Pure.
 
-Source: glibc, sysdeps/generic/dl-cache.h. Read by ourselves, not with `ldconfig -p`: no process, and the cache of a
-tree below a root prefix is read just as well.
+Source: glibc, sysdeps/generic/dl-cache.h. Not parsed from `ldconfig -p`: this needs no process, and it can read the
+cache of a tree below a root prefix.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 CACHE = "/etc/ld.so.cache"
-# `ldconfig -c compat` puts an old-style cache in front; offsets count from this mark in either case.
+# `ldconfig -c compat` puts an old-style cache in front; offsets count from this magic in both cases.
 _MARK = b"glibc-ld.so.cache1.1"
 _HEADER = struct.Struct("=20s2I4x4I")
 _ENTRY = struct.Struct("=iIIIQ")
@@ -36,7 +36,7 @@ class CachedLibrary:
 
 
 def parse_cache(content: bytes) -> tuple[CachedLibrary, ...]:
-    """Return the libraries in the order of the cache; none for a file that is no cache, or a torn one."""
+    """Return the libraries in the order of the cache; none for an invalid or truncated file."""
     start = content.find(_MARK)
     if start < 0 or len(content) < start + _HEADER.size:
         return ()

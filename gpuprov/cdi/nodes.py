@@ -1,4 +1,4 @@
-"""The device nodes that a loaded driver calls for, as nvidia-modprobe would make them, and which of them are there.
+"""The device nodes that a loaded driver needs, as nvidia-modprobe makes them, and which of them exist.
 
 Source: nvidia-modprobe, modprobe-utils; Linux, Documentation/admin-guide/devices.rst (major 195 is registered).
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
 
-# Device majors by their names in /proc/devices; the driver's own is registered, the others are dynamic.
+# Device majors by their names in /proc/devices; NVIDIA's main one is registered, the others are dynamic.
 NVIDIA_MAJOR = 195
 _CONTROL_MINORS = {"/dev/nvidiactl": 255, "/dev/nvidia-modeset": 254}
 _UVM_MINORS = {"/dev/nvidia-uvm": 0, "/dev/nvidia-uvm-tools": 1}
-# As nvidia-modprobe makes them: to configure MIG is root's, to use an instance everybody's.
+# As nvidia-modprobe makes them: only root may configure MIG, all users may use an instance.
 _MIG_MODES = {"config": 0o400, "monitor": 0o444}
 _MIG_ACCESS_MODE = 0o444
 _NODE_MODE = 0o666  # the driver's default for DeviceFileMode
@@ -26,7 +26,7 @@ _MIG_LINE = re.compile(r"(config|monitor|gpu\d+/gi\d+(?:/ci\d+)?/access) (\d+)")
 
 @dataclass(frozen=True)
 class Node:
-    """A device node that the driver's devices call for, with the mode and the group that it has or ought to have."""
+    """A device node of the driver, with its actual or expected mode and group."""
 
     path: str
     major: int
@@ -47,19 +47,19 @@ def parse_information(text: str) -> Mapping[str, str]:
 
 
 def parse_mig_minors(text: str) -> Mapping[str, int]:
-    """Return capability (`config`, `gpu0/gi1/ci0/access`) → minor, of mig-minors; other lines are none."""
+    """Return capability (`config`, `gpu0/gi1/ci0/access`) → minor, from mig-minors; other lines are ignored."""
     lines = (_MIG_LINE.fullmatch(line) for line in text.splitlines())
     return {found[1]: int(found[2]) for found in lines if found}
 
 
 def driver_nodes(system: System, minors: Sequence[int]) -> tuple[Node, ...]:
-    """Return the nodes that ought to be there for GPUs of these minors, with their mode and group."""
+    """Return the expected nodes for GPUs of these minors, with their mode and group."""
     params = parse_information(system.read_text("/proc/driver/nvidia/params") or "")
     modeset_loaded = system.exists("/sys/module/nvidia_modeset")
     majors = parse_devices(system.read_text("/proc/devices") or "")
     nodes = expected_nodes(minors, majors, modeset_loaded=modeset_loaded)
     if params.get("ModifyDeviceFiles") == "0":
-        # The driver keeps its hands off: udev's rules hold.
+        # The driver does not modify device files (ModifyDeviceFiles=0): udev's rules apply.
         return tuple(_as_it_is(system, node) for node in nodes)
     mode, gid = params.get("DeviceFileMode", ""), params.get("DeviceFileGID", "")
     return tuple(
@@ -71,13 +71,13 @@ def driver_nodes(system: System, minors: Sequence[int]) -> tuple[Node, ...]:
 def expected_nodes(
     minors: Sequence[int], majors: Mapping[str, int], *, modeset_loaded: bool = False
 ) -> tuple[Node, ...]:
-    """Return the device nodes that GPUs of these minors call for."""
+    """Return the device nodes that GPUs of these minors need."""
     if not minors:
         return ()
     major = majors.get("nvidia", majors.get("nvidia-frontend", NVIDIA_MAJOR))
     nodes = [Node(f"/dev/nvidia{minor}", major, minor) for minor in minors]
     control = dict(_CONTROL_MINORS)
-    # Before 550.40.07 one name, nvidia-frontend, stands in /proc/devices for all of them.
+    # Before 550.40.07, /proc/devices has one name, nvidia-frontend, for all of them.
     if "nvidia-modeset" not in majors and not (modeset_loaded and "nvidia-frontend" in majors):
         del control["/dev/nvidia-modeset"]
     nodes += [Node(path, major, minor) for path, minor in control.items()]
@@ -87,7 +87,7 @@ def expected_nodes(
 
 
 def capability_nodes(system: System, capabilities: Iterable[str]) -> tuple[Node, ...]:
-    """Return the nodes of capabilities as mig-minors names them; those that this driver does not have are left out."""
+    """Return the nodes of capabilities as mig-minors names them, without those that this driver lacks."""
     major = parse_devices(system.read_text("/proc/devices") or "").get("nvidia-caps")
     minors = parse_mig_minors(system.read_text(_MIG_MINORS) or "")
     if major is None:
@@ -100,12 +100,12 @@ def capability_nodes(system: System, capabilities: Iterable[str]) -> tuple[Node,
 
 
 def is_present(system: System, node: Node) -> bool:
-    """Say whether that very device lies at the node's path."""
+    """Say whether the node's path holds exactly this device."""
     return _status(system, node) is not None
 
 
 def is_closed(system: System, node: Node) -> bool:
-    """Say whether the device is there, and fewer users may open it than the driver says."""
+    """Say whether the device exists but fewer users may open it than the driver specifies."""
     found = _status(system, node)
     return found is not None and bool(node.mode & ~found.mode)
 

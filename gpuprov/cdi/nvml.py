@@ -1,7 +1,7 @@
-"""What the driver's own library (NVML) says of the GPUs: the one door through which its answers come in.
+"""Query the driver's own library (NVML) for facts about the GPUs; all other modules use this one.
 
-It is asked by a process of its own (nvml_child.py): a driver that hangs or crashes takes that one along, and a time
-limit ends it. What it says is checked: the library may be broken or not NVIDIA's.
+A separate process (nvml_child.py) queries it: a driver that hangs or crashes takes only that process down, and a time
+limit ends it. The answers are validated: the library may be broken or not NVIDIA's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MigAnswer:
 
 @dataclass(frozen=True)
 class GpuAnswer:
-    """What is known of a GPU through NVML alone; "" where it does not tell."""
+    """Facts about a GPU that only NVML knows; "" if it does not report them."""
 
     uuid: str = ""
     brand: str = ""
@@ -47,9 +47,9 @@ class GpuAnswer:
 
 
 def ask(system: System, library: str) -> tuple[Mapping[str, GpuAnswer], str]:
-    """Return PCI bus id → answer, and the driver's CUDA version; nothing where NVML does not answer.
+    """Return PCI bus id → answer, and the driver's CUDA version; empty if NVML fails.
 
-    `library` is the path of NVML, so that no other than this driver's is loaded.
+    `library` is the path of NVML, so that only this driver's library is loaded.
     """
     folders = [folder for folder in sys.path if folder]
     done = system.run((sys.executable or "python3", "-I", "-c", _CHILD, library, *folders), timeout=_SECONDS)
@@ -57,7 +57,7 @@ def ask(system: System, library: str) -> tuple[Mapping[str, GpuAnswer], str]:
 
 
 def parse_answers(text: str) -> tuple[Mapping[str, GpuAnswer], str]:
-    """Return what ask() does, from the child's JSON; nothing for what is not of its form."""
+    """Return the result of ask() from the child's JSON; values of the wrong form are dropped."""
     try:
         document = json.loads(text)
         gpus = {sysfs_bus_id(str(one["bus_id"])): _answer(one) for one in document["gpus"]}
@@ -81,11 +81,11 @@ def _answer(gpu: Mapping[str, Any]) -> GpuAnswer:
 
 
 def sysfs_bus_id(text: str) -> str:
-    """Return a PCI bus id as the kernel writes it: NVML's 00000000:1B:00.0 is 0000:1b:00.0."""
+    """Return a PCI bus id as the kernel writes it: NVML's 00000000:1B:00.0 becomes 0000:1b:00.0."""
     domain, _, rest = text.strip().lower().partition(":")
     return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain.lstrip('0')}:{rest}"
 
 
 def _matching(pattern: str, text: Any) -> str:
-    """Return the text if it is of that form, nothing for anything else."""
+    """Return the text if it has that form, else ""."""
     return text if isinstance(text, str) and re.fullmatch(pattern, text) else ""

@@ -1,6 +1,6 @@
-"""Asks NVML, in a process of its own, and prints its answers as JSON: nothing else here loads the driver's library.
+"""Query NVML in a separate process and print its answers as JSON; no other code here loads the driver's library.
 
-What a driver or a GPU does not know is left out; without NVML at all the process ends with its error's number.
+Values that a driver or a GPU does not report are left out; without NVML the process exits with its error number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pynvml
 
 def main(library: str) -> None:
     """Print the answers of the NVML at that path."""
-    # Loaded first and by its path: pynvml, which asks for it by name, then gets this very one.
+    # Loaded first and by its path, so that pynvml, which loads it by name, gets this one.
     ctypes.CDLL(library)
     try:
         pynvml.nvmlInit()
@@ -53,7 +53,7 @@ def _mig_devices(device: Any) -> list[dict[str, Any]]:
 
 
 def _known(question: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer, None where this driver or this GPU has none."""
+    """Return NVML's answer, None if this driver or this GPU does not support the query."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:

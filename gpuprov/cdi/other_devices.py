@@ -1,4 +1,4 @@
-"""What goes with GPUs and has a kind of its own: GDS, MOFED, GDRCopy, NVSwitch, IMEX channels, and GPU management.
+"""Devices beside GPUs with their own CDI kind: GDS, MOFED, GDRCopy, NVSwitch, IMEX channels, GPU management.
 
 Source: nvidia-container-toolkit, internal/discover (gds.go, mofed.go, gdrcopy.go, nvswitch.go) and pkg/nvcdi.
 """
@@ -30,16 +30,16 @@ MODES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]] = {
         (),
     ),
 }  # fmt: skip
-# What an installation writes by itself; management is for the tools of a cluster's operator.
+# What an installation writes by default; management devices are for cluster operators' tools.
 _WRITTEN = ("gds", "mofed", "gdrcopy", "nvswitch", "imex")
 _FOLDER = "/etc/cdi"
 PATHS = tuple(f"{_FOLDER}/nvidia-{mode}.json" for mode in _WRITTEN)
 
 
 def specifications(system: System) -> Mapping[str, bytes]:
-    """Return path → content of the specifications that this host's other devices call for.
+    """Return path → content of the specifications for this host's other devices.
 
-    A kind that a file of somebody else's has is left to it: the same device twice is none to an engine.
+    A kind that another file already defines is skipped: engines reject a device that is defined twice.
     """
     found = {}
     for mode, path in zip(_WRITTEN, PATHS):
@@ -50,14 +50,14 @@ def specifications(system: System) -> Mapping[str, bytes]:
 
 
 def _is_elsewhere(system: System, kind: str, path: str) -> bool:
-    """Say whether another file has the kind; by its text, because hosts need not be able to read YAML."""
+    """Say whether another file has the kind. It searches the text, because hosts may lack a YAML parser."""
     named = re.compile(rf"""^\s*["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?\s*,?\s*$""", re.MULTILINE)
     others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER))
     return any(named.search(system.read_text(other) or "") for other in others if other != path)
 
 
 def specification_of(system: System, mode: str) -> Specification:
-    """Return the specification of a mode. Raises GpuprovError where nothing of the kind is on this host."""
+    """Return the specification of a mode. Raises GpuprovError if this host has no such device."""
     kind, places, files = MODES[mode]
     nodes = tuple(_nodes(system, places))
     if not nodes:

@@ -1,4 +1,4 @@
-"""All CDI specifications on a host, as an engine sees them: which device comes from which file, and what is wrong.
+"""Read all CDI specifications on a host as an engine does: the file of each device, and the errors.
 
 Source: CDI's pkg/cdi/cache.go: a later folder wins over an earlier one; the same device twice in one folder is a
 conflict, and then there is no such device; an invalid file is an error of its own, and the others load.
@@ -34,19 +34,19 @@ class Found:
 
 @dataclass
 class Registry:
-    """Devices by qualified name, and errors by file; a folder that is missing is an error of the folder alone."""
+    """Devices by qualified name, and errors by file; a missing folder is an error of that folder only."""
 
     devices: dict[str, Found] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=dict)
     missing_folders: list[str] = field(default_factory=list)
 
     def add_error(self, path: str, text: str) -> None:
-        """Note what is wrong with a file."""
+        """Record an error of a file."""
         self.errors.setdefault(path, []).append(text)
 
 
 def read_registry(system: System, folders: Sequence[str] = FOLDERS) -> Registry:
-    """Return what the specifications in these folders say together."""
+    """Return the combined content of the specifications in these folders."""
     registry = Registry()
     for folder in folders:
         if not system.exists(folder):
@@ -96,7 +96,7 @@ def _add(registry: Registry, found: Mapping[str, Found]) -> None:
 def inject(config: dict[str, Any], names: Sequence[str], registry: Registry) -> dict[str, Any]:
     """Return the configuration with the devices (qualified names), each specification's common edits once before them.
 
-    Raises GpuprovError, listing them, if there is a device that no specification has: then nothing is done.
+    Raises GpuprovError that lists every device missing from the specifications; then nothing is injected.
     """
     missing = [name for name in names if name not in registry.devices]
     if missing:

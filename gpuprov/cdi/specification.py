@@ -1,7 +1,7 @@
-"""The CDI specification as types, and as the JSON that engines read. What is right in it, validation.py says.
+"""The CDI specification as types, and as the JSON that engines read. validation.py checks it.
 
-Source: github.com/cncf-tags/container-device-interface, SPEC.md. JSON and not YAML, because the runtime reads it at
-every container start and Python's own parser for it costs least.
+Source: github.com/cncf-tags/container-device-interface, SPEC.md. The format is JSON because the runtime reads it at
+every container start, and Python's JSON parser is the fastest.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Callable
 from gpuprov.wire.errors import GpuprovError
 
 VENDOR_CLASS = "nvidia.com/gpu"
-# What a driver's file is mounted with.
+# Mount options of the driver's files.
 FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device node to be made in the container; what is not given (None, "") the engine takes from the host's node."""
+    """A device node to make in the container; the engine takes missing values (None, "") from the host's node."""
 
     path: str
     major: int | None = None
@@ -35,7 +35,7 @@ class DeviceNode:
 
 @dataclass(frozen=True)
 class Mount:
-    """A file of the host to be seen in the container."""
+    """A file of the host to mount into the container."""
 
     host_path: str
     container_path: str
@@ -45,7 +45,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Hook:
-    """A program to be run at a stage of the container's life; gpuprov's own specification has none."""
+    """A program to run at a stage of the container's life; gpuprov's own specification has one, for links."""
 
     name: str
     path: str
@@ -56,7 +56,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class NetDevice:
-    """A network device to be moved into the container."""
+    """A network device to move into the container."""
 
     host_interface_name: str
     name: str
@@ -77,7 +77,7 @@ class IntelRdt:
 
 @dataclass(frozen=True)
 class Edits:
-    """What a device, or all devices, bring into a container."""
+    """The changes that a device, or all devices, make to a container."""
 
     env: tuple[str, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
@@ -90,7 +90,7 @@ class Edits:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that a container can ask for by name."""
+    """A device that a container can request by name."""
 
     name: str
     edits: Edits
@@ -99,7 +99,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Specification:
-    """A CDI specification. `declared_version`: the version that a file claims; "" for the lowest that will do."""
+    """A CDI specification. `declared_version`: the version in a file; "" means the lowest sufficient version."""
 
     devices: tuple[Device, ...]
     edits: Edits
@@ -109,7 +109,7 @@ class Specification:
 
     @property
     def version(self) -> str:
-        """The declared version, else the lowest that has all that this specification uses."""
+        """The declared version, else the lowest that supports all features of this specification."""
         return self.declared_version or minimum_version(self)
 
     @property
@@ -118,7 +118,7 @@ class Specification:
         return (self.edits, *(device.edits for device in self.devices))
 
 
-# Version, and what came with it (SPEC.md, "Released versions"); newest first.
+# Version, and the features that it introduced (SPEC.md, "Released versions"); newest first.
 _FEATURES: tuple[tuple[str, Callable[[Specification], bool]], ...] = (
     ("1.1.0", lambda one: any(edits.net_devices or _uses_new_rdt(edits.intel_rdt) for edits in one.every_edits)),
     ("0.7.0", lambda one: any(edits.additional_gids or edits.intel_rdt is not None for edits in one.every_edits)),
@@ -132,7 +132,7 @@ LOWEST_VERSION = "0.3.0"
 
 
 def minimum_version(specification: Specification) -> str:
-    """Return the lowest CDI version that has all that the specification uses; old engines refuse higher ones."""
+    """Return the lowest CDI version that supports all features of the specification; old engines refuse higher ones."""
     return next((version for version, uses in _FEATURES if uses(specification)), LOWEST_VERSION)
 
 
@@ -141,7 +141,7 @@ def _uses_new_rdt(rdt: IntelRdt | None) -> bool:
 
 
 def render_json(specification: Specification) -> bytes:
-    """Return the specification as JSON; same specification, same bytes."""
+    """Return the specification as JSON; the same specification gives the same bytes."""
     document: dict[str, Any] = {"cdiVersion": specification.version, "kind": specification.kind}
     if specification.annotations:
         document["annotations"] = dict(sorted(specification.annotations.items()))
@@ -151,10 +151,9 @@ def render_json(specification: Specification) -> bytes:
 
 
 def parse_json(content: bytes) -> Specification:
-    """Return the specification in a file. Raises GpuprovError, naming the place, for what is not one.
+    """Return the specification in a file. Raises GpuprovError that names the place of an error.
 
-    Strict, as engines are: an unknown or a doubled key is an error. Whether the values are right is another question:
-    validation.problems().
+    Strict, as engines are: an unknown or duplicate key is an error. validation.problems() checks the values.
     """
     try:
         document = json.loads(content.decode(), object_pairs_hook=_unique)
@@ -223,7 +222,7 @@ def _item(cls: type[Any]) -> Callable[[Any, str], Any]:
     return lambda value, where: _decode(cls, value, where)
 
 
-# Attribute, key in JSON (in the order in which they are written), how a value is read.
+# Attribute, key in JSON (in output order), how a value is read.
 _SHAPES: dict[type[Any], tuple[tuple[str, str, Callable[[Any, str], Any]], ...]] = {
     DeviceNode: (
         ("path", "path", _text), ("host_path", "hostPath", _text), ("type", "type", _text), ("major", "major", _number),
@@ -262,7 +261,7 @@ _SHAPES: dict[type[Any], tuple[tuple[str, str, Callable[[Any, str], Any]], ...]]
 
 
 def _decode(cls: type[Any], value: Any, where: str) -> Any:
-    """Return the dataclass that an object stands for; a missing key means none, whatever the dataclass's default is."""
+    """Return the dataclass of a JSON object; a missing key means empty, whatever the dataclass's default is."""
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'the document'} must be an object")
     shape = _SHAPES[cls]
@@ -274,7 +273,7 @@ def _decode(cls: type[Any], value: Any, where: str) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """Return a dataclass as JSON values; what is empty is left out, but a device has its edits in any case."""
+    """Return a dataclass as JSON values; empty values are left out, but a device always has its edits."""
     if isinstance(value, tuple):
         return [_encode(item) for item in value]
     if type(value) not in _SHAPES:
@@ -284,5 +283,5 @@ def _encode(value: Any) -> Any:
 
 
 def _is_empty(part: Any) -> bool:
-    # Zero is a number like others: a minor number, root's id.
+    # Zero is a valid value: a minor number, or root's id.
     return part is None or part is False or part in ("", [], {})

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from gpuprov.cdi.specification import DeviceNode, Edits, Hook, Specification
 
-# Of these stages' hooks, path or arguments are the container's, not the host's.
+# The path or arguments of these stages' hooks belong to the container, not to the host.
 _CONTAINER_PATH = ("startContainer",)
 _CONTAINER_ARGUMENTS = ("createContainer", "startContainer")
 
 
 def with_root(specification: Specification, source: str, target: str, *, relative_to: str = "host") -> Specification:
-    """Return the specification with paths below `source` moved below `target`, the `host`'s or the `container`'s."""
+    """Return the specification with paths below `source` moved below `target`, for the `host` or the `container`."""
 
     def moved(path: str) -> str:
         return _moved(path, source, target)
@@ -27,7 +27,7 @@ def with_root(specification: Specification, source: str, target: str, *, relativ
 
 
 def with_device_root(specification: Specification, root: str) -> Specification:
-    """Return the specification with device nodes that lie, on the host, below `root`; in containers nothing changes."""
+    """Return the specification with the host's device nodes below `root`; paths in containers do not change."""
 
     def change(edits: Edits) -> Edits:
         nodes = ((one, _moved(one.path, "/", root)) for one in edits.device_nodes)

@@ -1,4 +1,4 @@
-"""Says what is wrong with a CDI specification, by the rules that engines hold it against. Pure.
+"""Validate a CDI specification by the rules of engines. Pure.
 
 Source: github.com/cncf-tags/container-device-interface, SPEC.md and pkg/cdi (validate.go, container-edits.go,
 pkg/parser): an engine that finds one fault ignores the whole file.
@@ -39,7 +39,7 @@ def _is_device_name(text: str) -> bool:
 
 
 def problems(specification: Specification) -> tuple[str, ...]:
-    """Return one sentence for each fault; none for a specification that engines take."""
+    """Return one sentence for each fault; none for a valid specification."""
     return tuple(_problems(specification))
 
 
@@ -79,7 +79,7 @@ def _annotation_problems(where: str, annotations: Mapping[str, str]) -> Iterator
         bad_prefix = slash and not (_ANNOTATION_PREFIX.fullmatch(prefix) and len(prefix) <= _LONGEST_PREFIX)
         if bad_prefix or not _ANNOTATION_NAME.fullmatch(name):
             yield f"{where}: {key!r} is no key for an annotation"
-    # JSON's escapes can name half of a surrogate pair, which no UTF-8 has: counted, not refused here.
+    # JSON escapes can contain half of a surrogate pair, which UTF-8 can't encode: count it, do not refuse it here.
     size = sum(len(text.encode("utf-8", "surrogatepass")) for pair in annotations.items() for text in pair)
     if size > _MOST_ANNOTATION_BYTES:
         yield f"{where}: {size} bytes of annotations are more than {_MOST_ANNOTATION_BYTES}"

@@ -1,4 +1,4 @@
-"""`gpuprov advisories`: which security holes of NVIDIA's driver and toolkit are known, and how to learn of more."""
+"""`gpuprov advisories`: list known security holes of NVIDIA's driver and toolkit, and update the list."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def update(source: str, sha256: str) -> None:
 
 
 def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
-    """Return the advisories of a document, or those of a table of ours."""
+    """Return the advisories of a document, or those of a gpuprov table."""
     from gpuprov.wire.advisories import rows_of
     from gpuprov.wire.csaf import is_csaf, parse_csaf
 
@@ -80,7 +80,7 @@ def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
 
 
 def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of each document, its digest checked."""
+    """Yield name and content of each document, after checking its digest."""
     if re.match(r"(https?|file)://", source):
         yield source, _fetched(source, sha256)
         return
@@ -91,7 +91,7 @@ def documents(source: str, sha256: str) -> Iterator[tuple[str, bytes]]:
             return
         for file in sorted(path.rglob("*.json")):
             content = file.read_bytes()
-            # Beside each bulletin lie records of its CVEs, one a file.
+            # Each bulletin has records of its CVEs beside it, one per file.
             if b'"dataType"' in content and b'"CVE_RECORD"' in content:
                 continue
             yield str(file), _checked(str(file), content, _published_digest(file))

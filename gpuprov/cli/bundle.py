@@ -1,4 +1,4 @@
-"""`gpuprov bundle`: make, list and check the one file that hosts without a network are installed from."""
+"""`gpuprov bundle`: make, list and check the file from which hosts without a network are installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpuprov.wire.spec import HostSpec
 
 _CACHE = "~/.cache/gpuprov/bundle"
-# What gpg needs of the user's environment to find keys, and its agent to ask for a passphrase.
+# Environment that gpg needs to find keys and to ask for a passphrase through its agent.
 _GPG_ENVIRONMENT = ("HOME", "GNUPGHOME", "GPG_TTY", "DISPLAY", "XDG_RUNTIME_DIR")
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
 
@@ -141,18 +141,18 @@ def _sha256(file: str) -> str:
 
 
 def _changed(driver: str, driver_file: str | None, cuda_file: str | None) -> dict[str, str]:
-    """Return the options of the specification that win over the inventory."""
+    """Return the options of the specification that override the inventory."""
     changed = {"driver_version": driver} if driver else {}
     if driver_file:
         changed |= {"driver_url": str(Path(driver_file).resolve()), "driver_sha256": _sha256(driver_file)}
     if cuda_file:
-        # A path alone would be one on the hosts.
+        # A plain path would mean a path on the hosts.
         changed |= {"cuda_url": f"file://{Path(cuda_file).resolve()}", "cuda_sha256": _sha256(cuda_file)}
     return changed
 
 
 def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec, ...]:
-    """Return the specifications of the inventory's hosts, or the one that -e describes."""
+    """Return the specifications of the inventory's hosts, or the one described by -e."""
     from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 
     sources = inventory.pop("hosts")
@@ -161,7 +161,7 @@ def _specs(inventory: dict[str, Any], changed: dict[str, str]) -> tuple[HostSpec
 
 
 def _spec(asked: HostSpec, changed: dict[str, str]) -> HostSpec:
-    """Return the specification with what the command line says, a branch resolved by the table that it names."""
+    """Return the specification with the command line's options; the named table resolves a branch."""
     from gpuprov.core.site_tables import for_request, use_tables
     from gpuprov.wire.spec import parse_spec, spec_to_json
 
@@ -244,7 +244,7 @@ def show(file: str, as_json: bool) -> None:
 
 
 def _as_text(contents: Contents) -> str:
-    """Return what a bundle is for and what it holds, a line for each package."""
+    """Return the target and content of a bundle, one line per package."""
     manifest = contents.manifest
     size = sum(one.size for one in manifest.files)
     rows = [

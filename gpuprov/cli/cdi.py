@@ -158,7 +158,7 @@ def _registry(folders: tuple[str, ...]) -> Any:
     from gpuprov.cdi.registry import FOLDERS, read_registry
     from gpuprov.core.system import System
 
-    # The variable may hold several, as a shell's PATH does.
+    # The variable may hold several folders, like a shell's PATH.
     named = [part for folder in folders for part in folder.split(":") if part]
     return read_registry(System("/"), [str(Path(folder).absolute()) for folder in named] or FOLDERS)
 

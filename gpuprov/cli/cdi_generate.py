@@ -23,7 +23,7 @@ _GENERATE = "NVIDIA_CTK_CDI_GENERATE_"
 
 
 def _by_commas(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the values of a flag that nvidia-ctk takes several times or with commas, in its variables too."""
+    """Return the values of a flag that nvidia-ctk accepts repeated or separated by commas, also in its variables."""
     return tuple(value for word in words for value in word.split(",") if value)
 
 
@@ -130,7 +130,7 @@ def generate(
 
 
 def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled: tuple[str, ...]) -> Iterator[str]:
-    """Yield what was asked for as of nvidia-ctk, and changes nothing here."""
+    """Yield the nvidia-ctk options that were given and have no effect in gpuprov."""
     if ldconfig_path:
         yield f"--ldconfig-path {ldconfig_path} changes nothing: the loader's cache is written without ldconfig"
     for flag in feature_flags:
@@ -143,7 +143,7 @@ def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled
 def generated(
     mode: str, driver_root: str, library_folders: tuple[str, ...], configuration_folders: tuple[str, ...]
 ) -> Specification:
-    """Return what the driver below that root, or what goes with it, calls for."""
+    """Return the specification of the driver below that root, or of its other devices."""
     from dataclasses import replace
 
     from gpuprov.cdi.discover import ask_nvml, discover
@@ -163,7 +163,7 @@ def generated(
         found = specification_of(system, mode)
     if driver_root == "/":
         return found
-    # The hook is this host's, wherever the driver lies.
+    # The hook belongs to this host, wherever the driver lies.
     moved = with_root(found, "/", driver_root)
     return replace(moved, edits=replace(moved.edits, hooks=found.edits.hooks))
 
@@ -200,7 +200,7 @@ def write_specification(found: Specification, output: str, form: str) -> None:
 
 
 def write_output(output: str, content: bytes) -> None:
-    """Write to a file, its folders made; `-` or nothing is standard output."""
+    """Write to a file and make its folders; `-` or "" means standard output."""
     if output in ("", "-"):
         sys.stdout.buffer.write(content)
         return

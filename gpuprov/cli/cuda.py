@@ -15,7 +15,7 @@ from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.options import options_of
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
-# Of the caller's own environment, what decides on the host; engines give containers theirs.
+# Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 

@@ -1,4 +1,4 @@
-"""`gpuprov docker-args`: GPUs for one container by plain flags, on hosts where no runtime may be registered."""
+"""`gpuprov docker-args`: print plain GPU flags for one container, for hosts where no runtime may be registered."""
 
 from __future__ import annotations
 

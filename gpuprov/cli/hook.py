@@ -77,7 +77,7 @@ def explain(settings_file: str | None, bundle: str | None, as_json: bool, contai
 
 
 def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | None, *, as_json: bool) -> None:
-    """Print a decision, and which libcuda wins or why that is not known; None: there are no files to look at."""
+    """Print a decision, and which libcuda wins or why that is unknown; None: there are no files to examine."""
     found, lines = _with_libraries(found, lines, libraries)
     click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
@@ -85,7 +85,7 @@ def _show(found: dict[str, Any], lines: list[str], libraries: Survey | str | Non
 def _with_libraries(
     found: dict[str, Any], lines: list[str], libraries: Survey | str | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a decision and its text with the libraries, or why they are not known."""
+    """Return a decision and its text with the libraries, or why they are unknown."""
     from gpuprov.verify.cuda import survey
 
     if isinstance(libraries, survey.Survey):
@@ -94,7 +94,7 @@ def _with_libraries(
 
 
 def _libraries(look: Callable[[], Survey]) -> Survey | str:
-    """Return which libraries win, or why that can't be said."""
+    """Return which libraries win, or why that is unknown."""
     try:
         return look()
     except GpuprovError as error:
@@ -154,7 +154,7 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
 
 
 def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:
-    """Say what was decided for the container on each host; with one host that has it, that is enough."""
+    """Print the decision for the container on each host; one host that has it is enough for success."""
     from gpuprov.fleet.agent_build import build_agent
     from gpuprov.fleet.command import inventory_of
     from gpuprov.fleet.explain import explain_on
@@ -183,7 +183,7 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
 
 
 def _kept(container: str, bundle: str | None) -> dict[str, Any] | None:
-    """Return what was decided for a container that runs, None for a bundle of which nothing is kept."""
+    """Return the recorded decision of a running container, None for a bundle without a record."""
     from gpuprov.core.system import System
     from gpuprov.engines.containers import decision_of, decision_of_bundle
 

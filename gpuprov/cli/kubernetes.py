@@ -1,4 +1,4 @@
-"""`gpuprov kubernetes`: what a cluster needs for GPU nodes, printed; touches no cluster."""
+"""`gpuprov kubernetes`: print the manifests that a cluster needs for GPU nodes; touches no cluster."""
 
 from __future__ import annotations
 

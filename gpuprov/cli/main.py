@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-click alone is imported here; everything else is loaded by the command that needs it, so that `--help` and shell
-completion answer at once.
+Only click is imported here; each command loads the modules that it needs, so that `--help` and shell completion are
+fast.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 def _run_options(command: str) -> Callable[[_Command], _Command]:
-    """Return what gives a command its options for a run over hosts, and those that ask for passwords."""
+    """Return a decorator that adds the options of a run over hosts, and those that ask for passwords."""
 
     def give(function: _Command) -> _Command:
         return options_of(command)(password_options(function))
@@ -236,7 +236,7 @@ cli.add_command(serve_command)
 
 
 def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None:
-    """Carry a command out; `overrides` win over the inventory if they have a value."""
+    """Carry a command out; non-empty `overrides` win over the inventory."""
     from gpuprov.fleet.command import run_command
     from gpuprov.fleet.options import Options
 
@@ -247,7 +247,7 @@ def _run(command: str, options: dict[str, Any], **overrides: str | None) -> None
 
 
 def _leave_removed_folder() -> None:
-    """Go to the root if the working directory was removed: Ansible and relative paths ask for it."""
+    """Change to / if the working directory was removed: Ansible and relative paths need an existing one."""
     try:
         os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
@@ -256,12 +256,12 @@ def _leave_removed_folder() -> None:
 
 
 def main() -> None:
-    """Run the command line; every way to fail ends in a sentence, never in a traceback."""
+    """Run the command line; every failure ends with a message, never with a traceback."""
     try:
         from gpuprov.fleet.standard_streams import lasting_outputs
 
         if os.path.expanduser("~") == "~":  # noqa: PTH111 (no name, no HOME: Path raises)
-            os.environ["HOME"] = "/"  # as docker has it
+            os.environ["HOME"] = "/"  # the same exit code as docker
         _leave_removed_folder()
         with lasting_outputs():
             cli.main(prog_name="gpuprov")

@@ -1,4 +1,4 @@
-"""The options that ask for passwords, and the asking: the same for every command that goes to hosts."""
+"""The options -k and -K, and the password prompts: the same for every command that contacts hosts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def password_options(function: _Command) -> _Command:
-    """Give a command -k and -K."""
+    """Add -k and -K to a command."""
     function = click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password.")(function)
     return click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password.")(function)
 
 
 def take_passwords(options: dict[str, Any]) -> dict[str, Any]:
-    """Take -k and -K out of the options and return what was typed, by the names that fleet.options.Options has."""
+    """Remove -k and -K from the options and return the entered passwords, by the names in fleet.options.Options."""
     return {
         "password": _asked("SSH password", wanted=options.pop("ask_pass")),
         "become_password": _asked("sudo password", wanted=options.pop("ask_become_pass")),
@@ -29,7 +29,7 @@ def take_passwords(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(what: str, *, wanted: bool) -> str:
-    """Return what is typed at the terminal or, where there is none, the next line of standard input.
+    """Return a password typed at the terminal or, without one, the next line of standard input.
 
     Raises GpuprovError (exit code 2) if there is neither.
     """

@@ -1,4 +1,4 @@
-"""`gpuprov report`: what came of earlier runs, shown again."""
+"""`gpuprov report`: show the results of earlier runs again."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NOTHING_TELLS = ("docker", "podman")
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of `gpuprov runtime configure` that decide what the files say, by the names of the click options."""
+    """The options of `gpuprov runtime configure` that determine the files, by the names of the click options."""
 
     engine: str | None
     config: str
@@ -190,7 +190,7 @@ def _configuration(system: System, options: _Options) -> Configuration:
     from gpuprov.engines.runtime_entry import ConfigureRequest, RuntimeEntry
 
     options.require_valid()
-    # nvidia-ctk takes no engine with a hook: podman and CRI-O read the same folder.
+    # nvidia-ctk accepts no engine with a hook: podman and CRI-O read the same folder.
     engine = options.engine or ("podman" if options.is_hook else "docker")
     if options.is_hook:
         program = options.hook_program or engines.usual_hook(system)

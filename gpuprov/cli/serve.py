@@ -1,4 +1,4 @@
-"""`gpuprov serve`: answers old scripts as nvidia-docker-plugin did, in the foreground."""
+"""`gpuprov serve`: answer old scripts as nvidia-docker-plugin did, in the foreground."""
 
 from __future__ import annotations
 

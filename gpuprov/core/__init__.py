@@ -1,1 +1,1 @@
-"""The engine of every run: System, processes, disk, changes, journal, apply, lock, download."""
+"""The core of every run: System, processes, disk, changes, journal, apply, lock, download."""

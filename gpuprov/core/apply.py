@@ -21,7 +21,7 @@ class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
 
 @dataclass(frozen=True)
 class Applied:
-    """How many changes were made, and how the run continues after the last of them."""
+    """The number of changes made, and how the run continues after the last of them."""
 
     made: int
     then: Then = Then.CONTINUE
@@ -74,7 +74,7 @@ def _apply_one(change: Change, system: System, journal: Journal, sink: Sink) -> 
 def _undo_failed(
     change: Change, before: Json, number: int, system: System, journal: Journal, told: GpuprovError
 ) -> None:
-    """Undo the half of a change that failed. Raises GpuprovError with both problems if the undo fails too."""
+    """Undo the partial effects of a failed change. Raises GpuprovError with both problems if the undo fails too."""
     try:
         change.undo(system, before, None)
         system.sync()
@@ -97,7 +97,7 @@ def _written(system: System, before: Json) -> Json:
 def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     """Return the journal of an interrupted run, ready to resume, or None if there is none.
 
-    The interrupted change is undone first: half of it may exist, and facts gathered from half a change are wrong.
+    The interrupted change is undone first: it may be half done, and facts gathered in that state are wrong.
     """
     run = unfinished_run(system)
     if run is None:
@@ -115,7 +115,7 @@ def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
 
 
 def undo_disturbs(system: System, kinds: Kinds) -> bool:
-    """Say whether to resume an interrupted run may stop containers, by the undo of what it was cut off in."""
+    """Say whether resuming an interrupted run may stop containers, because its interrupted change is undone."""
     run = unfinished_run(system)
     cut_off = run.interrupted if run is not None else None
     kind = kinds.get(cut_off.kind) if cut_off is not None else None
@@ -134,7 +134,7 @@ def undo_runs(
     sink: Sink,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Undo the changes of the runs in the order given, the latest change of each run first; return how many.
+    """Undo the changes of these runs in the given order, the latest change of each run first; return their number.
 
     The journal notes each undone change, so an interrupted rollback resumes where it stopped.
     """
@@ -155,7 +155,7 @@ def undo_runs(
 
 
 def _first_image(entries: Sequence[Entry], kinds: Kinds) -> Json:
-    """Return what the undo of the first of these entries, which are the latest first, brings back.
+    """Return the state that the undo of the first of these entries (latest first) restores.
 
     The oldest entry is undone last, so an interrupted undo finds it again.
     """
@@ -174,7 +174,7 @@ def last_undoable_run(system: System) -> Run | None:
 
 
 def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, before: Json | None = None) -> None:
-    """Undo one change; `before` is what to bring back if not what this change captured."""
+    """Undo one change; `before` replaces the state that this change captured."""
     try:
         kind_of(journal, entry, kinds).undo(system, before or entry.before, entry.outcome)
         system.sync()

@@ -1,4 +1,4 @@
-"""Changes: data that describes, applies and undoes itself; never decides whether it is needed."""
+"""Changes: data that describes, applies and undoes itself; it never decides whether it is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Callable, ClassVar
 from gpuprov.core.system import System
 
 Json = Mapping[str, Any]
-# Reports progress of a change: a message, and done/total where they are known (0/0: unknown).
+# Reports progress of a change: a message, and done/total if known (0/0: unknown).
 Tell = Callable[[str, int, int], None]
 
 
@@ -27,17 +27,17 @@ class Then(enum.Enum):
 class Change:
     """One thing to do to a host.
 
-    A change is undone by another process than the one that made it, perhaps after a crash: so what `capture` returns
-    goes into the journal before `apply`, what `apply` returns goes there after it, and `undo` works from these alone.
+    A change may be undone by another process than the one that made it, perhaps after a crash. The journal stores the
+    result of `capture` before `apply`, and the result of `apply` after it. `undo` uses these only.
     """
 
-    # What an interrupted change needs before the next run plans afresh: True undoes what it had begun.
+    # For an interrupted change: True undoes its partial effects before the next run makes a plan.
     undo_when_interrupted: ClassVar[bool] = True
-    # What it takes of a bundle where a run has one: packages, driver, cuda, images, or nothing.
+    # The part of a bundle that it uses if a run has one: packages, driver, cuda, images, or nothing.
     bundle_part: ClassVar[str] = ""
-    # Whether it needs the package manager's lock: a run waits for that before its first change.
+    # Whether it needs the package manager's lock: a run waits for the lock before its first change.
     uses_package_manager: ClassVar[bool] = False
-    # Whether an undo of several changes to the same files goes to the first state at once, not through those between.
+    # Whether undoing several changes to the same files restores the first state directly, without the states between.
     undo_goes_to_first: ClassVar[bool] = False
     # Whether its undo may stop containers, or processes on the GPUs.
     undo_disturbs: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return what it will fetch, so that a place that can't be reached is known before anything is changed."""
+        """Return the URLs that it will fetch, so that an unreachable one is reported before any change."""
         return ()
 
     @property
@@ -62,51 +62,51 @@ class Change:
         return False
 
     def diff(self, system: System) -> str:
-        """Return a unified diff of what will change, or nothing where there is no text to compare."""
+        """Return a unified diff of the change, "" if there is no text to compare."""
         return ""
 
     def diff_in_short(self, system: System) -> str:
-        """Return a few lines that stand for a diff that is too long to read, or nothing where the diff is short."""
+        """Return a few lines that summarise a diff too long to read, "" if the diff is short."""
         return ""
 
     def capture(self, system: System) -> Json:
-        """Return what is there before, such that `undo` can bring it back. Reads only."""
+        """Return the current state in a form from which `undo` can restore it. Reads only."""
         return {}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        """Make the change; return what `undo` must know besides `before`. Raises GpuprovError if that fails."""
+        """Make the change; return what `undo` needs besides `before`. Raises GpuprovError on failure."""
         raise TypeError(f"{type(self).__name__} can't be applied")
 
     def then(self, outcome: Json) -> Then:
-        """Return how the run continues, by what `apply` returned."""
+        """Return how the run continues, from the result of `apply`."""
         return Then.CONTINUE
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Bring back what was there. `outcome` is None if the change was interrupted. Undoing twice is harmless."""
+        """Restore the earlier state. `outcome` is None if the change was interrupted. A second undo has no effect."""
 
     @classmethod
     def cut_off(cls, system: System, before: Json) -> Json:
-        """Return the outcome of an interrupted change that is not undone at once: what `undo` must know later."""
+        """Return the outcome of an interrupted change that is not undone now: what a later `undo` needs."""
         return {}
 
     @classmethod
     def lasting(cls, system: System, before: Json, outcome: Json | None, earlier: tuple[Json, ...]) -> tuple[str, ...]:
-        """Return, a sentence each, what `undo` can't bring back or what it takes along. Reads only.
+        """Return one sentence for each thing that `undo` can't restore or also removes. Reads only.
 
-        `earlier` is what earlier changes of this kind captured that will be undone too.
+        `earlier` holds the captured states of earlier changes of this kind that will also be undone.
         """
         return ()
 
     @classmethod
     def kept(cls, system: System, before: Json) -> tuple[str, ...]:
-        """Return the paths in `before` that `undo` leaves alone, for they are somebody else's by now. Reads only."""
+        """Return the paths in `before` that `undo` leaves alone, because others own them now. Reads only."""
         return ()
 
 
 @dataclass(frozen=True)
 class WriteFile(Change):
-    """A file shall have this content and mode. `secret` keeps its content out of diffs."""
+    """Write a file with this content and mode. `secret` keeps its content out of diffs."""
 
     path: str
     content: bytes
@@ -136,7 +136,7 @@ class WriteFile(Change):
 
 @dataclass(frozen=True)
 class RemoveFile(Change):
-    """A file or link shall not be there."""
+    """Remove a file or link."""
 
     path: str
     reason: str
@@ -165,7 +165,7 @@ class RemoveFile(Change):
 
 @dataclass(frozen=True)
 class MakeNode(Change):
-    """A character device node shall be there."""
+    """Make a character device node."""
 
     path: str
     major: int
@@ -196,7 +196,7 @@ def parent_of(path: str) -> str:
 
 
 def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
-    """Return a unified diff; a binary file is only said to differ. None means: no file."""
+    """Return a unified diff; for binary files only a note that they differ. None means: no file."""
     if before == after:
         return ""
     try:
@@ -214,7 +214,7 @@ def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
 
 
 def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
-    """Return how a file's content and mode will change; a new file's mode is not told."""
+    """Return the diff of a file's content and mode; the mode of a new file is not shown."""
     status, before = system.status(path), system.read_bytes(path)
     diff = text_diff(path, before, content)
     if before is None or status is None or status.kind != "file" or status.mode == mode:
@@ -224,12 +224,12 @@ def file_diff(system: System, path: str, content: bytes, mode: int) -> str:
 
 
 def mode_heads(path: str, before: int, after: int) -> tuple[str, str]:
-    """Return the first two lines of a diff in which a mode changes."""
+    """Return the first two lines of a diff that changes a mode."""
     return f"--- {path} (mode {before:04o})", f"+++ {path} (mode {after:04o})"
 
 
 def capture_path(system: System, path: str) -> Json:
-    """Return all that lies at `path` as JSON values: kind, mode, owner, content; and which parents are missing."""
+    """Return everything at `path` as JSON values: kind, mode, owner, content; and which parents are missing."""
     real = system.real_path(path) if (found := system.status(path)) and found.kind == "link" else path
     status = system.status(real)
     missing = []
@@ -249,7 +249,7 @@ def capture_path(system: System, path: str) -> Json:
 
 
 def images_in(before: Any) -> Iterator[Json]:
-    """Yield every image by `capture_path` in what a change captured."""
+    """Yield every image by `capture_path` in a captured state."""
     if isinstance(before, Mapping) and "missing_parents" in before:
         yield before
     elif isinstance(before, Mapping):
@@ -261,18 +261,18 @@ def images_in(before: Any) -> Iterator[Json]:
 
 
 def image_content(image: Json) -> bytes | None:
-    """Return the content of the file that an image shows, or None if it shows none."""
+    """Return the file content in an image, or None if it has none."""
     return base64.b64decode(image["content"]) if image["kind"] == "file" else None
 
 
 def file_digest(system: System, path: str) -> str:
-    """Return the SHA-256 of a file, nothing where there is none or something else."""
+    """Return the SHA-256 of a file, "" if it is missing or not a regular file."""
     found = system.status(path)
     return system.sha256(path) if found is not None and found.kind == "file" else ""
 
 
 def _is_as_shown(system: System, image: Json) -> bool:
-    """Say whether the file that an image by `capture_path` shows lies there: content, mode and owner."""
+    """Say whether the file on disk matches an image by `capture_path`: content, mode and owner."""
     now = system.status(image["path"]) if image["kind"] == "file" else None
     return (
         now is not None
@@ -282,12 +282,12 @@ def _is_as_shown(system: System, image: Json) -> bool:
 
 
 def restore_path(system: System, image: Json) -> None:
-    """Bring back what `capture_path` saw: content, mode and owner, and the absence of parents that were missing."""
+    """Restore the state that `capture_path` saved: content, mode and owner, and the absence of missing parents."""
     path, kind = image["path"], image["kind"]
     if system.status(parent_of(path)) is not None:
         system.remove_leftover(path)
     if _is_as_shown(system, image):
-        # Nothing is written, for which a full disk might have no room.
+        # Nothing to write: a full disk might have no room for it.
         return
     if kind == "file":
         system.make_directory(parent_of(path))
@@ -309,7 +309,7 @@ def restore_path(system: System, image: Json) -> None:
 
 @dataclass(frozen=True)
 class FileFact:
-    """A file that plans look at."""
+    """A file that plans examine."""
 
     content: bytes
     mode: int
@@ -317,12 +317,12 @@ class FileFact:
     gid: int
 
     def is_roots(self, content: bytes, mode: int = 0o644) -> bool:
-        """Say whether this is a file of root's with this content and mode."""
+        """Say whether root owns this file and it has this content and mode."""
         return (self.content, self.mode, self.uid) == (content, mode, 0)
 
 
 def capture_path_itself(system: System, path: str) -> Json:
-    """Return what lies at a path as capture_path does; of a link the link, not what it leads to."""
+    """Return the state of a path as capture_path does; for a link, the link itself and not its target."""
     status = system.status(path)
     if status is None or status.kind != "link":
         return capture_path(system, path)

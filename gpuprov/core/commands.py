@@ -1,4 +1,4 @@
-"""One command as a process of its own: run to its end or its time limit, and what it did."""
+"""Run one command in a separate process, to its end or its time limit, and return its result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Callable, TypeVar, cast
 
-# Commands find their programs here, whatever the caller's PATH is: a host-side run is root's.
+# Commands find programs here, whatever the caller's PATH is: on a host, gpuprov runs as root.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Unattended, in English, so that what programs print can be recognised.
+# Non-interactive and in English, so that messages of programs can be recognised.
 COMMAND_ENVIRONMENT = {
     "PATH": SYSTEM_PATH,
     "LC_ALL": "C.UTF-8",
@@ -24,7 +24,7 @@ COMMAND_ENVIRONMENT = {
     "HOME": "/root",
     "DEBIAN_FRONTEND": "noninteractive",
 }
-# A proxy is part of how a site reaches its mirrors: these pass through to commands.
+# A site may need a proxy to reach its mirrors: these variables are passed to commands.
 _PASSED_ENVIRONMENT = (
     "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "DOCKER_HOST",
@@ -37,7 +37,7 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True)
 class Completed:
-    """What a command did. `returncode` is 127 if there is no such program and 124 if it ran past its limit."""
+    """The result of a command. `returncode` is 127 if there is no such program and 124 after its time limit."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -61,9 +61,9 @@ _Row = TypeVar("_Row")
 def first_match(
     rows: Iterable[_Row], pattern: Callable[[_Row], str], said: Iterable[str], flags: int = 0
 ) -> tuple[_Row, str] | None:
-    """Return the first row whose pattern is found in one of the lines, and the first such line; None if no row's is.
+    """Return the first row whose pattern matches a line, and the first such line; None if no row matches.
 
-    The order of the rows decides, not that of the lines: programs say consequences before causes.
+    The order of the rows decides, not that of the lines: programs report consequences before causes.
     """
     lines = tuple(said)
     for row in rows:
@@ -82,7 +82,7 @@ def run_command(
     env: Mapping[str, str] | None,
     on_line: Callable[[str], None] | None,
 ) -> Completed:
-    """Run a command to its end, or to its end after `timeout` seconds; System.run says what it promises."""
+    """Run a command, and end it after `timeout` seconds; System.run documents the details."""
     argv = tuple(argv)
     begun = time.monotonic()
     try:
@@ -100,16 +100,16 @@ def run_command(
             end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
     code = process.returncode if in_time else TIMED_OUT
-    # A signal's number comes as -N; shells, and people, know it as 128+N.
+    # Python reports a signal as -N; shells report 128+N.
     code = 128 - code if code < 0 else code
     return Completed(argv, code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), _since(begun))
 
 
 @contextlib.contextmanager
 def command_output(argv: Sequence[str], *, timeout: float) -> Iterator[BinaryIO]:
-    """Yield what a command writes, while it does, for outputs too large for memory; it ends after `timeout` seconds.
+    """Yield a command's output as it is written, for outputs too large for memory. It ends after `timeout` seconds.
 
-    Its errors go nowhere: an output that ends early tells of them. Raises OSError if there is no such program.
+    Its stderr is discarded: a truncated output shows the failure. Raises OSError if there is no such program.
     """
     process = subprocess.Popen(
         tuple(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -120,7 +120,7 @@ def command_output(argv: Sequence[str], *, timeout: float) -> Iterator[BinaryIO]
     try:
         with process:
             try:
-                # A pipe is a BufferedReader; typeshed names it by what it can do.
+                # A pipe is a BufferedReader; typeshed has a protocol instead.
                 yield cast("BinaryIO", process.stdout)
             except BaseException:
                 end_group(process)
@@ -138,9 +138,9 @@ def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
 def _communicate(
     process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None
 ) -> tuple[bytes, bytes, bool]:
-    """Feed and read the process until it ends; the last value is False if it ran past the deadline.
+    """Feed and read the process until it ends; the last value is False if it exceeded the deadline.
 
-    The end is the process's, not its pipes': a daemon started by a package script may hold those open for ever.
+    The end of the process counts, not of its pipes: a daemon started by a package script may keep those open.
     """
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     with contextlib.suppress(BrokenPipeError):

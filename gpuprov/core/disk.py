@@ -1,4 +1,4 @@
-"""Content that reaches the disk whole or not at all, and is there when a function returns, power cut or not."""
+"""Write content atomically and durably: it is on disk when a function returns, even after a power cut."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def temporary_name(place: Path) -> Path:
-    """Return the name under which a file's new content is written before it is renamed.
+    """Return the temporary name under which a file's new content is written before the rename.
 
-    Always the same, so that what a kill leaves behind is overwritten or found by the next run.
+    The name is fixed, so the next run overwrites or finds what a killed run left.
     """
     return place.with_name(f".{place.name}.gpuprov")
 
@@ -53,7 +53,7 @@ def append_whole(place: Path, content: bytes) -> None:
             _write_all(file.fileno(), content)
             os.fsync(file.fileno())
         except OSError:
-            # Half a line, from a full disk, would swallow the next one.
+            # A partial line, from a full disk, would merge with the next one.
             file.truncate(length)
             raise
     if fresh:
@@ -61,9 +61,9 @@ def append_whole(place: Path, content: bytes) -> None:
 
 
 def sync_file_systems(places: Iterable[Path]) -> None:
-    """Wait until the disk has all that any program wrote to the file systems of these folders. Raises OSError.
+    """Wait until everything written to the file systems of these folders is on disk. Raises OSError.
 
-    Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
+    Each file system separately (syncfs(2)): sync(2) waits for all of them, even for a network one that hangs.
     """
     handles: dict[int, int] = {}
     try:
@@ -81,7 +81,7 @@ def sync_file_systems(places: Iterable[Path]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until the disk has a file's content, or a folder's names. Raises OSError."""
+    """Wait until a file's content, or a folder's names, are on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -90,7 +90,7 @@ def sync_path(path: Path) -> None:
 
 
 def _copy_security_context(source: Path, target: int) -> None:
-    """Give an open file the SELinux label of the one that it replaces; silently nothing without SELinux."""
+    """Give an open file the SELinux label of the file that it replaces; no effect without SELinux."""
     with contextlib.suppress(OSError):
         os.setxattr(target, "security.selinux", os.getxattr(source, "security.selinux"))
 
@@ -102,7 +102,7 @@ def _write_all(handle: int, content: bytes) -> None:
 
 
 def _sync_file_system(handle: int) -> None:
-    """Wait until the file system of an open file or directory has all on its disk (syncfs(2))."""
+    """Wait until the file system of an open file or directory is fully on disk (syncfs(2))."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.syncfs(handle) != 0:
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Downloads by requests: resumed, retried, and their digest checked before anything may use them."""
+"""Download files with requests: resumed, retried, and verified by digest before any use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _Result = TypeVar("_Result")
 _TIMEOUTS = (15, 60)  # seconds to connect, seconds of silence
 _ASKING_TIMEOUTS = (10, 10)
 _ATTEMPTS = 4
-_LONGEST_PAUSE = 60.0  # however long a server asks to wait
+_LONGEST_PAUSE = 60.0  # limit, whatever a server asks for
 # Too many requests, and servers or their proxies in trouble (RFC 9110, 15.5 and 15.6; RFC 6585).
 _PASSING = (408, 429, 500, 502, 503, 504)
-# What is lost of a connection that breaks; small, so that a poor line gets on all the same.
+# The most that a broken connection loses; small, so that downloads over a poor line progress.
 _CHUNK = 1 << 16
 _SMALL = 1 << 20
 _PROGRESS_SECONDS = 0.5
 
 
 def fetch(system: System, url: str, destination: str, *, sha256: str, tell: Tell) -> None:
-    """Fetch `url` (http, https, file) to `destination`, whose SHA-256 shall be `sha256`.
+    """Fetch `url` (http, https, file) to `destination` and verify its SHA-256 against `sha256`.
 
-    What a broken download left in `destination`.part is resumed. Nothing lies at `destination` unless its digest
-    is right. Raises GpuprovError saying why it can't be had.
+    A partial download in `destination`.part is resumed. `destination` exists only if its digest is right. Raises
+    GpuprovError that says why the download failed.
     """
     if system.sha256(destination) == sha256:
         return
@@ -57,7 +57,7 @@ def _bring(system: System, url: str, part: str, tell: Tell) -> None:
 
 
 def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
-    """Raise GpuprovError, and take the file away, if its digest is another."""
+    """Raise GpuprovError, and remove the file, if its digest differs."""
     found = system.sha256(part)
     if found == sha256:
         return
@@ -75,7 +75,7 @@ def _require_digest(system: System, url: str, part: str, sha256: str) -> None:
 
 
 def fetch_small(system: System, url: str) -> bytes:
-    """Return what lies at `url`, at most 1 MiB. Raises GpuprovError if it can't be had or is larger."""
+    """Return the content at `url`, at most 1 MiB. Raises GpuprovError if it is unavailable or larger."""
     if url.startswith("file://"):
         content = system.read_start(url[len("file://") :], _SMALL + 1)
         if content is None:
@@ -101,7 +101,7 @@ def _read_small(system: System, url: str) -> bytes:
 
 
 def unreachable(system: System, urls: Sequence[str]) -> tuple[Problem, ...]:
-    """Return a problem for each URL that can't be had now; asked all at once, nothing is transferred."""
+    """Return a problem for each URL that is unavailable now; all are queried at once, and nothing is transferred."""
     from concurrent.futures import ThreadPoolExecutor
 
     wanted = sorted({url for url in urls if not url.startswith("file://")})
@@ -123,7 +123,7 @@ def _ask(system: System, url: str) -> Problem | None:
         return error.problems[0]
     except requests.RequestException as error:
         return _explained(system, url, error).problems[0]
-    # Other refusals may be of the question itself (HEAD): the download will tell.
+    # Other refusals may concern the HEAD request only: the download will show.
     if status not in _HTTP_HINTS or status == 403:
         return None
     return Problem(f"{masked(url)} can't be had", f"HTTP {status}{through(system, url)}", _HTTP_HINTS[status])
@@ -142,7 +142,7 @@ def published_sha256(system: System, url: str) -> str:
 
 
 def trusted_sha256(system: System, url: str) -> str:
-    """Return the published digest, nothing over http: an attacker who changes the file can change its digest too."""
+    """Return the published digest, "" over http: an attacker who changes the file can change its digest too."""
     return "" if url.startswith("http:") else published_sha256(system, url)
 
 
@@ -155,7 +155,7 @@ def _copy(system: System, source: str, part: str) -> None:
 
 
 def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
-    """Fetch into `part`, from where it ends on."""
+    """Fetch into `part`, resuming at its end."""
 
     def begun() -> bool:
         return system.status(part) is not None
@@ -164,7 +164,7 @@ def _transfer(system: System, url: str, part: str, tell: Tell) -> None:
 
 
 class _Busy(Exception):  # noqa: N818 (it is no error yet: trying again may help)
-    """A server that can't answer now; how long it asks to wait, in seconds, and what to say if it never can."""
+    """A server that is busy; the delay that it asks for, in seconds, and the problem if it stays busy."""
 
     def __init__(self, error: GpuprovError, wait: float) -> None:
         super().__init__(str(error))
@@ -174,9 +174,9 @@ class _Busy(Exception):  # noqa: N818 (it is no error yet: trying again may help
 def _persistently(
     system: System, url: str, attempt: Callable[[], _Result], begun: Callable[[], bool], tell: Tell
 ) -> _Result:
-    """Try several times, with longer and longer pauses, what a broken connection or a busy server may prevent.
+    """Retry, with growing pauses, after a broken connection or a busy server.
 
-    `begun` says whether something came already: then even a refused connection is worth another attempt.
+    `begun` says whether data arrived before: then even a refused connection is retried.
     """
     import requests
 
@@ -203,7 +203,8 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
     have = found.size if found else 0
     with _get(system, url, have) as response:
         if response.status_code == 416:
-            # The part is as long as the file, or longer: start again, the digest would not tell which.
+            # The part is at least as long as the file: start again, because the digest would not show which one is
+            # wrong.
             system.remove(part)
             _transfer_once(system, url, part, tell)
             return
@@ -223,8 +224,8 @@ def _transfer_once(system: System, url: str, part: str, tell: Tell) -> None:
 
 
 def _get(system: System, url: str, start: int) -> requests.Response:
-    """Return the open response. Raises GpuprovError for an HTTP error, _Busy for one that may pass."""
-    # Not packed on the way: a part's length would not be that of the file, and digests are of the file itself.
+    """Return the open response. Raises GpuprovError for an HTTP error, _Busy for a temporary one."""
+    # No content encoding: the part's length must match the file, and digests are of the file itself.
     headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={start}-"} if start else {})}
     response = session(system).get(
         url, headers=headers, stream=True, timeout=_TIMEOUTS, verify=certificates(system), hooks=HOOKS
@@ -261,18 +262,18 @@ def _require_room(system: System, path: str, size: int, url: str) -> None:
 
 
 def _broke_off(error: Exception) -> bool:
-    """Say whether there was a connection, and it was lost."""
+    """Say whether an established connection was lost."""
     said = str(error)
     return any(word in said for word in ("Connection aborted", "reset by peer", "Connection broken", "Read timed out"))
 
 
 def _is_hopeless(error: Exception) -> bool:
-    """Say whether trying again can't help: a name that does not exist, a certificate that is not trusted."""
+    """Say whether a retry can't help: a name that does not exist, a certificate that is not trusted."""
     said = str(error)
     return "NameResolutionError" in said or "CERTIFICATE_VERIFY_FAILED" in said or "Name or service not known" in said
 
 
-# Part of what requests says, what it means, what to do.
+# Part of a message of requests, its meaning, the next step.
 _CAUSES = (
     ("Tunnel connection failed: 40[17]", "the proxy refuses the login", LOG_IN),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted",

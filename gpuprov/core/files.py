@@ -1,4 +1,4 @@
-"""Look at files and read them, links and foreign ones included. Never waits for a FIFO, never writes."""
+"""Examine and read files, including links and files of other users. Never blocks on a FIFO, never writes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 16
-# No configuration, log or list that is read whole is as large; a sparse file of another user's is.
+# No configuration, log or list that is read whole is as large; another user's sparse file may be.
 _LARGEST_READ = 1 << 28
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_MOST_LINKS = 40  # as the kernel (path_resolution(7))
+_MOST_LINKS = 40  # the kernel's limit (path_resolution(7))
 
 
 class NotRegularError(OSError):
-    """What lies there is no regular file: a FIFO, a device node, a socket."""
+    """The path is not a regular file but a FIFO, a device node or a socket."""
 
 
 NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError)
@@ -27,7 +27,7 @@ NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularE
 
 @dataclass(frozen=True)
 class FileStatus:
-    """What lies at a path, links not followed. `kind`: file, directory, link, char, block, other.
+    """The kind and state of a path, links not followed. `kind`: file, directory, link, char, block, other.
 
     `modified`: when its content changed last, in seconds since 1970.
     """
@@ -44,7 +44,7 @@ class FileStatus:
 
 
 def status_of(place: Path) -> FileStatus | None:
-    """Return what lies at a place, or None."""
+    """Return the status of a path, or None if it does not exist."""
     try:
         found = os.lstat(place)
     except (FileNotFoundError, NotADirectoryError):
@@ -73,7 +73,7 @@ def _kind(mode: int) -> str:
 
 def open_regular(place: Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, NotRegularError for anything else; never waits for a FIFO."""
-    # Opening a device may do something to it: look first.
+    # Opening a device may have side effects: check first.
     _require_regular(place.stat(), place)
     file = os.fdopen(os.open(place, _READ), "rb")
     try:
@@ -90,12 +90,12 @@ def _require_regular(status: os.stat_result, place: Path) -> None:
 
 
 def read_whole(file: BinaryIO) -> bytes | None:
-    """Return all that is in a file, None if that is too much. What the kernel makes up (/proc) says no size before."""
+    """Return the whole content of a file, None if it is too large. Files in /proc report no size before reading."""
     size = os.fstat(file.fileno()).st_size
     if size > _LARGEST_READ:
         return None
     content = b""
-    # Not all at once: room for a whole read is taken before anything is known.
+    # In pieces: a single large read would allocate its buffer first.
     while len(content) <= _LARGEST_READ:
         part = file.read(max(size + 1, _CHUNK))
         if not part:
@@ -105,7 +105,7 @@ def read_whole(file: BinaryIO) -> bytes | None:
 
 
 def read_foreign(place: Path, size: int) -> str:
-    """Return the text of a regular file of at most `size` bytes; nothing for anything else. Follows no link."""
+    """Return the text of a regular file of at most `size` bytes, "" for anything else. Follows no link."""
     try:
         handle = os.open(place, _READ | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb") as file:
@@ -132,10 +132,10 @@ def lock_holder(place: Path) -> int | None:
 
 
 def real_path(root: Path, path: str) -> str:
-    """Return `path` with every link followed, as a machine sees it whose file system begins at `root`."""
+    """Return `path` with every link resolved, as on a machine whose file system begins at `root`."""
     if os.path.realpath(root) == "/":
         return os.path.realpath(path)
-    # Below a root prefix an absolute link means: from that root on.
+    # Below a root prefix, an absolute link starts at that root.
     resolved: list[str] = []
     pending = path.split("/")[::-1]
     hops = 0

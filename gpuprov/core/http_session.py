@@ -1,4 +1,4 @@
-"""HTTP sessions of downloads: the host's certificates, the proxy of each request, no way from https to http."""
+"""HTTP sessions for downloads: the host's certificates, the proxy of each request, no redirect from https to http."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpuprov.wire.secrets import masked
 if TYPE_CHECKING:
     import requests
 
-# The host's own certificates, with the site's among them; requests would bring a bundle that lacks those.
+# The host's own certificates include the site's; the bundle of requests lacks those.
 _CA_BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem",
 )  # fmt: skip
 
 
 def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
-    """Raise GpuprovError for a redirect from https to http: anybody on the way could then answer."""
+    """Raise GpuprovError for a redirect from https to http: anyone on the network could forge the response."""
     target = response.headers.get("Location", "")
     if response.is_redirect and response.url.startswith("https:") and target.lower().startswith("http:"):
         raise GpuprovError(
@@ -34,13 +34,13 @@ HOOKS = {"response": refuse_downgrade}
 
 
 def certificates(system: System) -> str | bool:
-    """Return the file of trusted certificates: the environment's, the host's, or True for those that requests has."""
+    """Return the file of trusted certificates: the environment's, the host's, or True for the default of requests."""
     named = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
     return named or next((path for path in _CA_BUNDLES if system.exists(path)), True)
 
 
 def proxy_for(system: System, url: str) -> str:
-    """Return the URL of the proxy that a request to `url` goes through: gpuprov_proxy, else the environment's."""
+    """Return the proxy URL for a request to `url`: from gpuprov_proxy, else from the environment."""
     from requests.utils import get_environ_proxies, select_proxy, should_bypass_proxies
 
     try:
@@ -49,18 +49,18 @@ def proxy_for(system: System, url: str) -> str:
         # An empty list would make requests read the environment's.
         return "" if should_bypass_proxies(url, system.proxy.no_proxy or "-") else system.proxy.url
     except ValueError:
-        # Not a URL: the request itself says so.
+        # Not a URL: the request itself reports it.
         return ""
 
 
 def through(system: System, url: str) -> str:
-    """Return a line for an error's evidence that names the proxy; nothing if there is none."""
+    """Return a line that names the proxy, for an error's evidence; "" without a proxy."""
     proxy = proxy_for(system, url)
     return f"\nthrough the proxy {Proxy(proxy).address}" if proxy else ""
 
 
 def session(system: System) -> requests.Session:
-    """Return a session whose every request, those after a redirect too, takes the proxy of its own URL."""
+    """Return a session in which every request, also after a redirect, uses the proxy of its own URL."""
     import requests
     from requests.adapters import HTTPAdapter
 

@@ -1,7 +1,7 @@
-"""A machine whose disk becomes an image: its files and programs count, the kernel and the devices below it do not.
+"""A machine whose disk becomes an image: its files and programs are used, but not its kernel and devices.
 
-The kernel that runs while an image is built is the builder's. What it shows of its own modules, GPUs and NVIDIA driver
-is not read here, and where systemd does not run (a chroot, a container build) no unit is started.
+The running kernel belongs to the machine that builds the image. Its modules, GPUs and NVIDIA driver are not read. If
+systemd does not run (a chroot, a container build), no unit is started.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ _BUILDERS = (
     "/proc/keys", "/sys/bus/pci", "/sys/class/infiniband", "/sys/class/drm", "/sys/module", "/sys/firmware/efi",
     "/dev/nvidia", "/run/systemd/container", "/run/.containerenv", "/.dockerenv",
 )  # fmt: skip
-# No path below a device leads anywhere.
+# All paths below a device are ignored.
 _NOWHERE = Path("/dev/null/hidden")
-# systemctl(1) that talks to a running systemd. `enable`, `disable` and `is-enabled` work on files too.
+# systemctl(1) commands that need a running systemd. `enable`, `disable` and `is-enabled` work on files too.
 _ONLINE = frozenset(
     ("start", "stop", "restart", "try-restart", "reload", "reload-or-restart", "daemon-reload", "reset-failed")
 )
 _ASKING = frozenset(("is-active", "is-failed", "show", "is-system-running"))
-_NOT_ACTIVE = 3  # what `systemctl is-active` ends with
+_NOT_ACTIVE = 3  # exit code of `systemctl is-active`
 
 
 class ImageSystem(System):
-    """A system whose files are an image's. `kernel`: the release that its copies will boot; "" if it has no kernel."""
+    """A system whose files belong to an image.
+
+    `kernel`: the release that its copies will boot; "" if it has no kernel.
+    """
 
     def __init__(self, below: System, kernel: str) -> None:
         super().__init__(str(below.root))
@@ -40,7 +43,7 @@ class ImageSystem(System):
         self.kernel = kernel
         self.offline = not below.exists(BOOTED)
         if self.offline:
-            # Maintainer scripts and installers call systemctl, too (systemctl(1), ENVIRONMENT.md).
+            # Maintainer scripts and installers also call systemctl (systemctl(1), ENVIRONMENT.md).
             self.environment["SYSTEMD_OFFLINE"] = "1"
 
     def path(self, path: str) -> Path:
@@ -59,7 +62,7 @@ class ImageSystem(System):
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
-        """Run a command; what would start, stop or ask a unit does nothing where systemd does not run."""
+        """Run a command; without systemd, commands that start, stop or query a unit do nothing."""
         if self.offline and argv[0] == "systemctl":
             verb = next((word for word in argv[1:] if not word.startswith("-")), "")
             if verb in _ONLINE:

@@ -1,11 +1,11 @@
-"""The journal: what a run has begun and done, on disk before and after each change, so that a kill loses nothing.
+"""The journal: the changes that a run began and finished, written before and after each change to survive a kill.
 
 Each run has one file, `runs/NNNN.jsonl` in the state directory, with one JSON object per line. A line is synced before
-the work that it announces, and after the work that it calls done or undone. A torn last line (power cut) announced
-nothing yet and is ignored.
+the work that it announces, and after the work that it reports as done or undone. A truncated last line (power cut) is
+ignored: its work was not begun.
 
-The first line has the format's number; journals without one are of format 1. The two formats differ in the outcomes of
-changes only: format 1 notes there how the run continued (`reboot`), which nothing reads.
+The first line has the format's number; journals without one are of format 1. The formats differ only in the outcomes of
+changes: format 1 stores there how the run continued (`reboot`), which no code reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its journal tells it. `end` is empty while it is open, else done, failed or rolled-back.
+    """A run as recorded in its journal. `end` is empty while it is open, else done, failed or rolled-back.
 
     `run_id` is shared by the requests that make up this run; it is empty for the usual single request.
     """
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def interrupted(self) -> Entry | None:
-        """The change that was begun and neither done nor undone."""
+        """The change that was begun and is neither done nor undone."""
         return next((entry for entry in self.entries if entry.state == "begun"), None)
 
     @property
@@ -68,22 +68,22 @@ class Journal:
         self.path = path
 
     def begin(self, key: str, kind: str, before: Json) -> int:
-        """Note that a change is about to be made; return its number for done() and undone()."""
+        """Record that a change is about to be made; return its number for done() and undone()."""
         number = self._next
         self._next += 1
         self._add({"begin": number, "key": key, "kind": kind, "before": before})
         return number
 
     def done(self, number: int, outcome: Json) -> None:
-        """Note that the change is made."""
+        """Record that the change is made."""
         self._add({"done": number, "outcome": outcome})
 
     def undone(self, number: int) -> None:
-        """Note that the change is undone."""
+        """Record that the change is undone."""
         self._add({"undone": number})
 
     def end(self, how: str) -> None:
-        """Note that the run is over: done, failed or rolled-back."""
+        """Record the end of the run: done, failed or rolled-back."""
         self._add({"end": how})
 
     def _add(self, record: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Journal:
 
 
 def journal_for(system: System, command: str, run_id: str) -> Journal:
-    """Start the journal of a new run, or continue the last run's if this request is a part of that run."""
+    """Start the journal of a new run, or continue the last one if this request belongs to that run."""
     last = next(reversed(read_runs(system)), None) if run_id else None
     if last is not None and last.run_id == run_id and last.end != "rolled-back":
         return resume_journal(system, last)
@@ -109,7 +109,7 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
     first = (json.dumps({"run": command, "id": run_id, "format": FORMAT}) + "\n").encode()
     try:
         system.make_directory(RUNS_DIRECTORY, 0o700)
-        # Before-images may hold secrets (a proxy's password in daemon.json): only root may read them.
+        # Captured states may hold secrets (a proxy's password in daemon.json): only root may read them.
         system.write(path, first, mode=0o600, owner=None)
     except OSError as error:
         raise from_os_error(f"could not begin the run's journal, {path}", error) from error
@@ -118,7 +118,7 @@ def new_journal(system: System, command: str, run_id: str = "") -> Journal:
 
 def resume_journal(system: System, run: Run) -> Journal:
     """Continue the journal of an earlier run."""
-    # The next line must not be appended to a torn one.
+    # Do not append the next line to a truncated one.
     content = system.read_bytes(run.path) or b""
     if not content.endswith(b"\n"):
         system.append(run.path, b"\n")
@@ -133,7 +133,7 @@ def read_runs(system: System) -> tuple[Run, ...]:
 def unfinished_run(system: System) -> Run | None:
     """Return the latest run that did not end, or None. Raises GpuprovError for a journal of an unknown format.
 
-    The very last run also counts if it ended as failed and the change that failed could not be undone.
+    The last run also counts if it ended as failed and its failed change could not be undone.
     """
     latest = True
     for name in reversed(_journal_names(system)):
@@ -141,7 +141,7 @@ def unfinished_run(system: System) -> Run | None:
         content = system.read_bytes(path) or b""
         text = content.decode("utf-8", "replace")
         _require_known_format(path, text)
-        # Most runs ended, and their last line says so: the lines before it, perhaps megabytes, need no parsing.
+        # The last line of most runs says that they ended: the lines before it, perhaps megabytes, need no parsing.
         ends = [record["end"] for record in _records(text.rstrip().rpartition("\n")[2]) if "end" in record]
         if not ends or (latest and ends != ["done"]):
             run = parse_run(path, text)
@@ -152,7 +152,7 @@ def unfinished_run(system: System) -> Run | None:
 
 
 def _journal_names(system: System) -> tuple[str, ...]:
-    """Return the journals' file names by number, which passes 9999 one day."""
+    """Return the journals' file names by number, which may exceed 9999."""
     names = system.list_directory(RUNS_DIRECTORY)
     ours = (name for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
     return tuple(sorted(ours, key=lambda name: int(name[:-6])))
@@ -163,7 +163,7 @@ def _read_run(system: System, path: str) -> Run:
 
 
 def parse_run(path: str, text: str) -> Run:
-    """Return the run that a journal's text tells. Raises GpuprovError for an unknown format."""
+    """Return the run in a journal's text. Raises GpuprovError for an unknown format."""
     _require_known_format(path, text)
     command, end, run_id = "", "", ""
     entries: dict[int, Entry] = {}

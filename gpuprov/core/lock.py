@@ -1,4 +1,4 @@
-"""One run at a time on a host: a lock that names its holder and outlives a killed run until its children have ended."""
+"""Allow one run at a time on a host. The lock names its holder; after a kill, it lasts until the run's children end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOCK_PATH = "/run/gpuprov.lock"
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who holds the lock. `alive` is False if that run was killed and only a command of its own still runs."""
+    """The holder of the lock. `alive` is False if that run was killed and only one of its commands still runs."""
 
     pid: int
     command: str
@@ -29,15 +29,15 @@ class LockHolder:
 def host_lock(
     system: System, *, pid: int, command: str, since: str, wait_seconds: int, tell: Callable[[str], None]
 ) -> Iterator[None]:
-    """Hold the host's lock for the time of the block.
+    """Hold the host's lock during the block.
 
-    Another living run holds it: GpuprovError at once, naming it. A killed run's command (apt-get, the installer) still
-    goes on: wait for its end, up to `wait_seconds`, for two of them at once would ruin the host. The lock is inherited
-    by such commands, which is how one knows.
+    If another living run holds it, raise GpuprovError at once and name it. A command of a killed run (apt-get, the
+    installer) may still work: wait for its end, up to `wait_seconds`, because two at once would damage the host. Such
+    commands inherit the lock, so it shows that they still run.
     """
     with system.open_private(LOCK_PATH) as file:
         _acquire(system, file.fileno(), wait_seconds, tell)
-        # Children inherit the descriptor, and so hold the lock as long as they live.
+        # Children inherit the descriptor and hold the lock as long as they live.
         flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
         fcntl.fcntl(file.fileno(), fcntl.F_SETFD, flags & ~fcntl.FD_CLOEXEC)
         file.seek(0)
@@ -49,9 +49,9 @@ def host_lock(
 
 @contextlib.contextmanager
 def try_lock(system: System) -> Iterator[bool]:
-    """Hold the lock for the time of the block if nobody else does; give whether it is held.
+    """Hold the lock during the block if it is free; yield whether it was acquired.
 
-    For work of a second or two: it writes no name into the file, and a run that comes meanwhile waits for its end.
+    For short work of a second or two: it writes no holder into the file, and a run that starts meanwhile waits.
     """
     with system.open_private(LOCK_PATH) as file:
         try:
@@ -103,9 +103,9 @@ def _refuse_other_users(openers: list[_Opener]) -> None:
 
 
 def read_holder(system: System) -> LockHolder | None:
-    """Return who wrote its name into the lock file last, or None if that can't be read.
+    """Return the holder last written into the lock file, or None if it can't be read.
 
-    It is alive if that process still has the file open: its number may have gone to another since.
+    It is alive if that process still has the file open: its process id may have been reused.
     """
     try:
         data = json.loads(system.read_text(LOCK_PATH) or "")
@@ -117,7 +117,7 @@ def read_holder(system: System) -> LockHolder | None:
 
 
 def _is_running(system: System, pid: int) -> bool:
-    """Say whether the process lives; a zombie does not."""
+    """Say whether the process lives; a zombie counts as dead."""
     stat = system.read_text(f"/proc/{pid}/stat")
     # proc(5): the state letter follows the name, which is in parentheses and may hold anything.
     return stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
@@ -137,7 +137,7 @@ class _Opener:
 
 
 def _openers(system: System) -> list[_Opener]:
-    """Return the processes that have the lock file open, this one left out."""
+    """Return the processes that have the lock file open, except this one."""
     found = []
     for name in system.list_directory("/proc"):
         if not name.isdigit() or int(name) == system.own_pid() or not _has_open(system, int(name)):

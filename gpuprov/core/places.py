@@ -5,10 +5,10 @@ from __future__ import annotations
 from gpuprov.core.journal import STATE_DIRECTORY
 
 CACHE_DIRECTORY = "/var/cache/gpuprov"
-# Where a run unpacks a bundle on a host. Always the same folder, root's own: what a killed run left there, the next one
-# finds and takes away.
+# Where a run unpacks a bundle on a host. Always the same folder, owned by root: the next run finds and removes what a
+# killed run left there.
 FOLDER = "/var/cache/gpuprov/bundle"
-# apt's only source while a bundle is unpacked; the last file to come.
+# apt's only source while a bundle is unpacked; this file is written last.
 SOURCES_LIST = f"{FOLDER}/sources.list"
-# What is stopped now and must run again; it outlives a run that is killed.
+# Units and containers that are stopped and must be started again; the file survives a killed run.
 STOPPED = f"{STATE_DIRECTORY}/stopped.json"

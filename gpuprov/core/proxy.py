@@ -1,7 +1,7 @@
-"""The site's HTTP proxy (`gpuprov_proxy`): what a run gives to downloads and package managers; never written anywhere.
+"""The site's HTTP proxy (`gpuprov_proxy`), which a run passes to downloads and package managers; never written to disk.
 
-A password in it travels in environments alone, which only root and the user of a process can read: every local user
-sees command lines.
+Its password is passed only in environments, which only root and the process's user can read; all local users can see
+command lines.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy by its URL, and the hosts that are reached without it (commas between); an empty URL is no proxy."""
+    """A proxy by its URL, and the hosts reached without it (separated by commas); an empty URL means no proxy."""
 
     url: str = ""
     no_proxy: str = ""
 
     @property
     def _parts(self) -> SplitResult:
-        # What runs at boots has no proxy, and does not pay for this.
+        # Imported here: programs that run at boot have no proxy and do not need it.
         from urllib.parse import urlsplit
 
         return urlsplit(self.url)
@@ -49,9 +49,9 @@ class Proxy:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Return the variables that name it: curl and apt read small letters, others capitals; empty without a proxy.
+        """Return the variables that name it: curl and apt read lower case, others upper case; empty without a proxy.
 
-        An empty variable takes the place of one that the caller's environment has.
+        An empty variable overrides one in the caller's environment.
         """
         if not self.url:
             return {}
@@ -59,7 +59,7 @@ class Proxy:
         return {**values, **{name.upper(): value for name, value in values.items()}}
 
     def problem(self, seen: str) -> Problem:
-        """Return the problem of a proxy that can't be reached."""
+        """Return the problem of an unreachable proxy."""
         return Problem(
             f"the proxy {self.address} does not answer", seen, "start it, or correct gpuprov_proxy; a host that needs "
             "no proxy: leave gpuprov_proxy out",

@@ -1,4 +1,4 @@
-"""Changes that put right what is there already: a mode, a unit that does not run, the loader's cache."""
+"""Changes that repair existing things: a mode, a stopped unit, the loader's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LDCONFIG_SECONDS = 120
 
 @dataclass(frozen=True)
 class SetMode(Change):
-    """What lies at a path shall have this mode; its content and its owner stay."""
+    """Set the mode of a path; its content and its owner stay."""
 
     path: str
     mode: int
@@ -54,7 +54,7 @@ class RestartUnit(Change):
         return {"unit": self.unit, "was_active": system.run(("systemctl", "is-active", "--quiet", self.unit)).ok}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # A unit that was started too often is started again only after this (StartLimitBurst).
+        # Clears the start limit (StartLimitBurst), which would block a unit that was started too often.
         system.run(("systemctl", "reset-failed", self.unit), timeout=_UNIT_SECONDS)
         done = system.run(("systemctl", "restart", self.unit), timeout=_UNIT_SECONDS)
         if not done.ok:
@@ -66,14 +66,14 @@ class RestartUnit(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Stop a unit that did not run before. One that ran goes on: nobody can take back a restart."""
+        """Stop a unit that did not run before. A unit that ran keeps running: a restart can't be undone."""
         if not before["was_active"]:
             system.run(("systemctl", "stop", before["unit"]), timeout=_UNIT_SECONDS)
 
 
 @dataclass(frozen=True)
 class RefreshLoaderCache(Change):
-    """The loader's cache shall say which libraries there are now."""
+    """Refresh the loader's cache so that it lists the present libraries."""
 
     def summary(self) -> str:
         return f"write {LOADER_CACHE} (ldconfig)"

@@ -1,7 +1,7 @@
-"""The tables that the caller's machine has instead of the packaged ones: read here, sent with each request.
+"""Tables on the controller that replace packaged ones: read here, sent with each request.
 
-Advisories: what `gpuprov advisories update` wrote for this user. Driver releases: the file that
-the specification names.
+Advisories: the file that `gpuprov advisories update` wrote for this user. Driver releases: the file that the
+specification names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def advisories_table() -> Mapping[str, Any]:
 
 
 def save_advisories(data: Mapping[str, Any]) -> Path:
-    """Write this user's advisories, whole or not at all."""
+    """Write this user's advisories atomically."""
     path = advisories_path()
     temporary = path.with_suffix(".new")
     try:
@@ -59,7 +59,7 @@ def save_advisories(data: Mapping[str, Any]) -> Path:
 
 
 def for_request(spec: HostSpec) -> dict[str, Any]:
-    """Return the tables that a request for this host carries; the packaged ones stay where they are."""
+    """Return the tables to send with a request for this host; packaged tables are not sent."""
     found: dict[str, Any] = {}
     advisories = advisories_table()
     if advisories != packaged(ADVISORIES):
@@ -71,7 +71,7 @@ def for_request(spec: HostSpec) -> dict[str, Any]:
 
 @functools.cache
 def _releases(place: str, sha256: str, proxy: Proxy) -> Mapping[str, Any]:
-    """Return a site's table of releases; read once for all hosts."""
+    """Return a site's table of releases; it is read once for all hosts."""
     if not sha256:
         raise GpuprovError(
             "gpuprov_driver_releases has no digest", masked(place),
@@ -102,7 +102,7 @@ def _parsed(content: bytes, origin: str) -> Any:
 
 
 def use_tables(sent: Mapping[str, Any]) -> None:
-    """Let the tables of a request count in this process. Raises GpuprovError for one that is not valid."""
+    """Use the tables of a request in this process. Raises GpuprovError for an invalid one."""
     checked: dict[str, Any] = {}
     if RELEASES in sent:
         checked[RELEASES] = checked_releases(sent[RELEASES], "the request")
@@ -113,7 +113,7 @@ def use_tables(sent: Mapping[str, Any]) -> None:
 
 
 def use_newer_advisories(content: bytes, origin: str) -> None:
-    """Let advisories that came in a bundle, if any did, count if they are newer than those in use."""
+    """Use the advisories of a bundle, if any, if they are newer than those in use."""
     if not content:
         return
     data = _parsed(content, origin)

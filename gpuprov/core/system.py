@@ -1,6 +1,6 @@
-"""The one door to the operating system: nothing else on the host side runs commands or touches files.
+"""The only access to the operating system: no other host-side module runs commands or touches files.
 
-`System` is the real machine, or a part of it below a root prefix. Tests put a recorded machine in its place.
+`System` is the real machine, or a part of it below a root prefix. Tests replace it with a recorded machine.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from gpuprov.wire.errors import GpuprovError, Problem
 if TYPE_CHECKING:
     import socket
 
-# Where runs, and the programs that they start, write; each may be a file system of its own.
+# Folders that runs and their programs write to; each may be a file system.
 _WRITTEN_PLACES = ("/", "/boot", "/etc", "/opt", "/usr", "/usr/local", "/var", "/var/cache", "/var/lib")
 _CONNECT_SECONDS = 15
 
 
 class System:
-    """A machine, or the part of it below `root`; paths are given as the machine itself sees them."""
+    """A machine, or the part of it below `root`; paths are those that the machine itself uses."""
 
     def __init__(self, root: str = "/") -> None:
         self.root = Path(root)
-        # What commands get besides core/commands.py's environment: the address of this host's docker.
+        # Additional environment of commands, beyond core/commands.py's: the address of this host's docker.
         self.environment: dict[str, str] = {}
-        # What downloads go through, and the commands that ask for its environment: package managers.
+        # The proxy for downloads, and for commands that request its environment: package managers.
         self.proxy: Proxy = NO_PROXY
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def path(self, path: str) -> Path:
-        """Return where `path` lies for this process."""
+        """Return the path that this process must use for `path`."""
         return self.root / path.lstrip("/")
 
     def read_bytes(self, path: str) -> bytes | None:
         """Return a file's content, or None if there is none: missing, not a regular file, or larger than 256 MiB.
 
-        It never waits: a FIFO that another user has put there is no file.
+        Never blocks: a FIFO made by another user counts as no file.
         """
         try:
             with self.open(path) as file:
@@ -57,14 +57,14 @@ class System:
             return None
 
     def read_foreign(self, path: str, size: int) -> str:
-        """Return the text of a small file that any user may have made; nothing for anything but such a file.
+        """Return the text of a small file that any user may have made, "" for anything else.
 
-        A link is not followed, and what can't be read (FUSE, a network) is no error.
+        Links are not followed, and an unreadable file (FUSE, a network) is not an error.
         """
         return files.read_foreign(self.path(path), size)
 
     def read_text(self, path: str) -> str | None:
-        """Return a file's text (bytes that are no UTF-8 replaced), or None if there is none."""
+        """Return a file's text (invalid UTF-8 replaced), or None if there is none."""
         content = self.read_bytes(path)
         return None if content is None else content.decode("utf-8", "replace")
 
@@ -81,7 +81,7 @@ class System:
         return files.open_regular(self.path(path))
 
     def sha256(self, path: str) -> str:
-        """Return a file's SHA-256 in hexadecimal; nothing if there is no file. Large files are fine."""
+        """Return a file's SHA-256 in hexadecimal, "" if there is no file. Large files are read in pieces."""
         digest = hashlib.sha256()
         try:
             with self.open(path) as file:
@@ -92,7 +92,7 @@ class System:
         return digest.hexdigest()
 
     def status(self, path: str) -> files.FileStatus | None:
-        """Return what lies at `path`, or None."""
+        """Return the status of `path`, or None if it does not exist."""
         return files.status_of(self.path(path))
 
     def lock_holder(self, path: str) -> int | None:
@@ -100,18 +100,18 @@ class System:
         return files.lock_holder(self.path(path))
 
     def exists(self, path: str) -> bool:
-        """Say whether anything lies at `path`, links followed."""
+        """Say whether `path` exists, with links followed."""
         return self.path(self.real_path(path)).exists()
 
     def list_directory(self, path: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory; none if it is missing."""
+        """Return the sorted names in a directory, an empty list if it is missing."""
         try:
             return tuple(sorted(entry.name for entry in self.path(path).iterdir()))
         except (FileNotFoundError, NotADirectoryError):
             return ()
 
     def real_path(self, path: str) -> str:
-        """Return `path` with every link followed, as the machine itself sees it."""
+        """Return `path` with every link resolved, as the machine itself sees it."""
         return files.real_path(self.root, path)
 
     def free_bytes(self, path: str) -> int:
@@ -156,16 +156,16 @@ class System:
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> Completed:
-        """Run a command to its end and return what it did; a failure is a value, not an exception.
+        """Run a command to its end and return its result; a failure is a value, not an exception.
 
-        The command gets a clean environment, its own process group (a Ctrl-C at the terminal does not reach it: what
-        has begun is finished or undone, not torn) and a time limit in seconds. `on_line` sees each line as it comes.
+        The command gets a clean environment, its own process group and a time limit in seconds. A Ctrl-C at the
+        terminal does not reach it, so begun work is finished or undone. `on_line` receives each line as it is printed.
         """
         env = {**self.environment, **(env or {})}
         return run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
 
     def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Return a command's output as it is written, for what is too large for memory. Raises OSError."""
+        """Return a command's output as it is written, for output too large for memory. Raises OSError."""
         return command_output(argv, timeout=timeout)
 
     def require(self, argv: Sequence[str], what: str, next_step: str = "", *, timeout: float = 60) -> Completed:
@@ -176,7 +176,7 @@ class System:
         return done
 
     def proxy_problem(self) -> Problem | None:
-        """Return the problem of a proxy that takes no connection; None if it takes one, or if there is no proxy."""
+        """Return the problem of a proxy that refuses connections; None if it accepts one, or if there is no proxy."""
         if not self.proxy.url:
             return None
         # Most runs have no proxy.
@@ -189,7 +189,7 @@ class System:
             return self.proxy.problem(f"connection to {self.proxy.host} port {self.proxy.port}: {error}")
 
     def connect(self, path: str, timeout: float) -> socket.socket:
-        """Return a connection to the Unix socket of that path; each wait for it has this limit. Raises OSError."""
+        """Return a connection to the Unix socket at that path; each wait on it has this limit. Raises OSError."""
         import socket
 
         connection = socket.socket(socket.AF_UNIX)
@@ -204,33 +204,36 @@ class System:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, path: str, content: bytes, *, mode: int = 0o644, owner: tuple[int, int] | None = None) -> None:
-        """Write a file whole or not at all: temporary file beside it, fsync, rename, fsync of the folder.
+        """Write a file atomically: temporary file beside it, fsync, rename, fsync of the folder.
 
-        A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without
-        it an existing file's owner stays. The SELinux context of an existing file is kept.
+        A link is followed, so that a configuration file kept elsewhere stays there. `owner` is (uid, gid); without it
+        an existing file's owner stays. The SELinux context of an existing file is kept.
         """
         disk.write_whole(self.path(self.real_path(path)), content, mode, owner)
 
     def append(self, path: str, content: bytes) -> None:
-        """Append to a file, all or nothing, and wait until the disk has it."""
+        """Append to a file, all or nothing, and wait until it is on disk."""
         disk.append_whole(self.path(path), content)
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written, by any program. Raises OSError if it can't take it.
+        """Wait until everything written by any program is on disk. Raises OSError on a write error.
 
-        Each file system by itself (syncfs(2)): sync(2) would wait for everybody's, a network's that hangs among them.
+        Each file system separately (syncfs(2)): sync(2) waits for all of them, even for a network one that hangs.
         """
         disk.sync_file_systems(map(self.path, _WRITTEN_PLACES))
 
     def open_private(self, path: str) -> TextIO:
-        """Open a file of root's alone (0600) to read and to write, made if it is missing, corrected if it is wider."""
+        """Open a file for root only (0600) to read and write.
+
+        It is created if missing, and a wider mode is corrected.
+        """
         handle = os.open(self.path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if stat_module.S_IMODE(os.fstat(handle).st_mode) != 0o600:
             os.fchmod(handle, 0o600)
         return os.fdopen(handle, "r+", encoding="utf-8")
 
     def make_directory(self, path: str, mode: int = 0o755) -> tuple[str, ...]:
-        """Make a directory and its missing parents; return those made, outermost first."""
+        """Make a directory and its missing parents; return the new ones, outermost first."""
         missing: list[Path] = []
         place = self.path(path)
         while not place.exists():
@@ -245,7 +248,7 @@ class System:
         return tuple(made)
 
     def make_link(self, path: str, target: str) -> None:
-        """Make a symbolic link, replacing whatever file or link is there, atomically."""
+        """Make a symbolic link atomically, replacing any file or link at that path."""
         place = self.path(path)
         temporary = disk.temporary_name(place)
         temporary.unlink(missing_ok=True)
@@ -253,13 +256,13 @@ class System:
         temporary.replace(place)
 
     def rename(self, path: str, new: str) -> None:
-        """Give a file another name, replacing what has that name: never with less than all of its content."""
+        """Rename a file atomically, replacing any file of that name."""
         disk.sync_path(self.path(path))
         self.path(path).replace(self.path(new))
         disk.sync_path(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
-        """Make a character device node of root's and a group's."""
+        """Make a character device node, owned by root and a group."""
         place = self.path(path)
         os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
         if group:
@@ -271,7 +274,7 @@ class System:
         self.path(path).chmod(mode)
 
     def remove(self, path: str) -> None:
-        """Remove a file, link, node or empty directory; nothing happens if it is gone already."""
+        """Remove a file, link, node or empty directory; no effect if it does not exist."""
         place = self.path(path)
         with contextlib.suppress(FileNotFoundError):
             if place.is_dir() and not place.is_symlink():
@@ -284,7 +287,7 @@ class System:
         disk.temporary_name(self.path(path)).unlink(missing_ok=True)
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory with all that is in it."""
+        """Remove a directory with all its content."""
         shutil.rmtree(self.path(path), ignore_errors=True)
 
     def temporary_directory(self, near: str = "/tmp") -> str:
@@ -301,7 +304,7 @@ class System:
         return int(time.time())
 
     def now(self) -> float:
-        """Return a clock in seconds that never goes back."""
+        """Return a monotonic clock in seconds."""
         return time.monotonic()
 
 

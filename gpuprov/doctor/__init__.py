@@ -1,4 +1,4 @@
-"""Why containers do not see the GPUs: symptoms, their causes, and what to type. Changes nothing."""
+"""Diagnose why containers do not see the GPUs: symptoms, their causes, and commands. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes around docker: another docker than the one meant, and what forbids a container its devices. Pure."""
+"""Rules about access to docker: another docker than the intended one, and what denies a container its devices. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _other_host(x: Examined) -> Finding | None:
 
 
 def _place(address: str) -> str:
-    """Return an address with the names of this host's own interfaces left out."""
+    """Return an address without the names of this host's own interfaces."""
     address = re.sub(r"^tcp://(?:127\.0\.0\.1|localhost|0\.0\.0\.0|\[::1?\])", "tcp://", address)
     return address.replace("unix:///var/run/", "unix:///run/")
 
@@ -87,7 +87,7 @@ def _apparmor(x: Examined) -> Finding | None:
     )
 
 
-# What docker's log says of containers that did not start, of the past mostly: words, pattern, meaning, what to type.
+# Messages in docker's log about containers that did not start, mostly past ones: words, pattern, meaning, next command.
 _CONTAINER_ERRORS = (
     ("bpf-refused", "bpf_prog_query(BPF_CGROUP_DEVICE) failed",
      r"bpf_prog_query\(BPF_CGROUP_DEVICE\) failed|bpf_prog_attach\S* failed",

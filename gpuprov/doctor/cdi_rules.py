@@ -1,4 +1,4 @@
-"""Causes in CDI specifications: missing, broken, stale, in each other's way. Pure."""
+"""Rules about CDI specifications: missing, broken, stale, conflicting. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from gpuprov.doctor.remedy import remove, restart, steps
 from gpuprov.engines import docker_cdi
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
-# NVIDIA's toolkit has it from 1.18 on.
+# NVIDIA's toolkit has this unit since 1.18.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
 _OURS = (steps("cdi"),)
 _SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def specifications(x: Examined) -> dict[str, str]:
-    """Return path → text of the specifications that name NVIDIA's devices, or nothing that can be read."""
+    """Return path → text of the specifications that name NVIDIA's devices or can't be read."""
     texts = {path: text for path, text in x.texts.items() if path.startswith(SPECIFICATION_FOLDERS)}
     named = {path: text for path, text in texts.items() if path.endswith(_SUFFIXES)}
     return {path: text for path, text in named.items() if path == PATH or "nvidia" in text}
 
 
 def _anew(x: Examined, path: str) -> str:
-    """Return the command after which a specification is right or gone; gpuprov writes one alone."""
+    """Return the command that corrects or removes a specification; gpuprov writes only its own."""
     if path == PATH:
         return words.refresh_specification(x)
     if words.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
@@ -130,7 +130,7 @@ def _covered(x: Examined) -> Finding | None:
     if PATH not in x.there or not later or _devices(x.texts[later[0]])[0] != "nvidia.com/gpu":
         return None
     if any(named in x.absent for named, _ in host_paths(x.texts[later[0]])):
-        return None  # a trouble of its own
+        return None  # another rule reports this
     return Finding(
         f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
         (remove(later[0]),),
@@ -154,7 +154,7 @@ def _docker_without(x: Examined) -> Finding | None:
     docker = x.host.docker
     if not docker.active or docker.cdi or not specifications(x) or not docker_cdi.knows_cdi(docker.version):
         return None
-    # Who has another's runtime needs it not, unless it was switched off by hand.
+    # A host whose runtime is not gpuprov's does not need it, unless a user switched it off.
     off, is_to_be_set = docker_cdi.switched_off(docker), docker_cdi.is_to_be_set(docker)
     if in_daemon(x) and is_to_be_set and not words.is_gpuprovs(x):
         return None

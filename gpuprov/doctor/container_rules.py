@@ -1,4 +1,4 @@
-"""Causes in running containers: another libcuda or libnvidia-ml than the driver's. Pure."""
+"""Rules about running containers: they load another libcuda or libnvidia-ml than the driver's. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which running containers with GPUs load a driver library that does not fit, read from outside. Reads only.
+"""Find running GPU containers that load a wrong driver library, examined from outside. Reads only.
 
-The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, by a walk that no link leads out of; nothing
-of a container is run. It is limited in number and time: a host may have hundreds, and a file system may hang.
+The same examination as `gpuprov cuda CONTAINER`: through /proc/PID/root, without following links out of it, and without
+running anything in a container. Number and time are limited: a host may have hundreds of containers, and a file system
+may hang.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NODE = "/dev/nvidiactl"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A container, and what is wrong with the driver's libraries that its programs load; nothing where all is right."""
+    """A container, and the problem with the driver libraries that its programs load; empty if there is none."""
 
     engine: str
     name: str
@@ -35,7 +36,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Containers:
-    """The running containers with GPUs that were looked at, how many were not if that is known, and the reason."""
+    """The examined GPU containers, the number of others if known, and why they were not examined."""
 
     examined: tuple[Loaded, ...] = ()
     left: int = 0
@@ -43,7 +44,7 @@ class Containers:
 
 
 def gather_containers(system: System) -> Containers:
-    """Return what the running containers of docker and podman load."""
+    """Return the libraries that the running containers of docker and podman load."""
     found: list[Loaded] = []
     waiting: list[tuple[str, str]] = []
     # A file system of a container that does not answer would keep this process, but not a thread's caller.
@@ -69,7 +70,7 @@ def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, s
 
 
 def _with_gpus(system: System) -> list[tuple[str, str]]:
-    """Return engine and name of each running container that has the driver's node."""
+    """Return engine and name of each running container that has the driver's device node."""
     found = []
     for engine in ENGINES:
         if system.which(engine) is None:
@@ -99,6 +100,6 @@ def _has_node(pid: str) -> bool:
 
 
 def wrong(found: Survey) -> tuple[Finding, ...]:
-    """Return what is wrong with a library that wins; a container that has none may have asked for none."""
+    """Return what is wrong with the library that wins; a container without one may not have requested it."""
     winners = {one.name for one in found.libraries if one.winner is not None}
     return tuple(one for one in found.findings if not one.note and one.library in winners)

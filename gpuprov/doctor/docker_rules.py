@@ -1,4 +1,4 @@
-"""Causes in docker: not there, not up, not told of the runtime, or told and not restarted. Pure."""
+"""Rules about docker: missing, stopped, without the registered runtime, or not restarted since. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NO_DRIVER = r"could not select device driver"
 
 
 def in_file(x: Examined) -> str:
-    """Return the path of runtime nvidia as daemon.json has it, nothing where it has none."""
+    """Return the path of runtime nvidia in daemon.json, "" if it is not registered."""
     entry = (x.host.docker.config.get("runtimes") or {}).get(_RUNTIME)
     return str(entry.get("path") or "") if isinstance(entry, dict) else ""
 
 
 def in_daemon(x: Examined) -> str:
-    """Return the path of runtime nvidia as the running docker has it, nothing where it has none."""
+    """Return the path of runtime nvidia in the running docker, "" if it is not registered."""
     return (x.host.docker.runtimes or {}).get(_RUNTIME, "")
 
 
@@ -47,13 +47,13 @@ def _start(x: Examined) -> str:
 
 
 def _wrong(x: Examined) -> tuple[Problem, ...]:
-    """Return what gpuprov can't read in docker's file; docker may read it all the same."""
+    """Return what gpuprov can't read in docker's file; docker may still be able to read it."""
     docker = x.host.docker
     return parse_config(docker.config_text, docker.config_path, docker.version)[1]
 
 
 def _absent(x: Examined) -> Finding | None:
-    # containerd is docker's too, and stays when docker goes.
+    # docker needs containerd, which stays when docker is removed.
     others = _OTHER_ENGINES & x.there or ("containerd" in x.spec.engines and "/usr/bin/containerd" in x.there)
     if x.host.docker.installed or x.host.docker.snap or (others and not in_file(x)):
         return None
@@ -93,7 +93,7 @@ def _broken(x: Examined) -> Finding | None:
 
 
 def _refused(x: Examined) -> str:
-    """Return why dockerd refuses its file: as it said when asked, or when it failed to start."""
+    """Return why dockerd refuses its file: its answer now, or its log of the failed start."""
     found = find_in_log(x.docker_log, r"unable to configure the Docker daemon with file \S+: (?P<why>.*\S)")
     logged = found[0]["why"] if found is not None and not x.host.docker.active else ""
     return x.host.docker.refused or logged
@@ -163,7 +163,7 @@ def _down(x: Examined) -> Finding | None:
         f"docker does not {'run' if unit else 'answer'}{': ' + _reason(said[-1]) if said else ''}",
         "\n".join([state, *(f"journalctl -u docker: {line}" for line in said[-2:])]),
         f"{_start(x)}; journalctl -u docker -n 30 --no-pager",
-        # Without systemd nobody says whether it runs.
+        # Without systemd it is unknown whether docker runs.
         CERTAIN if unit else LIKELY,
         _STEP,
     )
@@ -210,7 +210,7 @@ def _unregistered(x: Examined) -> Finding | None:
         f"{docker.config_path}: {'no runtimes.nvidia' if docker.config_text is not None else 'No such file'}\n"
         f"docker info: runtimes {', '.join(sorted(docker.runtimes or {}))}",
         step,
-        # `--device nvidia.com/gpu=all` does without.
+        # `--device nvidia.com/gpu=all` works without the runtime.
         ASIDE if docker.cdi and not words.is_gpuprovs(x) else CERTAIN,
         _STEP,
     )

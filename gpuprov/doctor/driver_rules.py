@@ -1,4 +1,4 @@
-"""Causes in the driver's libraries on disk. Pure."""
+"""Rules about the driver's libraries on disk. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuprov.driver_run import INCOMPLETE_MARK
 from gpuprov.wire import advisories
 
 _NVML, _CUDA = "libnvidia-ml.so.1", "libcuda.so.1"
-# From these follows that a CDI specification can't be right.
+# If one of these matches, a CDI specification can't be right.
 ROOTS = (
     "no-gpu", "wsl-without-gpu", "gpu-nouveau", "gpu-vfio", "fallen-off-bus", "init-failed", "power-cables",
     "bar-invalid", "gsp-firmware-missing", "gsp-timeout", "driver-outside", "module-not-loaded", "module-missing",
@@ -27,7 +27,7 @@ def _versions(x: Examined) -> tuple[str, ...]:
 
 
 def _again(x: Examined) -> tuple[Remedy, ...]:
-    """Return what words.driver_again types: a package's files are its manager's to bring back."""
+    """Return the command of words.driver_again: the package manager restores a package's files."""
     return () if x.host.driver_packaged else (INSTALL,)
 
 
@@ -43,7 +43,7 @@ def _mismatch(x: Examined) -> Finding | None:
         + (f": {changed}" if changed else ""),
         "\n".join([*seen, *x.package_change]),
         words.same_versions(x),
-        # The module of a system container is its host's: the libraries follow.
+        # The kernel module belongs to the host of a system container: the libraries must follow it.
         remedies=(INSTALL,) if x.host.kernel.container else (),
     )
 
@@ -160,7 +160,7 @@ def _holes(x: Examined) -> Finding | None:
     unserved = generations.problems(x.host.gpu_device_ids, found.fixed_in, "auto")
     step = f"gpuprov install -e gpuprov_driver_version={found.fixed_in}"
     if distribution.installed_branch(x.host) is not None:
-        # A distribution's branches get what it updates them to: the fix is in another source.
+        # A distribution's branch gets only the distribution's updates: the fix is in another source.
         step = f"gpuprov uninstall; {step} -e gpuprov_driver=runfile"
     elif x.host.driver_packaged:
         branch = found.fixed_in.partition(".")[0]

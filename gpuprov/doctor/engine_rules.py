@@ -1,4 +1,4 @@
-"""Causes in engines besides docker, and in the units that keep a host right. Pure."""
+"""Rules about engines besides docker, and about the units that keep a host up to date. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _not_installed(x: Examined) -> Finding | None:
 
 
 def registered(x: Examined) -> Mapping[str, Registration]:
-    """Return engine → what shall change in its files for the runtime of the specification."""
+    """Return engine → changes that its files need for the runtime of the specification."""
     return registrations(x.host.engines, toolkit.runtime_path(x.spec), set_default=x.spec.default_runtime)
 
 

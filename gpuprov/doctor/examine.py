@@ -1,4 +1,4 @@
-"""One examination of a host, told as events: what was looked at, and each cause, the first to fix first."""
+"""Examine a host once and report it as events: what was examined, and each cause, the first to fix first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 
 
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
-    """Look at the host, tell what was looked at and what was found, and return how it ends."""
+    """Examine the host, report the findings, and return the final event."""
     x = gather(system, spec)
     return tell(x, diagnose(x), sink)
 
 
 def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
-    """Tell an examination whole, and return how it ends."""
+    """Report a whole examination, and return the final event."""
     troubles = tuple(cause for cause in causes if cause.finding.confidence != ASIDE)
     for area in AREAS:
         if x.lacks_gpus_yet and area in unknown_areas(x):
@@ -45,7 +45,7 @@ def tell(x: Examined, causes: Sequence[Cause], sink: Sink) -> Finished:
 
 
 def tell_causes(causes: Sequence[Cause], sink: Sink) -> None:
-    """Tell the causes alone, before something is done about them."""
+    """Report only the causes, before they are fixed."""
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
 
@@ -63,7 +63,7 @@ def _problems(causes: Sequence[Cause]) -> tuple[Problem, ...]:
 
 
 def _told(cause: Cause) -> str:
-    """Return the cause with how sure it is; of a consequence that it is one."""
+    """Return the cause with its confidence; a consequence is marked as one."""
     sure = (
         f"{cause.finding.confidence}; a consequence of {cause.follows}" if cause.follows else cause.finding.confidence
     )
@@ -108,7 +108,7 @@ def _containers(x: Examined) -> str:
     return f"{len(x.containers.examined)} running with GPUs"
 
 
-# What an area that is in order shows, in a few words.
+# Summary of an area without findings, in a few words.
 _SUMMARIES: dict[str, Callable[[Examined], str]] = dict(
     zip(AREAS, (_gpus, _module, _libraries, _nodes, _toolkit, _specification, _docker, _engines, _containers))
 )

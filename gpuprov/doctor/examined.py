@@ -1,4 +1,4 @@
-"""What the doctor knows of a host: the facts of every run, and what else can tell a cause. Data alone."""
+"""The doctor's data about a host: the facts of every run, and additional evidence. Data only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.image_mark import MARK
 from gpuprov.wire.spec import HostSpec
 
-# Where NVIDIA's GPU operator puts the toolkit on nodes of Kubernetes.
+# Where NVIDIA's GPU operator installs the toolkit on Kubernetes nodes.
 OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"
 SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 # Where DKMS and Ubuntu keep the machine owner's key.
@@ -22,7 +22,7 @@ KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
 
 @dataclass(frozen=True)
 class Smi:
-    """`nvidia-smi -q -x`. `reason`: why it was not asked."""
+    """The output of `nvidia-smi -q -x`. `reason`: why it was not run."""
 
     returncode: int = 0
     text: str = ""
@@ -30,7 +30,7 @@ class Smi:
 
     @property
     def is_report(self) -> bool:
-        """Whether it ended well and printed its report, and nothing before it."""
+        """Whether it succeeded and printed its report and nothing before it."""
         return self.returncode == 0 and self.text.lstrip().startswith("<")
 
     @property
@@ -40,7 +40,7 @@ class Smi:
 
 @dataclass(frozen=True)
 class OtherSmi:
-    """A nvidia-smi that PATH has before the driver's own."""
+    """An nvidia-smi that comes before the driver's own on the PATH."""
 
     path: str
     smi: Smi
@@ -48,19 +48,18 @@ class OtherSmi:
 
 @dataclass(frozen=True)
 class Examined:
-    """A host as the doctor sees it.
+    """The data about a host that the rules examine.
 
-    `kernel_log`: telling lines of this boot; `docker_log`: of the daemon that runs or failed last. `node_errors`: node
-    → why it does not open, only where nvidia-smi does not answer well. `loader`: what the loader's
-    cache takes for NVML and CUDA. `texts`: path → text of small files. `there`: which of the watched paths are;
-    `absent`: paths that a configuration or a specification names and that are not. `modified`: path → time.
-    `library_files`: driver library → its version. `package_change`: what a package manager did to the driver last.
-    `in_place`: missing node → what lies there instead, nothing if nothing does. `open_run`: what a run of gpuprov was
-    cut off in; `runs_now`: one that holds the host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the
-    nvidia-smi that was asked; `other_smi`: one that PATH has before it. `preload_said`: what the loader says of
-    /etc/ld.so.preload. `closed`: folders and files of CDI that only root can read, with their modes. `is_booted`:
-    systemd runs here, as it does not in the root file system of an image. `containers`: what
-    running containers load.
+    `kernel_log`: relevant lines of this boot; `docker_log`: of the daemon that runs or failed last. `node_errors`: node
+    → why it does not open, only if nvidia-smi fails. `loader`: the loader's cache entries for NVML and CUDA. `texts`:
+    path → text of small files. `there`: the watched paths that exist; `absent`: paths named by a configuration or a
+    specification that do not exist. `modified`: path → time. `library_files`: driver library → its version.
+    `package_change`: the last change of the driver by a package manager. `in_place`: missing node → what occupies its
+    path, "" if nothing does. `open_run`: the interrupted change of a gpuprov run; `runs_now`: a run that holds the
+    host's lock. `rootless`: sockets of users' own dockers. `smi_path`: the nvidia-smi that was run; `other_smi`: one
+    before it on the PATH. `preload_said`: the loader's message about /etc/ld.so.preload. `closed`: CDI folders and
+    files that only root can read, with their modes. `is_booted`: systemd runs, which is False in the root file system
+    of an image. `containers`: libraries that running containers load.
     """
 
     host: HostFacts
@@ -109,5 +108,5 @@ class Examined:
 
     @property
     def lacks_gpus_yet(self) -> bool:
-        """Whether it is a copy of an image that has met no GPU: what needs one is unknown, and not broken."""
+        """Whether it is a copy of an image that has never seen a GPU: what needs a GPU is unknown, not broken."""
         return MARK in self.host.files and not self.host.gpus

@@ -1,4 +1,4 @@
-"""What a rule of the doctor is, and what it finds: a cause, its evidence, how sure it is, and what to type."""
+"""A rule of the doctor and its finding: a cause, its evidence, its confidence, and the next command."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Callable, Optional
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.remedy import Remedy
 
-# How sure a finding is. An aside prevents no container from using its GPUs now: it is told, and fails nothing.
+# The confidence of a finding. An aside prevents no container from using its GPUs now: a warning only.
 CERTAIN, LIKELY, POSSIBLE, ASIDE = CONFIDENCES = ("certain", "likely", "possible", "aside")
 
-# What is looked at, in the order in which things depend on each other.
+# The examined areas, in the order in which they depend on each other.
 AREAS = (
     "GPUs", "kernel module", "driver libraries", "device nodes", "container toolkit", "CDI specification", "docker",
     "other engines", "containers",
@@ -20,7 +20,7 @@ GPUS, MODULE, DRIVER, NODES, TOOLKIT, CDI, DOCKER, ENGINES, CONTAINERS = AREAS
 
 
 def unknown_areas(x: Examined) -> frozenset[str]:
-    """Return what shows only where a GPU is, and where engines run: in an image that is not booted neither does."""
+    """Return the areas that need a GPU or a running engine: an image that is not booted has neither."""
     of_gpus = frozenset((GPUS, MODULE, DRIVER, NODES, CDI))
     return of_gpus if x.is_booted else of_gpus | {TOOLKIT, DOCKER, ENGINES, CONTAINERS}
 
@@ -30,9 +30,9 @@ ANY_ROOT = ("*",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause as it stands on a host. `evidence`: a file with its line, or a command with what it said.
+    """One cause found on a host. `evidence`: a file with its line, or a command with its output.
 
-    `remedies`: what gpuprov itself can do about it instead of the next step; none where a person must.
+    `remedies`: what gpuprov can do instead of the next step; empty if a person must act.
     """
 
     what: str
@@ -47,10 +47,10 @@ Look = Callable[[Examined], Optional[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One cause that is looked for. `sign`: what speaks for it, for the documentation.
+    """A cause that the doctor looks for. `sign`: the evidence for it, for the documentation.
 
-    `follows`: rules of which this one is a mere consequence, where they find something; ANY_ROOT for a symptom, which
-    follows from whatever else is found in its own area or in one before it.
+    `follows`: rules of which this one is a consequence if they match. ANY_ROOT marks a symptom, which follows from any
+    other finding in its own area or an earlier one.
     """
 
     name: str

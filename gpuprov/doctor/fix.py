@@ -1,4 +1,4 @@
-"""From causes to the changes that gpuprov itself can make about them, in the order of an installation. Pure."""
+"""Convert causes to the changes by which gpuprov can fix them, in the order of an installation. Pure."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# What the step is called of a change that is a step of no installation; these come before those steps.
+# Step names of changes that belong to no installation step; these come before those steps.
 STEP = "fix"
 _ORDER = (STEP, *(step.name for step in PLAN_STEPS))
 _NOT_OURS = "gpuprov has not set up this host"
-# Steps that fit a host which somebody else has set up.
+# Steps that are allowed on a host that gpuprov did not set up.
 _ANY_HOSTS = frozenset(("device nodes", "nouveau"))
 
 
 @dataclass(frozen=True)
 class Fix:
-    """The changes, and `left`: a sentence for each cause with a remedy that gpuprov does not apply now.
+    """The changes, and `left`: a sentence for each cause whose remedy gpuprov does not apply now.
 
-    `whole`: an installation's whole plan is among them, in which a change builds on those before it. It resumes a run
-    that was cut off, and may be empty.
+    `whole`: the changes include an installation's whole plan, in which a change builds on those before it. It resumes
+    an interrupted run, and may be empty.
     """
 
     changes: tuple[StepChange, ...] = ()
@@ -48,7 +48,7 @@ class Fix:
 
 
 def spec_as_found(x: Examined) -> HostSpec:
-    """Return the specification that keeps what the host has: its driver's release and its toolkit, if not said."""
+    """Return the specification that keeps the host's driver release and toolkit, unless they are specified."""
     spec, version = x.spec, x.driver.kernel_version or x.driver.library_version
     if spec.driver == "runfile" and not spec.driver_version:
         spec = replace(spec, driver_version=version)
@@ -62,9 +62,9 @@ def needs_install(causes: Sequence[Cause]) -> bool:
 
 
 def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) -> Fix:
-    """Return what to do. `install`: the plan of the whole installation, if a cause asks for it.
+    """Return the fix. `install`: the plan of the whole installation, if a cause needs it.
 
-    A consequence is left where the cause that explains it is left: it would come back.
+    A consequence is left if the cause that explains it is left: it would return.
     """
     x = replace(x, spec=spec_as_found(x))
     refused = _install_refused(x, install) if needs_install(causes) else ""
@@ -73,7 +73,7 @@ def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) 
     whole = install.changes if install is not None and needs_install(causes) and not refused else ()
     found: dict[str, tuple[StepChange, ...]] = {}
     reasons: dict[str, str] = {}
-    # The explained after what explains them.
+    # Consequences after the causes that explain them.
     for cause in sorted(causes, key=lambda one: one.follows != ""):
         name, remedies = cause.rule.name, cause.finding.remedies
         if not remedies:
@@ -92,7 +92,7 @@ def plan_fix(x: Examined, causes: Sequence[Cause], install: Plan | None = None) 
 
 
 def _in_order(whole: Sequence[StepChange], changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
-    """Return each change once: a whole installation's as planned, then the others as one would make them."""
+    """Return each change once: a whole installation's as planned, then the others in their usual order."""
     found = {one.change.key: one for one in whole}
     for one in sorted(changes, key=lambda one: (isinstance(one.change, RestartUnit), _ORDER.index(one.step))):
         found.setdefault(one.change.key, one)
@@ -103,7 +103,7 @@ def _in_order(whole: Sequence[StepChange], changes: Sequence[StepChange]) -> tup
 
 
 def _install_refused(x: Examined, install: Plan | None) -> str:
-    """Return why the whole installation is left to a person, nothing if it is not."""
+    """Return why a person must run the whole installation, "" if gpuprov may."""
     if not _is_set_up(x):
         return _NOT_OURS
     if install is None:
@@ -116,12 +116,12 @@ def _install_refused(x: Examined, install: Plan | None) -> str:
 
 
 def _is_set_up(x: Examined) -> bool:
-    """Say whether gpuprov has set this host up before: its runtime or its units are there."""
+    """Say whether gpuprov has set this host up before: its runtime or its units exist."""
     return LAUNCHER_PATH in x.there or PROGRAM in x.host.files
 
 
 def _refused(x: Examined, remedy: Remedy) -> str:
-    """Return why this remedy is not applied now, nothing if it is."""
+    """Return why this remedy is not applied now, "" if it is."""
     facts = x.host
     if remedy.kind == STEPS:
         if not (_ANY_HOSTS.issuperset(remedy.names) or _is_set_up(x)):
@@ -137,7 +137,7 @@ def _refused(x: Examined, remedy: Remedy) -> str:
 
 
 def _step_problems(facts: HostFacts, spec: HostSpec, names: Sequence[str]) -> tuple[Problem, ...]:
-    """Return what an installation's preflight says of these steps alone; the host's other troubles prevent nothing."""
+    """Return the preflight problems of these steps only; the host's other problems prevent nothing."""
     runtime = toolkit.runtime_path(spec)
     found: tuple[Problem, ...] = ()
     if "docker" in names:
@@ -155,7 +155,7 @@ def _changes(x: Examined, remedy: Remedy) -> tuple[StepChange, ...]:
 
 
 def _own_changes(x: Examined, remedy: Remedy) -> tuple[Change, ...]:
-    """Return the changes that no installation makes."""
+    """Return the changes that are not part of an installation."""
     names = remedy.names
     if remedy.kind == UNITS:
         return tuple(map(RestartUnit, names))

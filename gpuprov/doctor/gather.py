@@ -1,7 +1,7 @@
-"""Gathers what the doctor looks at. Reads only.
+"""Gather the data that the doctor examines. Reads only.
 
-Nothing is asked that would fix or make something: as root, NVML makes device nodes and loads modules, so nvidia-smi
-runs only where the module is loaded and no node is missing.
+It avoids queries with side effects: as root, NVML makes device nodes and loads modules. So nvidia-smi runs only if the
+module is loaded and no node is missing.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
     WATCH_TIMER,
 )  # fmt: skip
-# Folders whose files rules search for a line, and single files.
+# Folders in whose files rules search for a line, and single files.
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
     SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
     "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo", KUBELET_CONFIG,
 )  # fmt: skip
-# Whether these are there is asked by one rule or another.
+# Paths whose existence some rule checks.
 _WATCHED = (
     "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
@@ -70,7 +70,7 @@ _WATCHED = (
 
 
 def gather(system: System, spec: HostSpec) -> Examined:
-    """Return all that the rules look at."""
+    """Return everything that the rules examine."""
     host = gather_host(system, other_engines.names(system, spec))
     host = replace(host, hiding=gather_hiding(system, host.driver_loaded_version))
     if spec.docker != "none":
@@ -131,7 +131,7 @@ def _module_name(system: System) -> str:
 
 
 def _said(system: System, argv: Sequence[str]) -> str:
-    """Return what a command prints, nothing where it is not installed or fails."""
+    """Return a command's output, "" if it is not installed or fails."""
     if system.which(argv[0]) is None:
         return ""
     done = system.run(argv, timeout=_SECONDS)
@@ -139,7 +139,7 @@ def _said(system: System, argv: Sequence[str]) -> str:
 
 
 def _kernel_log(system: System) -> tuple[tuple[str, ...], str]:
-    """Return the telling lines, or why the log can't be read."""
+    """Return the relevant lines, or why the log can't be read."""
     if system.which("dmesg") is None:
         return (), "there is no dmesg"
     done = system.run(("dmesg",), timeout=_SECONDS)
@@ -168,10 +168,10 @@ def _smi(system: System, driver: DriverFacts, program: str) -> Smi:
 
 
 def _node_errors(system: System, driver: DriverFacts, smi: Smi) -> Mapping[str, str]:
-    """Return node → why it does not open, where nvidia-smi was not asked or failed; of a GPU that hangs, nothing."""
+    """Return node → why it does not open, if nvidia-smi was not run or failed; empty for a GPU that hangs."""
     if smi.returncode == TIMED_OUT or not (smi.reason or smi.returncode):
         return {}
-    # A process of its own, for opening may take a GPU's whole start; no byte is read.
+    # In a child process, because opening may initialise a GPU, which takes time; no byte is read.
     tried = {path: system.run(("head", "-c", "0", path), timeout=_SECONDS) for path in driver.present}
     return {path: done.stderr.strip().rpartition(": ")[2] for path, done in tried.items() if done.returncode == 1}
 
@@ -197,7 +197,7 @@ def _texts(system: System) -> Mapping[str, str]:
 
 
 def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the paths on the host that specifications and docker name."""
+    """Return the host paths that specifications and docker name."""
     of_specifications = (
         path for name, text in texts.items() if name.startswith(SPECIFICATION_FOLDERS) for path, _ in host_paths(text)
     )
@@ -210,7 +210,7 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _is_there(system: System, name: str) -> bool:
-    """Say whether a file is there; a name without a folder is a program's, which docker looks for on its PATH."""
+    """Say whether a file exists; a name without a folder is a program that docker looks up on its PATH."""
     return system.exists(name) if name.startswith("/") else system.which(name) is not None
 
 
@@ -232,7 +232,7 @@ def _library_files(system: System) -> Mapping[str, str]:
 
 
 def _package_change(system: System) -> tuple[str, ...]:
-    """Return the last line of a package manager's log that tells of the driver, with its place."""
+    """Return the last line of a package manager's log about the driver, with its place."""
     for path in _PACKAGE_LOGS:
         if system.exists(path):
             lines = _said(system, ("grep", "-nE", _PACKAGE_LINE, path)).splitlines()
@@ -265,7 +265,7 @@ def _open_run(system: System) -> str:
     try:
         run = unfinished_run(system)
     except GpuprovError:
-        # The journal of a newer gpuprov: `install` says so, and the doctor looks at everything else.
+        # The journal of a newer gpuprov: `install` reports it, and the doctor examines everything else.
         return ""
     if run is None:
         return ""
@@ -273,7 +273,7 @@ def _open_run(system: System) -> str:
 
 
 def runs_now(system: System) -> str:
-    """Return the run of gpuprov that is alive on this host beside this one, nothing if none is."""
+    """Return the other gpuprov run that is alive on this host, "" if there is none."""
     holder = read_holder(system)
     if holder is None or not holder.alive or holder.pid == system.own_pid():
         return ""
@@ -281,7 +281,7 @@ def runs_now(system: System) -> str:
 
 
 def _preload_said(system: System) -> str:
-    """Return what the loader says to each program that starts, of libraries that it can't load before them."""
+    """Return the loader's message about libraries in ld.so.preload that it can't load."""
     if not (system.read_text(PRELOAD) or "").strip():
         return ""
     said = system.run(("/bin/true",), timeout=_SECONDS).stderr
@@ -289,7 +289,7 @@ def _preload_said(system: System) -> str:
 
 
 def _closed(system: System, texts: Mapping[str, str]) -> Mapping[str, int]:
-    """Return what others than root can't read of CDI: engines of users look there, too."""
+    """Return the CDI paths that only root can read: engines of other users need them too."""
     files = [path for path, text in texts.items() if path.startswith(SPECIFICATION_FOLDERS) and "nvidia" in text]
     found = {path: system.status(system.real_path(path)) for path in (*SPECIFICATION_FOLDERS, *files)}
     wanted = {path: 0o005 if path in SPECIFICATION_FOLDERS else 0o004 for path in found}

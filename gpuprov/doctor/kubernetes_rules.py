@@ -1,4 +1,4 @@
-"""Causes on a Kubernetes node: why a pod does not get the GPUs that its engine could give it. Pure."""
+"""Rules about a Kubernetes node: why a pod does not get the GPUs that its engine could provide. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpuprov.engines.other_engines import Registration, kept_running, restart_co
 from gpuprov.wire.errors import GpuprovError
 
 _OF_KUBELETS = ("containerd", "crio")
-# These find NVIDIA's runtime by themselves.
+# These detect NVIDIA's runtime by themselves.
 _FIND_IT = ("k3s", "rke2")
 
 
@@ -54,7 +54,7 @@ def _not_restarted(x: Examined) -> Finding | None:
 
 
 def _written(x: Examined) -> Mapping[str, Any]:
-    """Return the CRI plugin's table of the host's containerd as its files have it; empty if they can't be read."""
+    """Return the CRI plugin's table in the files of the host's containerd; empty if they can't be read."""
     from gpuprov.engines import containerd_files
 
     facts = x.host.engines.get("containerd")

@@ -1,4 +1,4 @@
-"""What nvidia-docker 1 and 2 have left: asides, for none of it keeps a container from its GPUs. Pure."""
+"""Rules about remains of nvidia-docker 1 and 2: asides, because none prevents a container from using GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 
 
 def _migrate(x: Examined, comment: str = "") -> str:
-    """Return the command that removes what is left; never the package manager's: that would take daemon.json along."""
+    """Return the command that removes the remains; not the package manager's, which would also remove daemon.json."""
     install = words.gpuprov_install(x)
     return f"{install} -e {VARIABLE}=true" + (f"  # {comment}" if comment else "")
 

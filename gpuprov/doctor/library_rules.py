@@ -1,4 +1,4 @@
-"""Causes in what programs get in place of the driver's files: another library, another nvidia-smi. Pure."""
+"""Rules about files that replace the driver's: another library, another nvidia-smi. Pure."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _hidden(x: Examined) -> Finding | None:
 
 
 def _removal(x: Examined) -> tuple[Remedy, ...]:
-    """Return the removal of the files, if that is all that there is to do."""
+    """Return the removal of the files, if nothing else is to be done."""
     files = [other.paths for other in x.host.hiding if not (other.package or other.is_configured)]
     whole = len(files) == len(x.host.hiding)
     return (remove(*(path for paths in files for path in paths)), LOADER_CACHE) if whole else ()
 
 
 def _together(steps: list[str]) -> str:
-    """Return the commands as one line: several files to remove by one rm, and one ldconfig in the end."""
+    """Return the commands as one line: one rm for several files, and one ldconfig at the end."""
     files = [step[len("rm ") : -len("; ldconfig")] for step in steps if step.startswith("rm ")]
     others = [step for step in steps if not step.startswith("rm ")]
     removal = [f"rm {' '.join(files)}; ldconfig"] if files else []
@@ -93,7 +93,7 @@ def _wrapped_smi(x: Examined) -> Finding | None:
 
 
 def _smi_again(x: Examined) -> str:
-    """Return the command that puts the driver's own nvidia-smi into the place of another one."""
+    """Return the command that replaces another nvidia-smi with the driver's own."""
     names = ("nvidia-utils", "nvidia-smi", "nvidia-compute-utils")
     package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
     if package:

@@ -1,6 +1,6 @@
-"""Causes that the kernel's log names: what the driver says of a GPU, Xids, refused modules. Pure.
+"""Rules about the kernel's log: the driver's messages about a GPU, Xids, refused modules. Pure.
 
-A line in the log tells of a moment: where nvidia-smi serves every GPU now, it is an aside. Sources: NVIDIA's open
+A log line describes a past moment: if nvidia-smi shows every GPU now, the finding is an aside. Sources: NVIDIA's open
 kernel modules (the messages), docs.nvidia.com/deploy/xid-errors (the numbers), Linux, kernel/module (refusals).
 """
 
@@ -20,25 +20,25 @@ _REPORT = "nvidia-bug-report.sh"
 _BUS = r"(?P<bus>[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?)"
 
 
-# Drivers that keep a device for virtual machines.
+# Drivers that reserve a device for virtual machines.
 FOR_GUESTS = ("vfio-pci", "pci-stub", "pciback", "nvgrace_gpu_vfio_pci")
 
 
 def own_gpus(x: Examined) -> tuple[PciGpu, ...]:
-    """Return the GPUs that are not kept for virtual machines."""
+    """Return the GPUs that are not reserved for virtual machines."""
     return tuple(gpu for gpu in x.host.gpus if gpu.driver not in FOR_GUESTS)
 
 
 def serves_all(x: Examined) -> bool:
-    """Say whether nvidia-smi shows every GPU that is on the PCI bus and this machine's own."""
+    """Say whether nvidia-smi shows every GPU on the PCI bus that belongs to this machine itself."""
     return not x.smi.reason and x.smi.returncode == 0 and x.smi.text.count("<gpu id=") >= max(len(own_gpus(x)), 1)
 
 
 @dataclass(frozen=True)
 class LogSign:
-    """A message of the kernel's: `said` in its words, `pattern` to find it.
+    """A kernel message: `said` is its text, `pattern` finds it.
 
-    `what` may hold the pattern's named groups; `next_step` is what to type.
+    `what` may use the pattern's named groups; `next_step` is the next command.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LogSign:
 
 
 def rule_of(row: LogSign) -> Rule:
-    """Return the rule that looks for a message."""
+    """Return the rule for a message."""
 
     def look(x: Examined) -> Finding | None:
         found = find_in_log(x.kernel_log, row.pattern)
@@ -100,7 +100,7 @@ def enrol(x: Examined) -> str:
     )
 
 
-# With what the driver said before it: there the reason stands, where no other rule knows it.
+# With the driver's lines before it, which have the reason if no other rule knows it.
 _PROBE_FAILED = (
     r".{0,240}(?:The NVIDIA probe routine failed for \d+ device|"
     r"None of the NVIDIA (?:devices|graphics adapters|graphics devices) were initialized|No NVIDIA devices probed)"
@@ -211,7 +211,7 @@ _DRIVER_SIGNS = (
         ("version-mismatch",),
     ),
 )  # fmt: skip
-# What the kernel says when it refuses a module.
+# The kernel's messages when it refuses a module.
 _REFUSALS = (
     LogSign(
         "key-rejected", MODULE, "`Key was rejected by service`, `unavailable key is rejected`",
@@ -231,7 +231,7 @@ _REFUSALS = (
         "the driver's module was built for another kernel", words.rebuild_module,
     ),
 )  # fmt: skip
-# Number, what it means, what to type; docs.nvidia.com/deploy/xid-errors.
+# Number, meaning, next command; docs.nvidia.com/deploy/xid-errors.
 _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
     (31, "a program on a GPU has touched memory that is not its own", _say("compute-sanitizer PROGRAM")),
     (43, "a GPU has stopped a program's channel", _say("dmesg | grep -i xid  # restart the program")),

@@ -1,4 +1,4 @@
-"""Causes before any driver: no GPU on the bus, another driver on it, WSL. Pure."""
+"""Rules that precede any driver: no GPU on the bus, another driver bound to it, WSL. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
 
 
 def _no_gpu(x: Examined) -> Finding | None:
-    # Tegra's GPU is on no PCI bus.
+    # Tegra's GPU is not on a PCI bus.
     if x.host.gpus or x.host.kernel.wsl or x.driver.gpus or "/dev/nvmap" in x.there:
         return None
     inside = f" (inside {x.host.kernel.container})" if x.host.kernel.container else ""
@@ -73,7 +73,7 @@ def _for_guests(x: Examined) -> Finding | None:
         f"{gpus[0].driver} keeps {len(gpus)} of {len(x.host.gpus)} GPUs for virtual machines",
         "\n".join([*seen, *(f"{place}: {line}" for place, line in places)]),
         kept,
-        # Some of several is how one divides a machine on purpose.
+        # If only some of several GPUs are affected, the machine is divided on purpose.
         ASIDE if x.driver.gpus else CERTAIN,
     )
 

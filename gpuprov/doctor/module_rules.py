@@ -1,4 +1,4 @@
-"""Causes in the kernel's half of the driver: not built, not allowed, not loaded, not for the next boot. Pure."""
+"""Rules about kernel modules: not built, not allowed, not loaded, missing for the next boot. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _unsigned(x: Examined) -> Finding | None:
 
 
 def _here(x: Examined) -> tuple[bool, bool]:
-    """Return whether the running kernel has headers, and the driver's module."""
+    """Return whether the running kernel has headers, and whether it has the driver's module."""
     running = next((one for one in x.kernels if one.release == x.host.kernel.release), None)
     return (running.headers, running.module or bool(x.module.path)) if running else (False, bool(x.module.path))
 
@@ -151,7 +151,7 @@ def _module_idle(x: Examined) -> Finding | None:
 
 
 def _module_seen(x: Examined) -> str:
-    """Return where the module is: as modinfo says, or, without modinfo, as the folder of the kernel's modules shows."""
+    """Return the module's place: from modinfo or, without modinfo, from the folder of the kernel's modules."""
     if x.module.path:
         return f"modinfo {x.module.name}: {x.module.path}"
     return f"/lib/modules/{x.host.kernel.release}: a module of NVIDIA's is there"

@@ -1,4 +1,4 @@
-"""Causes in /dev: nodes that are missing, are something else, or can't be opened. Pure."""
+"""Rules about /dev: nodes that are missing, of the wrong kind, or can't be opened. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuprov.facts.boot_files import NODES as NODES_UNIT
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 _LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
-# What opening a node gives (open(2)), in the C locale's words, and what it means of a device.
+# Errors of open(2) on a node, in the C locale, and their meaning for a device.
 _ERRORS = {
     "No such device or address": ("opening {path} fails: the driver does not respond", _LOAD),
     "No such device": ("opening {path} fails: the driver does not respond", _LOAD),
@@ -53,7 +53,7 @@ def _wrong(x: Examined) -> Finding | None:
         f"{paths} is not the device that it should be",
         "\n".join(f"ls -ld {node.path}: {there}; it should be char {node.major}:{node.minor}" for node, there in wrong),
         f"rm -rf {paths}; {words.make_nodes(x)}",
-        # A folder may hold something.
+        # A folder may not be empty.
         remedies=() if "directory" in dict(wrong).values() else (steps("device nodes"),),
     )
 
@@ -83,7 +83,7 @@ def _unopened(x: Examined) -> Finding | None:
 
 
 def _no_links(x: Examined) -> Finding | None:
-    # gpuprov's runtime makes them at each container's start.
+    # gpuprov's runtime makes them at each container start.
     ours = (x.host.docker.runtimes or {}).get("nvidia") == LAUNCHER_PATH
     if ours or not x.links_missing or x.host.docker.cgroup_driver != "systemd" or not x.driver.present:
         return None

@@ -1,4 +1,4 @@
-"""What programs and files say, as values for the doctor's rules. Pure."""
+"""Parse the output of programs and files into values for the doctor's rules. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Lines of the kernel's log that can tell why a GPU is not served.
+# Lines of the kernel's log that may explain why a GPU does not work.
 _TELLING = re.compile(
     r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|Lockdown|modprobe|"
     r"DMAR: \[|AMD-Vi: Event|avc: +denied|apparmor=\"DENIED\"|BAR \d|devmem_alloc_pagemap|module_layout",
@@ -14,15 +14,15 @@ _TELLING = re.compile(
 )
 _MOST_LINES = 4000
 _MOST_EVIDENCE = 6
-# Time, host and program as dmesg and journalctl -k put them; the driver's own mark.
+# Time, host and program as written by dmesg and journalctl -k; then the driver's own prefix.
 _PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
-# What dockerd logs when it begins; what precedes it is an earlier daemon's.
+# dockerd's first log message; earlier lines belong to an earlier daemon.
 _DOCKER_BEGINS = "Starting up"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A systemd unit, in `systemctl show`'s words."""
+    """A systemd unit, with the properties of `systemctl show`."""
 
     load: str = ""
     active: str = ""
@@ -32,7 +32,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModuleFile:
-    """The driver's module as modinfo describes it; `signer` is nothing for an unsigned one."""
+    """The driver's module as modinfo describes it; `signer` is "" for an unsigned one."""
 
     path: str = ""
     version: str = ""
@@ -42,25 +42,25 @@ class ModuleFile:
 
     @property
     def name(self) -> str:
-        """The name that modinfo takes: Debian calls the module nvidia-current."""
+        """The module's name for modinfo: Debian calls it nvidia-current."""
         return self.path.rpartition("/")[2].partition(".")[0] or "nvidia"
 
 
 def telling_lines(log: str) -> tuple[str, ...]:
-    """Return the lines of a kernel log that concern GPUs and their driver."""
+    """Return the lines of a kernel log about GPUs and their driver."""
     lines = (line.strip() for line in log.splitlines()[-_MOST_LINES:])
     return tuple(line for line in lines if _TELLING.search(line))
 
 
 def docker_lines(log: str) -> tuple[str, ...]:
-    """Return what the docker daemon that runs now, or that failed last, has logged."""
+    """Return the log of the docker daemon that runs now or failed last."""
     lines = log.splitlines()
     begun = max((number for number, line in enumerate(lines) if _DOCKER_BEGINS in line), default=0)
     return tuple(line.strip() for line in lines[begun:])
 
 
 def parse_units(text: str) -> Mapping[str, Unit]:
-    """Return name → unit of `systemctl show` over several units: blocks of KEY=VALUE with an empty line between."""
+    """Return name → unit from `systemctl show` of several units: blocks of KEY=VALUE separated by an empty line."""
     found = {}
     for block in text.split("\n\n"):
         fields = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
@@ -73,7 +73,7 @@ def parse_units(text: str) -> Mapping[str, Unit]:
 
 
 def parse_modinfo(text: str) -> ModuleFile:
-    """Return what modinfo (kmod) says of a module."""
+    """Return the description of a module in modinfo's output (kmod)."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -95,9 +95,9 @@ def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
 
 
 def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], tuple[str, ...]] | None:
-    """Return the last place where a pattern is found: its named groups, and the lines.
+    """Return the last match of a pattern: its named groups, and the lines.
 
-    The driver breaks its sentences over several lines, each with `NVRM:` before it: they are read as one.
+    The driver splits its sentences over several lines, each with the prefix `NVRM:`: they are joined.
     """
     starts, text = [], ""
     for line in lines:
@@ -114,7 +114,7 @@ def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], 
 
 
 def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str, str], ...]:
-    """Return (`file:line`, the line) of all lines in which a pattern is found."""
+    """Return (`file:line`, the line) of every line that matches a pattern."""
     compiled = re.compile(pattern)
     return tuple(
         (f"{path}:{number}", line.strip())
@@ -125,9 +125,9 @@ def lines_that_match(texts: Mapping[str, str], pattern: str) -> tuple[tuple[str,
 
 
 def per_gpu(report: str) -> tuple[Mapping[str, str], ...]:
-    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`; none for what is no such report.
+    """Return path → text of the elements of each GPU in `nvidia-smi -q -x`; empty for an invalid report.
 
-    Read line by line: what is looked at stands on one line each, and the report is not trusted to be small.
+    Parsed line by line: each value is on one line, and a report of unbounded size is possible.
     """
     found: list[dict[str, str]] = []
     path: list[str] = []

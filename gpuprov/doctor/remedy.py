@@ -1,11 +1,11 @@
-"""What gpuprov itself can do about a finding, as data that a rule names; fix.py makes changes of it."""
+"""What gpuprov can do about a finding, as data that a rule names; fix.py converts it to changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Kinds: steps of an installation's plan (`names`: which), the whole plan, the restart of units, the removal of files,
-# the modes that the driver gives to device nodes, the loader's cache, the driver's kernel modules.
+# Kinds: steps of an installation's plan (`names`), the whole plan, restart of units, removal of files, modes of device
+# nodes as the driver sets them, the loader's cache, the driver's kernel modules.
 STEPS, WHOLE, UNITS, FILES, NODE_MODES, CACHE, MODULES = (
     "steps", "install", "restart", "remove", "node modes", "loader cache", "load modules",
 )  # fmt: skip
@@ -13,7 +13,7 @@ STEPS, WHOLE, UNITS, FILES, NODE_MODES, CACHE, MODULES = (
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to do: its kind, and what it is done to (steps, units or paths)."""
+    """One remedy: its kind, and its subjects (steps, units or paths)."""
 
     kind: str
     names: tuple[str, ...] = ()
@@ -28,20 +28,20 @@ LOAD_MODULES = Remedy(MODULES)
 
 
 def steps(*names: str) -> Remedy:
-    """Return the remedy that is these steps of an installation's plan."""
+    """Return the remedy that runs these steps of an installation's plan."""
     return Remedy(STEPS, names)
 
 
 def restart(unit: str) -> Remedy:
-    """Return the restart of a unit."""
+    """Return the remedy that restarts a unit."""
     return Remedy(UNITS, (unit,))
 
 
 def remove(*paths: str) -> Remedy:
-    """Return the removal of files."""
+    """Return the remedy that removes files."""
     return Remedy(FILES, paths)
 
 
 def open_nodes(*paths: str) -> Remedy:
-    """Return the setting of device nodes' modes."""
+    """Return the remedy that sets the modes of device nodes."""
     return Remedy(NODE_MODES, paths)

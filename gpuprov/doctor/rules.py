@@ -1,4 +1,4 @@
-"""All rules, and what they come to on a host: causes in the order in which to look at them. Pure."""
+"""Apply all rules to a host and order the causes: the first one is the first to examine. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What a rule found. `follows`: the rule that explains it, where it is a mere consequence."""
+    """The finding of a rule. `follows`: the rule that explains it, if it is only a consequence."""
 
     rule: Rule
     finding: Finding
@@ -57,14 +57,14 @@ class Cause:
 
 
 def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
-    """Return the causes: those that stand for themselves first, the surest first, in the order of dependence."""
+    """Return the causes: independent ones first, the most certain first, in the order of dependence."""
     # A docker that the specification leaves alone is not examined.
     looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
     if x.lacks_gpus_yet:
         looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
     found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
     if not any(_installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
-        # Who needs no installation may have a full disk, or a read-only one.
+        # A host that needs no installation may have a full or read-only disk.
         found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
     causes = (Cause(rule, finding, _obstacle(finding, roots) or _root(rule, roots)) for rule, finding in found)
@@ -76,13 +76,13 @@ def _installs(finding: Finding) -> bool:
 
 
 def _obstacle(finding: Finding, roots: Sequence[Rule]) -> str:
-    """Return the rule that keeps an installation from repairing this, nothing if none does."""
+    """Return the rule that prevents an installation from repairing this, "" if none does."""
     obstructed = any(rule.name == INSTALL_OBSTRUCTED for rule in roots)
     return INSTALL_OBSTRUCTED if obstructed and _installs(finding) else ""
 
 
 def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:
-    """Return the finding with where to type its command: a system container's kernel is the machine's outside."""
+    """Return the finding with the place for its command: a system container's kernel belongs to the host."""
     inside = bool(x.host.kernel.container) and rule.area in (GPUS, MODULE)
     if not inside or "on the host" in finding.next_step:
         return finding
@@ -91,7 +91,7 @@ def _in_its_place(x: Examined, rule: Rule, finding: Finding) -> Finding:
 
 
 def _root(rule: Rule, found: Sequence[Rule]) -> str:
-    """Return the rule that explains another one, nothing if that stands for itself."""
+    """Return the rule that explains another one, "" if it is independent."""
     if rule.follows == ANY_ROOT:
         area = AREAS.index(rule.area)
         return next((o.name for o in found if o.follows != ANY_ROOT and AREAS.index(o.area) <= area), "")

@@ -1,4 +1,4 @@
-"""Causes that nvidia-smi names, by its exit code or in its report, and the fabric of NVSwitch machines. Pure."""
+"""Rules about nvidia-smi's exit code and report, and about the fabric of NVSwitch machines. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpuprov.facts.fabric import UNIT
 from gpuprov.wire.words import counted
 
 _RESET = "systemctl reboot"
-# Exit code → what it means, what to type; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
+# Exit code → meaning, next command; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
 _EXITS: tuple[tuple[int, str, str], ...] = (
     (3, "nvidia-smi and the driver do not fit together (an operation that this GPU does not have)", ""),
     (4, "nvidia-smi may not open the devices", "ls -l /dev/nvidia*; chmod 0666 /dev/nvidia*"),
@@ -63,7 +63,7 @@ def _smi_shows_fewer(x: Examined) -> Finding | None:
 
 
 def _of_gpus(place: str, value: str, what: str, step: str, sure: str = CERTAIN) -> Look:
-    """Return a look at one value that nvidia-smi -q -x shows of each GPU. `{gpu}` stands for the first one's number."""
+    """Return a rule function for one value that nvidia-smi -q -x shows of each GPU. `{gpu}`: the first one's number."""
 
     def look(x: Examined) -> Finding | None:
         numbers = [number for number, gpu in enumerate(per_gpu(x.smi.text)) if re.search(value, gpu.get(place, ""))]
@@ -124,7 +124,7 @@ def _fabric_version(x: Examined) -> Finding | None:
 
 
 def _fabric_wanted(x: Examined) -> str:
-    """Return the version that the fabric manager must have: the loaded driver's; nothing where none has to run here."""
+    """Return the version that the fabric manager must have (the loaded driver's), "" if none has to run."""
     if not x.host.fabric.switches or x.host.kernel.container:
         return ""
     return x.driver.kernel_version or x.driver.library_version

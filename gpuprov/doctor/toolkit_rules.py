@@ -1,4 +1,4 @@
-"""Causes in the container toolkit, gpuprov's own or NVIDIA's: programs gone, settings that don't fit. Pure."""
+"""Rules about the container toolkit, gpuprov's own or NVIDIA's: missing programs, wrong settings. Pure."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PACKAGES = (
 
 
 def _again(x: Examined, path: str) -> str:
-    """Return the command that brings a program of the toolkit back."""
+    """Return the command that restores a program of the toolkit."""
     ours = path == LAUNCHER_PATH or "nvidia-container-toolkit-base" not in x.host.packages.installed
     return words.gpuprov_install(x) if ours else words.reinstall_packages(x, "nvidia-container-toolkit-base")
 
 
 def _uses_nvidias(x: Examined) -> bool:
-    """Say whether docker's runtime nvidia is NVIDIA's own, whose settings then count."""
+    """Say whether docker's runtime nvidia is NVIDIA's own, so that NVIDIA's settings apply."""
     return (in_daemon(x) or in_file(x)).endswith("nvidia-container-runtime")
 
 
@@ -114,7 +114,7 @@ def _python_unfit(x: Examined) -> Finding | None:
 
 
 def _another_python(x: Examined) -> str:
-    """Return the command that records a Python that will do, and brings one first where the host has none."""
+    """Return the command that records a suitable Python, and first installs one if the host has none."""
     if x.host.interpreter.path:
         return words.gpuprov_install(x)
     row = x.host.distribution
@@ -130,7 +130,7 @@ def _with_python(x: Examined) -> tuple[Remedy, ...]:
 def _no_low_level(x: Examined) -> Finding | None:
     if any(x.programs.get(name) for name in ("runc", "crun")):
         return None
-    # A package whose program was removed by hand is installed all the same; containerd.io brings runc.
+    # A package stays installed if its program was removed by hand; containerd.io contains runc.
     owner = next((name for name in ("runc", "crun", "containerd.io") if name in x.host.packages.installed), "")
     if not x.host.docker.installed and not owner:
         return None
@@ -153,14 +153,14 @@ def _settings_broken(x: Examined) -> Finding | None:
 
 
 def _setting(x: Examined, pattern: str) -> tuple[str, str] | None:
-    """Return the place and the line of a setting, of the file that counts."""
+    """Return the place and the line of a setting, in the file that applies."""
     files = {path: text for path, text in x.texts.items() if path in (SETTINGS_PATH, NVIDIA_SETTINGS_PATH)}
     return next(iter(lines_that_match(files, rf"^\s*{pattern}")), None)
 
 
 def _no_cgroups(x: Examined) -> Finding | None:
     found = _setting(x, r"no-cgroups\s*=\s*true")
-    # gpuprov's hook reads NVIDIA's settings, too.
+    # gpuprov's hook also reads NVIDIA's settings.
     hook_alone = in_daemon(x) == LAUNCHER_PATH
     if found is None or not x.host.docker.active or not (hook_alone or _if_nvidias(x) == CERTAIN):
         return None
@@ -205,7 +205,7 @@ def _driver_root(x: Examined) -> Finding | None:
 
 
 def _if_nvidias(x: Examined) -> str:
-    """Return how sure a trouble with a setting is that NVIDIA's runtime alone reads: a leftover prevents nothing."""
+    """Return the confidence of a problem with a setting that only NVIDIA's runtime reads: remains prevent nothing."""
     there = _NVIDIA_RUNTIME in x.there or OPERATORS_RUNTIME in x.there
     return CERTAIN if _uses_nvidias(x) and there else ASIDE
 

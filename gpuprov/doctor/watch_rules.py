@@ -1,4 +1,4 @@
-"""Causes for which the host is not watched although gpuprov_watch asks for it. Pure."""
+"""Rules about a host that is not watched although gpuprov_watch requests it. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to type on a host, in its distribution's own words. Pure."""
+"""Commands to suggest on a host, in its distribution's own tools. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def install_packages(x: Examined, *names: str) -> str:
 
 
 def reinstall_packages(x: Examined, *names: str) -> str:
-    """Return the command that brings back the files of packages that are installed already."""
+    """Return the command that restores the files of installed packages."""
     return f"{x.host.package_manager.commands.reinstall} {' '.join(names)}"
 
 
@@ -41,19 +41,19 @@ def rebuild_initramfs(x: Examined) -> str:
 
 
 def gpuprov_install(x: Examined) -> str:
-    """Return the installation that fixes what gpuprov makes itself; it needs to know which driver."""
+    """Return the installation command that fixes gpuprov's own parts; it must know which driver to install."""
     version = x.driver.kernel_version or x.driver.library_version
     known = x.spec.driver_version or x.spec.driver != "runfile" or not version
     return "gpuprov install" if known else f"gpuprov install -e gpuprov_driver_version={version}"
 
 
 def is_gpuprovs(x: Examined) -> bool:
-    """Say whether gpuprov has set this host up, or NVIDIA's toolkit has not."""
+    """Say whether gpuprov set this host up, or NVIDIA's toolkit did not."""
     return LAUNCHER_PATH in x.there or has_unit(x, REFRESH) or "/usr/bin/nvidia-ctk" not in x.there
 
 
 def has_unit(x: Examined, name: str) -> bool:
-    """Say whether a unit of that name is there to be started."""
+    """Say whether a unit of that name exists and can be started."""
     unit = x.units.get(name)
     return unit is not None and unit.load == "loaded"
 
@@ -68,7 +68,7 @@ def refresh_specification(x: Examined) -> str:
 
 
 def restart_docker(x: Examined) -> str:
-    """Return the command that restarts docker; where systemd does not run it, the one that shows how it was started."""
+    """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
     unit = x.units.get("docker.service")
     if unit is None or unit.load != "not-found":
         return RESTART_DOCKER
@@ -92,14 +92,14 @@ def comment_out(place: str) -> str:
 
 
 def driver_again(x: Examined) -> str:
-    """Return the command that brings back the driver's files: its package's, or the .run's."""
+    """Return the command that restores the driver's files: from its package or the .run."""
     if x.host.driver_packaged:
         return reinstall_packages(x, x.host.driver_packaged)
     return gpuprov_install(x)
 
 
 def rebuild_module(x: Examined) -> str:
-    """Return the command that brings the driver's module to the running kernel."""
+    """Return the command that builds or installs the driver's module for the running kernel."""
     kernel = x.host.kernel.release
     compiled = module_package(x.host.packages.installed, kernel)
     if compiled:
@@ -112,7 +112,7 @@ def rebuild_module(x: Examined) -> str:
 
 
 def keep_nouveau_out(x: Examined) -> str:
-    """Return the commands that leave the GPUs to NVIDIA's driver from the next boot on."""
+    """Return the commands that prevent nouveau from using the GPUs from the next boot on."""
     if BLACKLIST in x.host.files:
         return f"{rebuild_initramfs(x)}; systemctl reboot"
     lines = "printf 'blacklist nouveau\\noptions nouveau modeset=0\\nblacklist nova_core\\nblacklist nova_drm\\n'"
@@ -120,9 +120,9 @@ def keep_nouveau_out(x: Examined) -> str:
 
 
 def same_versions(x: Examined) -> str:
-    """Return the commands after which module and libraries are of one version."""
+    """Return the commands after which module and libraries have the same version."""
     if x.host.kernel.container:
-        # The kernel, and so the module, is the machine's outside: the libraries must follow.
+        # The kernel and its module belong to the host: the libraries must follow.
         kind = "" if x.spec.driver == "runfile" else " -e gpuprov_driver=runfile"
         version = x.driver.kernel_version
         wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"

@@ -1,1 +1,1 @@
-"""The driver and what is around it: which one, whether it can be, how it gets there, what needs it."""
+"""The driver: which version to install, whether that is possible, how it is installed, and what depends on it."""

@@ -29,9 +29,8 @@ from gpuprov.wire.spec import HostSpec
 _DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 _PROFILE_HEAD = b"# Written by gpuprov: programs of the CUDA toolkit.\n"
 _PROFILE_TEXT = _PROFILE_HEAD + b'export PATH="/usr/local/cuda/bin${PATH:+:$PATH}"\n'
-# Whose key signs which folders: file, fingerprint; none where no source was found that tells it. Debian 13 wants better
-# than the SHA-1 signature of the older key; since 2025 each new folder has a key of its own, so a later release gets
-# none of these.
+# The key that signs each folder: file, fingerprint; none if no source documents it. Debian 13 rejects the SHA-1
+# signature of the older key. Since 2025 each new folder has a separate key, so a later release gets none of these.
 _KEYS = (
     (r"debian13", "8793F200.pub", "02182E60104FCDC26EAE1B8597A5D4CB8793F200"),
     (r"ubuntu2604", "60DF8A40.pub", "14BAFBC7562AD710CA04E69905FBB6DA60DF8A40"),
@@ -46,7 +45,7 @@ _KEYS = (
         "610C7B14E068A878070DA4E99CD0A493D42D0685",
     ),
 )
-# dnf's modularity has the driver's branches as streams on these; on later ones packages alone.
+# On these, dnf's module streams are the driver's branches; later releases have packages only.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
 _TOP = ("nvidia-open", "cuda-drivers")
@@ -58,10 +57,10 @@ def _needs_repository(spec: HostSpec) -> bool:
 
 
 def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
-    """Return the spec with the last branch that serves this host's GPUs, where its packages would be of a later one.
+    """Return the spec with the last branch that serves this host's GPUs, if its packages would be of a later branch.
 
-    A driver that is installed as packages of an earlier branch stays with its branch. Where the repository lacks the
-    branch, or can't hold a host to it, the spec stays as it is: `problems` names that.
+    A driver installed as packages of an earlier branch stays with its branch. If the repository lacks the branch, or
+    can't hold a host to it, the spec is unchanged and `problems` reports it.
     """
     row, last = facts.distribution, generations.last_branch(facts.gpu_device_ids)
     if spec.driver != "packages" or spec.driver_version or not last or row is None or not _can_pin(row):
@@ -73,7 +72,7 @@ def with_branch(facts: HostFacts, spec: HostSpec) -> HostSpec:
 
 
 def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return NVIDIA's CUDA repository if something is to be installed from it, nothing otherwise."""
+    """Return NVIDIA's CUDA repository if packages come from it, else nothing."""
     row = facts.distribution
     if row is None:
         return ()
@@ -83,7 +82,7 @@ def repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...
 def repositories_of(
     row: Distribution, architecture: str, spec: HostSpec, *, fabric: bool = False
 ) -> tuple[ExtraRepository, ...]:
-    """Return the same for a row of the table and an architecture; `fabric`: the fabric manager is needed too."""
+    """Return the same for a row of the table and an architecture; `fabric`: the fabric manager is also needed."""
     folder = nvidia_folder(row, architecture)
     if not (fabric or _needs_repository(spec)) or not folder:
         return ()
@@ -93,9 +92,9 @@ def repositories_of(
 
 
 def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
-    """Return file and fingerprint of the key that signs the repository of a row; nothing for what is not known.
+    """Return file and fingerprint of the key that signs a row's repository; "" if unknown.
 
-    The user's fingerprint counts first. NVIDIA names a key's file by the last eight digits of its fingerprint.
+    The user's fingerprint has priority. NVIDIA names a key's file by the last eight digits of its fingerprint.
     """
     found = ((file, key) for pattern, file, key in _KEYS if re.fullmatch(pattern, row.nvidia_repository))
     file, fingerprint = next(found, ("", ""))
@@ -105,7 +104,7 @@ def _key(row: Distribution, spec: HostSpec) -> tuple[str, str]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps this host from having packages of NVIDIA's."""
+    """Return why this host can't get packages from NVIDIA."""
     row = facts.distribution
     if not _needs_repository(spec) or row is None:
         return ()
@@ -130,7 +129,7 @@ def repository_problems(row: Distribution, architecture: str, spec: HostSpec) ->
 
 
 def _unknown_key(row: Distribution, base: str, file: str) -> Problem:
-    """No key of another distribution stands in for it: the fingerprint is what makes the packages NVIDIA's."""
+    """Return the problem of an unknown key: only NVIDIA's own proves that packages are NVIDIA's."""
     place = f"{base}/{file or 'the .pub file that lies there'}"
     return Problem(
         f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}",
@@ -177,7 +176,7 @@ def _driver_problems(facts: HostFacts, spec: HostSpec, row: Distribution) -> tup
 
 
 def _no_branch(facts: HostFacts, row: Distribution, branch: str) -> Problem:
-    """NVIDIA's repositories have the branches from 580 on, and some can't hold a host to one."""
+    """Return the problem of a branch before 580, or of a repository that can't hold a host to one."""
     release = driver_releases.resolved(branch)
     return Problem(
         f"NVIDIA's packages for {row.name} {row.version} have no driver that serves this host's GPUs",
@@ -192,15 +191,15 @@ def _can_pin(row: Distribution) -> bool:
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages that are wanted from NVIDIA's repository."""
+    """Return the packages to install from NVIDIA's repository."""
     return (*driver_packages(facts, spec), *toolkit_packages(spec))
 
 
 def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the package on which all others of the driver hang, if it shall come as packages; modules beside it.
+    """Return the package on which the driver's other packages depend, if the driver comes as packages, and modules.
 
-    Compiled modules are of one driver, and a repository may have a newer one without any for this kernel: so the first
-    installation asks for that version.
+    Compiled modules fit one driver version, and a repository may have a newer driver without modules for this kernel.
+    So the first installation requests exactly that version.
     """
     if spec.driver != "packages":
         return ()
@@ -214,18 +213,18 @@ def driver_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the CUDA toolkit as a package, if it is asked for from there."""
+    """Return the CUDA toolkit as a package, if requested from there."""
     return (f"cuda-toolkit-{spec.cuda.replace('.', '-')}",) if spec.cuda and not spec.cuda_url else ()
 
 
 def pin_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return the package that makes apt keep to the branch or version that is asked for, if one is."""
+    """Return the package that pins apt to the requested branch or version, if any."""
     wanted = spec.driver == "packages" and spec.driver_version
     return (f"{PINNING}{spec.driver_version}",) if wanted else ()
 
 
 def plan_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what holds the driver to the branch or version that is asked for, before it is installed."""
+    """Return the change that pins the driver to the requested branch or version, before its installation."""
     row = facts.distribution
     if row is None or spec.driver != "packages":
         return ()
@@ -254,7 +253,7 @@ def _plan_apt_pin(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the driver's packages' change for the branch or version that is asked for, where another is there."""
+    """Return the change of the driver's packages to the requested branch or version, if another is installed."""
     names, wanted = driver_packages(facts, spec), _enforced_version(facts, spec)
     versions = [facts.packages.installed[name] for name in names if name in facts.packages.installed]
     if not (versions and wanted) or fits(versions[0], wanted):
@@ -268,7 +267,7 @@ def plan_other_version(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _enforced_version(facts: HostFacts, spec: HostSpec) -> str:
-    """Return what the installed packages must be: a stream of dnf's modules is a branch, whose newest counts."""
+    """Return the version that the installed packages must have: for a dnf module stream, the newest of the branch."""
     return spec.driver_version if facts.package_manager.has_pin_packages else spec.driver_version.partition(".")[0]
 
 
@@ -280,7 +279,7 @@ def _stream(version: str, kind: str) -> str:
 
 
 def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the file that puts the CUDA toolkit's programs on people's paths."""
+    """Return the file that adds the CUDA toolkit's programs to users' PATH."""
     there = facts.files.get(PROFILE)
     path = PROFILE if there is None or there.content.startswith(_PROFILE_HEAD) else OTHER_PROFILE
     found = facts.files.get(path)
@@ -290,8 +289,8 @@ def plan_profile(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the loading of a driver whose packages have just come, or are there and not loaded."""
-    # An image's modules are loaded where it boots.
+    """Return the change that loads a driver whose packages were just installed, or are installed and not loaded."""
+    # An image's modules are loaded when it boots.
     if spec.driver != "packages" or not brings_modules(facts, spec) or facts.image is not None:
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version

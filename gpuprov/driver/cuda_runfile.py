@@ -25,13 +25,13 @@ from gpuprov.wire.spec import HostSpec
 LINK = "/usr/local/cuda"
 _LOG = "/var/log/cuda-installer.log"
 _INSTALL_SECONDS = 3600
-# It unpacks to about twice its size, and what it installs is as large again.
+# It unpacks to about twice its size, and installs about as much again.
 _UNPACKED_RATIO = 2
 _TEMPORARY = f"{CACHE_DIRECTORY}/cuda"
 
 
 def prefix_of(version: str) -> str:
-    """Return where a version lies, as NVIDIA's installers and packages put it."""
+    """Return the folder of a version, as in NVIDIA's installers and packages."""
     return f"{LINK}-{version}"
 
 
@@ -49,7 +49,7 @@ def _wanted(spec: HostSpec) -> bool:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps the toolkit's .run from being installed."""
+    """Return what prevents the installation of the toolkit's .run."""
     if spec.cuda_url and not spec.cuda:
         what = "gpuprov_cuda_url is set, but gpuprov_cuda does not say which version that is"
         return (_problem(what, 'set gpuprov_cuda: "12.4", say'),)
@@ -69,7 +69,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _bundle_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps a bundle from bringing the file. With one, nothing else is fetched."""
+    """Return what prevents a bundle from providing the file. With a bundle, nothing else is fetched."""
     if place_of(spec.cuda_url) != spec.cuda_url:
         what = "the bundle does not hold the .run of the CUDA toolkit that is asked for"
         seen = f"it holds {manifest.cuda_version or 'none'}, asked for is {spec.cuda} from {masked(spec.cuda_url)}"
@@ -86,14 +86,14 @@ def _package(spec: HostSpec) -> str:
 
 
 def takes_from_bundle(spec: HostSpec) -> bool:
-    """Say whether the file lies in an unpacked bundle."""
+    """Say whether the file comes from an unpacked bundle."""
     return spec.cuda_url.startswith(f"{FOLDER}/")
 
 
 def from_bundle(spec: HostSpec, manifest: Manifest) -> HostSpec:
-    """Return the spec with the file taken from a bundle that holds it; a digest that the user pinned stays.
+    """Return the spec with the file taken from a bundle that contains it; a digest pinned by the user stays.
 
-    Where packages of that version are in it, too, they are for those who name no file. A path is the host's own file.
+    If the bundle also has packages of that version, they serve hosts that name no file. A path is the host's own file.
     """
     if not manifest.cuda_file or spec.cuda != manifest.cuda_version or spec.cuda_url.startswith("/"):
         return spec
@@ -113,7 +113,7 @@ def _problem(what: str, next_step: str) -> Problem:
 
 
 def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the download of the file, or nothing where it is there or not needed."""
+    """Return the download of the file; empty if it exists or is not needed."""
     url, path = _source(spec)
     if not _wanted(spec) or _is_installed(facts, spec) or url == path or facts.downloads.get(path) == spec.cuda_sha256:
         return ()
@@ -121,7 +121,7 @@ def plan_download(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation of the toolkit, or the link to it, or nothing."""
+    """Return the installation of the toolkit, or of the link to it, if needed."""
     if not _wanted(spec):
         return ()
     prefix = prefix_of(spec.cuda)
@@ -131,7 +131,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def require_run_file(system: System, path: str, name: str) -> None:
-    """Raise GpuprovError if a file is not a shell script, calling it `name`."""
+    """Raise GpuprovError if a file is not a shell script; `name` is its name in the message."""
     start = system.read_start(path, 512)
     if start is None:
         raise GpuprovError(f"there is no file {path} on this host", "", "check gpuprov_cuda_url")
@@ -142,7 +142,7 @@ def require_run_file(system: System, path: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class LinkCudaToolkit(Change):
-    """/usr/local/cuda shall lead to this toolkit."""
+    """Make /usr/local/cuda a link to this toolkit."""
 
     prefix: str
 
@@ -174,7 +174,7 @@ def _link(system: System, prefix: str) -> None:
 
 @dataclass(frozen=True)
 class InstallCudaToolkit(Change):
-    """The CUDA toolkit of this version shall be installed from a .run file on the host, and linked to."""
+    """Install the CUDA toolkit of this version from a .run file on the host, and link to it."""
 
     version: str
     path: str
@@ -223,7 +223,7 @@ class InstallCudaToolkit(Change):
         require_digest(system, self.path, self.sha256, "the CUDA toolkit's file", "gpuprov_cuda_sha256")
 
     def _prove(self, system: System, done: Completed) -> None:
-        """Look for oneself: the installer's log, the toolkit's version, its compiler."""
+        """Verify the installation independently: the installer's log, the toolkit's version, its compiler."""
         prefix = prefix_of(self.version)
         log = system.read_text(_LOG) or ""
         decisive = next((line.strip() for line in log.splitlines() if re.match(r"\s*\[?ERROR\]?", line)), "")
@@ -243,11 +243,11 @@ class InstallCudaToolkit(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Take away the folder that was not there before, and what the installer left beside it."""
+        """Remove the new folder, and what the installer left beside it."""
         prefix = before["prefix"]
         if not before["existed"]:
             if system.exists(f"{prefix}/bin/cuda-uninstaller"):
-                # It knows of menu entries and the like; what it leaves of the folder goes below.
+                # The uninstaller removes menu entries and the like; the folder's remains are removed below.
                 system.run((f"{prefix}/bin/cuda-uninstaller", "--silent"), timeout=_INSTALL_SECONDS)
             system.remove_tree(prefix)
         for image in before["paths"]:

@@ -15,8 +15,8 @@ from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.versions import version_numbers
 
-# The first branch for which NVIDIA recommends its open modules where both would do.
-# Those that NVIDIA's repository has alone, and on which all others of its driver hang.
+# The first branch for which NVIDIA recommends the open modules if both kinds work.
+# Packages that only NVIDIA's repository has, and on which its other driver packages depend.
 _NVIDIAS = re.compile(r"nvidia-open|cuda-drivers(-\d+)?")
 
 
@@ -24,8 +24,8 @@ _NVIDIAS = re.compile(r"nvidia-open|cuda-drivers(-\d+)?")
 class Choice:
     """The branch for a host and the kind of its kernel modules.
 
-    `compiled`: the packages of modules that the distribution has compiled for the running kernel, if they are used;
-    `lacking`: the one that no repository has, where they are wanted.
+    `compiled`: the packages of modules that the distribution compiled for the running kernel, if they are used;
+    `lacking`: the wanted one that no repository has.
     """
 
     branch: DriverBranch
@@ -35,17 +35,17 @@ class Choice:
 
     @property
     def key_package(self) -> str:
-        """The package whose version is the driver's."""
+        """The package whose version equals the driver's."""
         return self.branch.libraries[0]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The packages that bring the kernel modules; none where the distribution has none of this kind."""
+        """The packages that contain the kernel modules; none if the distribution has none of this kind."""
         return self.compiled or self.branch.built.get(self.kind, ())
 
 
 def as_packages(row: Distribution | None, spec: HostSpec) -> HostSpec:
-    """Return the spec for a distribution that has the kernel modules alone: NVIDIA's packages beside compiled ones."""
+    """Return the spec for a distribution that has only kernel modules: its compiled modules with NVIDIA's packages."""
     own = own_driver(row)
     if spec.driver != "distribution" or own is None or not own.like_packages:
         return spec
@@ -59,7 +59,7 @@ def available(facts: HostFacts) -> OwnDriver | None:
 
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Choice | None:
-    """Return what is to be installed, None if nothing of the distribution's can be."""
+    """Return the choice to install, None if nothing of the distribution's is possible."""
     own = available(facts)
     if spec.driver != "distribution" or own is None:
         return None
@@ -108,7 +108,7 @@ def installed_branch(facts: HostFacts) -> DriverBranch | None:
 
 
 def of_nvidia(facts: HostFacts) -> str:
-    """Return a package of NVIDIA's own driver packages that is installed, nothing if there is none."""
+    """Return an installed package of NVIDIA's own driver packages, "" if there is none."""
     return next((name for name in sorted(facts.packages.installed) if _NVIDIAS.fullmatch(name)), "")
 
 
@@ -126,13 +126,13 @@ def run_file_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def preferred_kind(branch: DriverBranch, device_ids: Sequence[str], asked: str) -> str:
-    """Return open or proprietary; where these GPUs can have both, what NVIDIA recommends for the branch."""
+    """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
     version = generations.newest_of(branch.branch) or "580.999"
     return generations.settled_type(device_ids, version, asked)
 
 
 def _with_compiled(choice: Choice, facts: HostFacts, spec: HostSpec) -> Choice:
-    """Return the choice with modules that come compiled, where they are wanted and there are some."""
+    """Return the choice with precompiled modules, if they are wanted and available."""
     templates = choice.branch.compiled.get(choice.kind, ())
     installed = facts.packages.installed
     is_built = any(name in installed for name in choice.branch.built.get(choice.kind, ()))
@@ -151,14 +151,14 @@ def _is_offered(facts: HostFacts, name: str) -> bool:
 
 
 def _offered(facts: HostFacts, name: str) -> tuple[str, ...]:
-    """Return the versions of a package in the bundle, or in the repositories if they were asked."""
+    """Return the versions of a package in the bundle, or in the repositories if they were queried."""
     if facts.bundle is not None:
         return tuple(one.version for one in facts.bundle.manifest.packages if one.name == name)
     return facts.offers.found.get(name, ()) if facts.offers is not None else ()
 
 
 def packages(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, ...]:
-    """Return the packages that the host needs of its distribution's driver; `modules`: kernel modules among them."""
+    """Return the packages that the host needs of its distribution's driver; `modules`: include kernel modules."""
     choice = chosen(facts, spec)
     if choice is None:
         return ()
@@ -168,7 +168,7 @@ def packages(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, .
 
 
 def _following(choice: Choice, facts: HostFacts) -> tuple[str, ...]:
-    """Return the packages that bring compiled modules with the kernels to come; not every flavour has one."""
+    """Return the packages that bring compiled modules with later kernels; not every flavour has one."""
     if not choice.compiled:
         return ()
     names = _candidates(choice, facts)
@@ -181,7 +181,7 @@ def _candidates(choice: Choice, facts: HostFacts) -> tuple[str, ...]:
 
 
 def questions(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, ...]:
-    """Return the packages of which repositories must be asked before a plan is made; none if all is installed."""
+    """Return the packages to query the repositories for before a plan is made; none if all are installed."""
     choice, own = chosen(facts, spec), available(facts)
     if choice is None or own is None or own.repository_package or facts.bundle is not None:
         return ()
@@ -196,11 +196,11 @@ def questions(facts: HostFacts, spec: HostSpec, *, modules: bool) -> tuple[str, 
 
 
 def offered_version(facts: HostFacts, name: str) -> str:
-    """Return the newest driver version that can be had of a package, nothing if no repository was asked."""
+    """Return the newest available driver version of a package, "" if no repository was queried."""
     return max(map(driver_version, _offered(facts, name)), key=version_numbers, default="")
 
 
 def driver_version(version: str) -> str:
-    """Return the driver's version in a package's: 535.309.01 of 535.309.01-0+deb12u1."""
+    """Return the driver version in a package version: 535.309.01 of 535.309.01-0+deb12u1."""
     found = re.match(r"(?:\d+:)?(\d+(?:\.\d+)+)", version)
     return found[1] if found else ""

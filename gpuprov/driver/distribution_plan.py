@@ -1,4 +1,4 @@
-"""What the distribution's own driver needs done on a host, and what keeps the host from having it. Pure."""
+"""Plan the distribution's own driver on a host, and report what prevents it. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpuprov.packaging.apt_packages import RefreshPackageIndex
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# NVIDIA's repository has packages of the same names in newer versions, and its own pin prefers them. Its Release file
-# says Origin: NVIDIA (apt_preferences(5)). What goes with a driver of any source still comes from there.
+# NVIDIA's repository has newer packages of the same names, and its own pin prefers them. Its Release file says Origin:
+# NVIDIA (apt_preferences(5)). Other packages that go with any driver still come from it.
 PREFERENCES_TEXT = """\
 # By gpuprov: the driver is the distribution's own, so NVIDIA's repository must not replace its packages.
 Package: nvidia-fabricmanager* nvlsm nvidia-container-toolkit* libnvidia-container*
@@ -33,7 +33,7 @@ Pin-Priority: -1
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of the distribution's driver that the host needs, unless a change of branch brings them."""
+    """Return the packages of the distribution's driver that the host needs, unless a change of branch installs them."""
     return () if plan_other_branch(facts, spec) else _packages(facts, spec)
 
 
@@ -42,7 +42,7 @@ def _packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of which repositories must be asked before a plan is made."""
+    """Return the packages to query the repositories for before a plan is made."""
     return distribution.questions(facts, spec, modules=brings_modules(facts, spec))
 
 
@@ -50,7 +50,7 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps this host from having its distribution's driver."""
+    """Return what prevents this host from using its distribution's driver."""
     row = facts.distribution
     if spec.driver != "distribution" or row is None:
         return ()
@@ -138,7 +138,7 @@ def _module_problems(facts: HostFacts, spec: HostSpec, choice: Choice) -> tuple[
 
 
 def _instead(problem: Problem) -> Problem:
-    """Return a problem of the GPUs with a driver of any branch: the distribution's branches are few."""
+    """Return a problem of the GPUs with a driver of any branch: a distribution has few branches."""
     wanted = re.search(r'gpuprov_driver_version: "\d+"', problem.next_step)
     step = f"set gpuprov_driver: runfile and {wanted[0]}" if wanted else problem.next_step
     return Problem(f"the distribution's {problem.what}", problem.evidence, step)
@@ -155,7 +155,7 @@ def _no_modules(facts: HostFacts, choice: Choice) -> Problem:
 
 
 def _container_problems(facts: HostFacts, choice: Choice) -> tuple[Problem, ...]:
-    """Libraries and kernel must be of one version: NVML and CUDA refuse anything else (NVML error 18)."""
+    """Return the problems of versions: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
     if facts.image is not None:
         return ()
     loaded, where = facts.driver_loaded_version, "the container host" if facts.kernel.container else "this kernel"
@@ -189,7 +189,7 @@ def _source_problems(facts: HostFacts, own: OwnDriver) -> tuple[Problem, ...]:
 
 
 def _offer_problems(facts: HostFacts, spec: HostSpec, choice: Choice) -> tuple[Problem, ...]:
-    """Return what repositories lack, if they were asked: a branch, or modules of the libraries' version."""
+    """Return what the queried repositories lack: a branch, or modules of the libraries' version."""
     if facts.offers is None or facts.offers.problems or not questions(facts, spec):
         return ()
     key = choice.key_package
@@ -214,7 +214,7 @@ def _offer_problems(facts: HostFacts, spec: HostSpec, choice: Choice) -> tuple[P
 
 
 def plan_preferences(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the file that keeps NVIDIA's repository from replacing the distribution's driver, or its removal."""
+    """Return the change that writes or removes the file that keeps NVIDIA's repository from replacing the driver."""
     there, own = facts.files.get(PREFERENCES), distribution.available(facts)
     if spec.driver != "distribution" or own is None or not own.components:
         return (RemoveFile(PREFERENCES, "no longer asked for"),) if there else ()
@@ -223,7 +223,7 @@ def plan_preferences(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan_repository_package(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation of the package that brings the driver's repository, where there is one."""
+    """Return the installation of the package that adds the driver's repository, if there is one."""
     own = distribution.available(facts)
     if spec.driver != "distribution" or own is None or not own.repository_package:
         return ()
@@ -233,7 +233,7 @@ def plan_repository_package(facts: HostFacts, spec: HostSpec) -> tuple[Change, .
 
 
 def plan_other_branch(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the change to the branch that is asked for, where another one is installed."""
+    """Return the change to the requested branch, if another one is installed."""
     choice, installed = distribution.chosen(facts, spec), distribution.installed_branch(facts)
     if choice is None or installed is None or not choice.branch.branch:
         return ()
@@ -257,8 +257,8 @@ def _is_compiled_of(name: str, branch: str) -> bool:
 
 
 def plan_driver(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the loading of a driver whose packages have just come, or are there and not loaded."""
-    # An image's modules are loaded where it boots.
+    """Return the change that loads a driver whose packages were just installed, or are installed and not loaded."""
+    # An image's modules are loaded when it boots.
     if spec.driver != "distribution" or not brings_modules(facts, spec) or facts.image is not None:
         return ()
     there, loaded = facts.driver_installed_version, facts.driver_loaded_version

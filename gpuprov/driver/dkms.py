@@ -1,4 +1,4 @@
-"""DKMS on distributions that do not package it: whether a host needs it, and where it comes from. Pure."""
+"""DKMS on distributions that do not package it: whether a host needs it, and its source. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)
 
 
 def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return DKMS where it is to be installed, or is, from a repository besides the distribution's."""
+    """Return DKMS if it is installed, or to be installed, from a repository besides the distribution's."""
     if not _is_wanted(facts, spec):
         return ()
     if facts.bundle is not None:
@@ -35,9 +35,9 @@ def packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def repository(facts: HostFacts, spec: HostSpec) -> ExtraRepository | None:
-    """Return the repository to add for DKMS, None where the host has DKMS, or a repository of its own that has it.
+    """Return the repository to add for DKMS, None if the host has DKMS or its own repository with it.
 
-    One that gpuprov added stays, for DKMS's updates.
+    A repository that gpuprov added stays, for DKMS's updates.
     """
     row = facts.distribution
     if row is None or not spec.epel or not _is_wanted(facts, spec) or _has_own_source(facts):
@@ -48,7 +48,7 @@ def repository(facts: HostFacts, spec: HostSpec) -> ExtraRepository | None:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return why DKMS can't be had where the driver's packages depend on it."""
+    """Return why DKMS is unavailable although the driver's packages depend on it."""
     row = facts.distribution
     if row is None or facts.bundle is not None or not _is_wanted(facts, spec):
         return ()
@@ -68,7 +68,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _mirror_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """A mirror that is named shall be used, or refused: never left out without a word."""
+    """Return the problems of a named mirror: use it or refuse it, but never ignore it silently."""
     return (_unknown(facts),) if spec.epel_repository and not packages(facts, spec) else ()
 
 
@@ -85,7 +85,7 @@ def _unknown(facts: HostFacts) -> Problem:
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return a warning where the next kernel would be without a driver, or nothing."""
+    """Return a warning if the next kernel would have no driver, or ""."""
     row = facts.distribution
     if row is None or spec.driver != "runfile" or not _is_wanted(facts, spec) or packages(facts, spec):
         return ""
@@ -94,9 +94,10 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
 
 
 def _is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether modules are built here that DKMS shall build for later kernels too.
+    """Say whether modules are built here that DKMS must also build for later kernels.
 
-    SUSE's packages of NVIDIA's bring their modules without it. A site that names dkms among its packages has a source.
+    NVIDIA's packages for SUSE contain modules without DKMS. A site that names dkms among its packages has a source for
+    it.
     """
     row = facts.distribution
     if row is None or not row.dkms_from or PACKAGE in spec.packages or not kernel.compiles(facts, spec):
@@ -111,7 +112,7 @@ def _has_own_source(facts: HostFacts) -> bool:
 
 
 def _enabled_repositories(files: Mapping[str, FileFact]) -> tuple[str, ...]:
-    """Return the names (in brackets) of the host's own enabled repositories; nothing of a file that can't be read."""
+    """Return the names (in brackets) of the host's own enabled repositories; none from an unreadable file."""
     found: list[str] = []
     for path, file in files.items():
         if not _REPOSITORY_FILES.fullmatch(path):

@@ -1,4 +1,4 @@
-"""The installation of a .run that lies on the host: plan, look into it, make way, install, prove; and its undoing."""
+"""Install a .run file: plan, inspect, unload the old driver, install, verify; and undo all of it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
-# The installer's own record of what it has installed.
+# The installer's own record of the installed files.
 _INSTALLER_STATE = "/var/lib/nvidia/log"
-# What it writes where it finds nouveau, before it gives up.
+# The file that it writes before it stops because of nouveau.
 _INSTALLERS_BLACKLISTS = tuple(
     f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")
 )
@@ -39,13 +39,13 @@ _UNINSTALL_SECONDS = 600
 # A .run unpacks to at most about four times its size; the same again lands on the root file system.
 _UNPACKED_RATIO = 5
 _UNPACK = f"{CACHE_DIRECTORY}/unpack"
-# The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). One that an earlier .run brought does not count: the
-# installer takes it away before it looks.
+# The distributions' own libGL (Debian and Ubuntu; RHEL and SUSE). A libGL of an earlier .run does not count: the
+# installer removes it before it checks.
 _LIBGL_PACKAGES = ("libgl1", "libglvnd-glx")
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the installation, or nothing where the driver is whole and of the asked version."""
+    """Return the installation; empty if the driver is complete and of the requested version."""
     if not installs(facts, spec):
         return ()
     way = running_driver.way(facts, spec)
@@ -72,17 +72,18 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _module_type(facts: HostFacts, spec: HostSpec) -> str:
-    # The installer would look for GPUs, of which the machine that builds an image has none.
+    # The installer would look for GPUs, and a machine that builds an image has none.
     choose = generations.module_type if facts.image is None else generations.settled_type
     return choose(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
 
 
 @dataclass(frozen=True)
 class InstallDriver(Change):
-    """The driver of this version shall be installed from a .run file on the host.
+    """Install the driver of this version from a .run file on the host.
 
-    `unloading`: what a driver that is loaded needs before; `keep_loaded`: it stays loaded, a reboot brings the new one.
-    `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: none runs.
+    `unloading`: how a loaded driver is unloaded first; `keep_loaded`: it stays loaded until a reboot loads the new one.
+    `image_kernel`: the kernel of an image to build modules for, which are not loaded; `without_systemd`: systemd is
+    absent.
     """
 
     version: str
@@ -102,7 +103,7 @@ class InstallDriver(Change):
     image_kernel: str = ""
     without_systemd: bool = False
 
-    # What was cut off is marked incomplete and installed again over itself: uninstalling half of it helps nobody.
+    # An interrupted installation is marked incomplete and repeated: uninstalling a partial one does not help.
     undo_when_interrupted: ClassVar[bool] = False
     bundle_part: ClassVar[str] = "driver"
     undo_disturbs: ClassVar[bool] = True
@@ -149,7 +150,7 @@ class InstallDriver(Change):
         start_again(system, tell)
         if self.unloading is not None and self.unloading.modules:
             self._prove_loaded(system)
-        # The installer syncs nothing: after a power cut its files may be empty, and only the mark would tell.
+        # The installer syncs nothing: after a power cut its files may be empty, and only this mark would show it.
         system.sync()
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
@@ -157,11 +158,11 @@ class InstallDriver(Change):
         return {}
 
     def then(self, outcome: Json) -> Then:
-        """With the old driver still loaded, the reboot comes before any change that needs the driver."""
+        """Reboot before any change that needs the driver, if the old driver is still loaded."""
         return Then.PLAN_AGAIN if self.keep_loaded or not outcome.get("installed", True) else Then.CONTINUE
 
     def _make_way(self, system: System, wanted: Unloading, tell: Tell) -> bool:
-        """Unload the driver that is loaded; say whether that was done, where a reboot may help instead."""
+        """Unload the loaded driver; say whether that succeeded, if a reboot may help instead."""
         try:
             unload(system, wanted, tell)
         except GpuprovError as error:
@@ -174,12 +175,12 @@ class InstallDriver(Change):
         return True
 
     def _choose_modules(self, system: System, header: installer.Header) -> str:
-        """Return which modules to build, by what the file itself says of the GPUs; `module_type` where it is silent."""
+        """Return which modules to build, from the file's own list of GPUs; `module_type` if it has no answer."""
         chips = read_supported_gpus(system, self.path, header.skip)
         return choose_modules(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
 
     def _inspect(self, system: System) -> installer.Header:
-        """Read the header before anything runs: right file, right version, right architecture."""
+        """Read the header before anything runs, and check file, version and architecture."""
         start = system.read_start(self.path, installer.HEADER_BYTES)
         if start is None:
             raise GpuprovError(f"there is no driver file {self.path} on this host", "", "check gpuprov_driver_url")
@@ -219,7 +220,7 @@ class InstallDriver(Change):
         return done, dkms
 
     def _prove(self, system: System, done: Completed, dkms: bool) -> None:
-        """Look for oneself: the log, the libraries, the modules."""
+        """Verify the installation: the log, the libraries, the modules."""
         log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
         initramfs = " ".join(row.initramfs) if row is not None else "dracut or update-initramfs"
         failure = installer.explain_failure(
@@ -257,11 +258,11 @@ class InstallDriver(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Uninstall. A driver that was replaced can't be brought back; no driver remains installed."""
+        """Uninstall. A replaced driver can't be restored; no driver remains installed."""
         nothing_done = outcome is not None and not outcome.get("installed", True)
         if not nothing_done and not (outcome is None and _former_is_whole(system, before)):
             _uninstall(system, before)
-        # Cut short by a full disk, an installation may lack its uninstaller: what is left must not pass for a driver.
+        # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
         if discover(system).library_version != before["version"]:
             system.remove(INCOMPLETE_MARK)
         for image in before.get("blacklists", ()):
@@ -277,13 +278,13 @@ class InstallDriver(Change):
 
 
 def _former_is_whole(system: System, before: Json) -> bool:
-    """Say whether the driver that was to be replaced is there still: most failures come before it is touched."""
+    """Say whether the driver to be replaced is still complete: most failures come before it is touched."""
     former = before.get("replaces", "")
     return former not in ("", before["version"]) and discover(system).library_version == former
 
 
 def _uninstall(system: System, before: Json) -> None:
-    """Let the installer take away what it has installed; where its own copy did not get there, from the .run."""
+    """Run the installer's uninstaller; if its copy was not installed, use the .run."""
     program, path = system.which("nvidia-uninstall"), before.get("path", "")
     if program is not None:
         command: tuple[str, ...] = (program, "--silent")
@@ -292,7 +293,7 @@ def _uninstall(system: System, before: Json) -> None:
         command = ("sh", path, "--tmpdir", _UNPACK, "--silent", "--uninstall")
     else:
         return
-    # Half an uninstallation is no driver: the next installation must not take it for one.
+    # A partial uninstallation leaves no driver: the next installation must not mistake it for one.
     system.write(INCOMPLETE_MARK, f"{before['version']}\n".encode())
     system.run(command, timeout=_UNINSTALL_SECONDS)
     system.remove_tree(_UNPACK)

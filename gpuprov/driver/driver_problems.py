@@ -1,4 +1,4 @@
-"""What keeps the asked driver from being installed, told before anything is changed. Pure."""
+"""Problems that prevent the requested driver, reported before anything is changed. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOM = {CACHE_DIRECTORY: 2400 << 20, "/usr": 1200 << 20}
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps the asked driver from being installed."""
+    """Return what prevents the installation of the requested driver."""
     if spec.driver == "preinstalled":
         if facts.driver_installed_version:
             return ()
@@ -61,7 +61,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _unserved(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return which GPUs the driver does not serve: its own list decides where its file is at hand, else the PCI ids.
+    """Return the GPUs that the driver does not serve: by its own list if its file is available, else by PCI ids.
 
     A GPU that the list does not know is judged by its PCI id.
     """
@@ -84,7 +84,10 @@ def _digest_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _room_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """NVIDIA's own file is known to be large; one from elsewhere is looked at when it is there."""
+    """Return the problems of disk space:
+
+    NVIDIA's own file has a known size; another file is checked after its download.
+    """
     if spec.driver_url:
         return ()
     return tuple(

@@ -1,4 +1,4 @@
-"""Machines with NVSwitches: NVIDIA's fabric manager, of the driver's very version, running; plans nothing.
+"""NVIDIA's fabric manager on machines with NVSwitches: the driver's exact version, running; plans nothing.
 
 Without it CUDA answers 802, "system not yet initialized". Source: NVIDIA's Fabric Manager User Guide; package names as
 in NVIDIA's CUDA repositories and its own driver containers.
@@ -23,7 +23,7 @@ _START_SECONDS = 300
 
 
 def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple[str, ...]:
-    """Return the packages of that version's fabric manager, as this package manager is asked for them."""
+    """Return the fabric manager's packages of that version, in this package manager's syntax."""
     branch = int(version.split(".")[0])
     name = "nvidia-fabricmanager"
     if branch < _PLAIN_NAME_SINCE:
@@ -32,7 +32,7 @@ def packages(version: str, manager: PackageManager, facts: FabricFacts) -> tuple
 
 
 def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, ...]:
-    """Return why CUDA would not come up on these switches, where the fabric manager is not gpuprov's to install."""
+    """Return why CUDA would not work on these switches, if gpuprov does not install the fabric manager."""
     if ours or not facts.switches or not version or facts.version == version:
         return ()
     seen = f"{_PROGRAM} --version: {facts.version or 'not installed'}; NVSwitches: {', '.join(facts.switches)}"
@@ -47,7 +47,7 @@ def problems(facts: FabricFacts, version: str, *, ours: bool) -> tuple[Problem, 
 
 @dataclass(frozen=True)
 class RunFabricManager(Change):
-    """Require that the fabric manager of this version runs, now (unless `start` is False) and after each boot."""
+    """Require that the fabric manager of this version runs, now (unless `start` is False) and at each boot."""
 
     version: str
     start: bool = True

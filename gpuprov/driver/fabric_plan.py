@@ -10,31 +10,31 @@ from gpuprov.package_managers.interface import Installation
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch, which a driver from a .run
-# does not enable: dnf would not see it.
+# NVIDIA's repositories for RHEL 8 and 9 have it in the module stream of its driver's branch. A driver from a .run does
+# not enable that stream, so dnf would not find it.
 _REPOSITORY = "gpuprov-cuda"
 
 
 def wanted_version(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the version that the fabric manager must have, nothing where none is needed.
+    """Return the version that the fabric manager must have, "" if none is needed.
 
     In a system container the switches are the container host's.
     """
     if not facts.fabric.switches or facts.kernel.container:
         return ""
     version = spec.driver_version if spec.driver == "runfile" else facts.driver_installed_version
-    # A branch is asked of NVIDIA's packages; the version is what came of it.
+    # NVIDIA's packages are requested by branch; the version is the installed one.
     return version if "." in version else facts.driver_installed_version
 
 
 def installs_package(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the package is to come from NVIDIA's repository."""
+    """Say whether the package comes from NVIDIA's repository."""
     version = wanted_version(facts, spec)
     return bool(version) and spec.fabric_manager == "auto" and facts.fabric.version != version
 
 
 def comes_from_repository(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether NVIDIA's repository is needed for it: to install it, and to keep what came from there."""
+    """Say whether NVIDIA's repository is needed for it: to install it, and to update what came from there."""
     if _own_package(facts, spec):
         return False
     configured = any(path.rpartition("/")[2].startswith("gpuprov-cuda.") for path in facts.files)
@@ -42,7 +42,7 @@ def comes_from_repository(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return installation and start of the fabric manager, or nothing; to be done once its driver is there."""
+    """Return installation and start of the fabric manager, or nothing; to be done after its driver."""
     version = wanted_version(facts, spec)
     if not version or spec.fabric_manager != "auto":
         return ()
@@ -68,11 +68,11 @@ def wanted_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _own_package(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the package of the distribution's own fabric manager, nothing where NVIDIA's is taken."""
+    """Return the package of the distribution's own fabric manager, "" if NVIDIA's is used."""
     choice = distribution.chosen(facts, spec)
     return choice.branch.fabric_manager if choice is not None else ""
 
 
 def plan_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps CUDA from coming up on this host's switches."""
+    """Return what prevents CUDA from working with this host's switches."""
     return problems(facts.fabric, wanted_version(facts, spec), ours=spec.fabric_manager == "auto")

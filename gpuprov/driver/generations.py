@@ -1,9 +1,9 @@
 """Which driver serves which GPU: generations by PCI device id, with branches and kernel modules for each. Pure.
 
 Sources: NVIDIA's data-centre driver documentation (supported branches; 580 is the last for Maxwell, Pascal and Volta,
-470 for Kepler), the open kernel modules' README (Turing and later; Blackwell and Grace Hopper have no other). The
-ranges of device ids are those of the PCI ID database of 2026-10-24: a heuristic, so an id outside of all is held
-against nothing, and the supported-gpus.json of a .run that is at hand decides (supported_gpus.py).
+470 for Kepler), the open kernel modules' README (Turing and later; Blackwell and Grace Hopper require them). The ranges
+of device ids are those of the PCI ID database of 2026-10-24. They are a heuristic: an id outside all ranges has no
+restriction, and the supported-gpus.json of an available .run decides (supported_gpus.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from gpuprov.wire.driver_releases import LONG_TERM_BRANCH
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.versions import version_numbers
 
-# First branch with open kernel modules for all GPUs that have a GSP; first whose installer prefers them; first without
-# proprietary ones.
+# First branch with open kernel modules for all GPUs that have a GSP; first branch whose installer prefers them; first
+# branch without proprietary ones.
 _OPEN_SINCE = (515, 43, 4)
 _OPEN_PREFERRED_SINCE = (560,)
 _OPEN_ONLY_SINCE = (620,)
@@ -26,7 +26,7 @@ _OPEN_ONLY_SINCE = (620,)
 class Generation:
     """A generation of GPUs: PCI device ids from `first` to `last`, driver branches from `oldest` to `newest` (0: all).
 
-    `modules`: the kernel modules that it can have: "proprietary", "open", or "both".
+    `modules`: the supported kernel modules: "proprietary", "open", or "both".
     """
 
     name: str
@@ -37,7 +37,7 @@ class Generation:
     modules: str
 
 
-# Device ids were given out by generation, with some islands: a row that comes first wins.
+# Device ids were assigned by generation, with some exceptions: the first matching row wins.
 _GENERATIONS = (
     Generation("Fermi or older", 0x0000, 0x0FBF, 0, 390, "proprietary"),
     Generation("Kepler", 0x0FC0, 0x103F, 304, 470, "proprietary"),
@@ -65,7 +65,7 @@ _GENERATIONS = (
     Generation("Ampere", 0x2400, 0x25FF, 455, 0, "both"),
     Generation("Ada Lovelace", 0x2600, 0x28FF, 525, 0, "both"),
     Generation("Blackwell", 0x2900, 0x2DFF, 570, 0, "open"),
-    # GB10 (DGX Spark) and its kin: 580 is the first branch that is known to serve them.
+    # GB10 (DGX Spark) and related chips: 580 is the first branch that is known to serve them.
     Generation("Blackwell", 0x2E00, 0x2E7F, 580, 0, "open"),
     Generation("Blackwell", 0x2F00, 0x2F7F, 570, 0, "open"),
     # GR100: CUDA 13.4 and its driver R615 are the first with Rubin (CUTLASS 4.8, release notes).
@@ -85,7 +85,7 @@ def generation_of(device_id: str) -> Generation | None:
 
 
 def ids_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return a device id of each generation, by the names of gpuprov_image_gpus: they stand for GPUs yet to come."""
+    """Return a device id of each generation, by the names of gpuprov_image_gpus, to represent future GPUs."""
     rows = {_plain_name(row): row for row in reversed(_GENERATIONS)}
     return tuple(f"{rows[name].first:04x}" for name in names)
 
@@ -95,7 +95,7 @@ def _plain_name(row: Generation) -> str:
 
 
 def settled_type(device_ids: Sequence[str], version: str, asked: str) -> str:
-    """Return open or proprietary; where both would do, what NVIDIA recommends for that version."""
+    """Return open or proprietary; if both work, NVIDIA's recommendation for that version."""
     kind = module_type(device_ids, version, asked)
     preferred = "open" if version_numbers(version or "0") >= _OPEN_PREFERRED_SINCE else "proprietary"
     return preferred if kind == "auto" else kind
@@ -114,21 +114,21 @@ def module_type(device_ids: Sequence[str], version: str, asked: str) -> str:
 
 
 def packaged_type(device_ids: Sequence[str], branch: str, asked: str) -> str:
-    """Return open or proprietary, for packages of a branch or version; open where both would do, as NVIDIA recommends.
+    """Return open or proprietary, for packages of a branch or version; if both work, open, as NVIDIA recommends.
 
-    Without one it is the newest, of which only the repository knows which that is.
+    Without a branch or version it is the newest, which only the repository knows.
     """
     kind = module_type(device_ids, newest_of(branch) or "580.999", asked)
     return "open" if kind == "auto" else kind
 
 
 def wanted_version(branch: int | str) -> str:
-    """Return the setting that asks for a branch, in quotes, for messages."""
+    """Return the setting that requests a branch, in quotes, for messages."""
     return f'gpuprov_driver_version: "{branch}"'
 
 
 def last_branch(device_ids: Sequence[str]) -> str:
-    """Return the last branch that serves all these GPUs, nothing if the newest does."""
+    """Return the last branch that serves all these GPUs, "" if the newest does."""
     ends = [row.newest for row in map(generation_of, device_ids) if row and row.newest]
     return str(min(ends)) if ends else ""
 
@@ -139,7 +139,7 @@ def newest_of(version: str) -> str:
 
 
 def problems(device_ids: Sequence[str], version: str, asked: str) -> tuple[Problem, ...]:
-    """Return why a driver of this version, with kernel modules as asked, can't serve all these GPUs."""
+    """Return why a driver of this version, with the requested kernel modules, can't serve all these GPUs."""
     found = [(device_id, row) for device_id in sorted(set(device_ids)) if (row := generation_of(device_id))]
     if not version or not found:
         return ()

@@ -1,4 +1,4 @@
-"""Kernel modules for an image: built for each kernel that is installed in it, and loaded into none."""
+"""Kernel modules for an image: built for each kernel installed in it, and not loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gpuprov.wire.spec import HostSpec
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600
-# Generations of which there are machines with NVSwitches (HGX and DGX A100, H100, B200, …).
+# Generations used in machines with NVSwitches (HGX and DGX A100, H100, B200, …).
 _WITH_SWITCHES = frozenset(("volta", "ampere", "hopper", "blackwell", "rubin"))
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what an image lacks, or what is not said of the machines on which its copies run."""
+    """Return what an image lacks, or which facts about the machines of its copies are missing."""
     if facts.image is None:
         return ()
     found = []
@@ -74,7 +74,7 @@ def _switches_not_said(spec: HostSpec) -> Problem:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the building of modules for each kernel that has none yet, once the driver itself is there."""
+    """Return the change that builds modules for each kernel without any, once the driver is installed."""
     image = facts.image
     if image is None or spec.driver == "preinstalled" or not kernel.compiles(facts, spec):
         return ()
@@ -85,11 +85,11 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class BuildModules(Change):
-    """These kernels shall have the installed driver's modules, built by DKMS."""
+    """Build the installed driver's modules for these kernels with DKMS."""
 
     kernels: tuple[str, ...]
 
-    # What DKMS has begun it builds again; the driver's own undoing takes its modules away.
+    # DKMS repeats an interrupted build; the undo of the driver removes its modules.
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:

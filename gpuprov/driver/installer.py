@@ -1,4 +1,4 @@
-"""What is known of NVIDIA's .run file: its header, its options by version, its ways to fail. Pure; never runs one.
+"""Facts about NVIDIA's .run file: its header, its options by version, its failures. Pure; never runs one.
 
 Sources: the published history of nvidia-installer (1.0-7182 to 590.48.01) and recorded runs of 550.163.01.
 """
@@ -29,7 +29,7 @@ _OLD_NAMES = {"--no-kernel-modules": "--no-kernel-module"}
 
 @dataclass(frozen=True)
 class Header:
-    """What the shell stub at the start of a .run says of it; the payload begins at line `skip` (0: not said)."""
+    """The header in the shell stub at the start of a .run; the payload begins at line `skip` (0: unknown)."""
 
     version: str
     architecture: str
@@ -37,14 +37,14 @@ class Header:
     skip: int = 0
 
 
-# So much of a .run file has its header.
+# The header is within this many bytes.
 HEADER_BYTES = 8192
 
 
 def parse_header(text: str) -> Header:
     """Return a .run file's header from the text of its shell stub (its first few KiB), without running anything.
 
-    Raises GpuprovError if this is no driver .run, naming what it looks like instead.
+    Raises GpuprovError if this is no driver .run, and says what it seems to be.
     """
     if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
         raise GpuprovError("this is a web page, not a .run file", text[:80].strip(), "check gpuprov_driver_url")
@@ -131,8 +131,8 @@ def _module_type(version: str, module_type: str) -> list[str]:
     )
 
 
-# What the installer says, in its log or on its output, and what that means. The first row that matches decides.
-# Each: pattern, what happened, what to do next; words in braces are the distribution's own commands.
+# Messages of the installer, in its log or output, and their meaning. The first row that matches decides. Each: pattern,
+# what happened, what to do next; words in braces are the distribution's own commands.
 _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"Error in check ?sums|checksums? [0-9a-f]+ .*(differ|mismatch)",
@@ -227,11 +227,11 @@ _FAILED_BY_CODE = {
 def explain_failure(
     returncode: int, log: str, output: str, *, commands: Commands, initramfs: str
 ) -> tuple[str, str, str] | None:
-    """Return (what, decisive line, next step) if an installation failed, None if nothing speaks against it.
+    """Return (what, decisive line, next step) if an installation failed, None if there is no sign of failure.
 
     `commands`: the host's package manager's. `initramfs`: the command that rebuilds the initramfs.
 
-    Exit code 0 proves nothing: in silent mode the installer goes on after errors. So the log is read in any case.
+    Exit code 0 proves nothing: in silent mode the installer continues after errors. So the log is always read.
     """
     errors = [line for line in log.splitlines() if re.match(r"\s*ERROR:", line) or "sanity check failed" in line]
     if returncode == 0 and not errors:

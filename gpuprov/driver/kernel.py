@@ -1,4 +1,4 @@
-"""Who brings the kernel's half of the driver, and what building it needs; never installs anything itself."""
+"""Where the kernel modules come from, and what building them needs; never installs anything itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpuprov.wire.spec import HostSpec
 
 
 def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether kernel modules are to be brought to this host, built there or not.
+    """Say whether this host needs kernel modules, built on it or not.
 
-    A system container's kernel belongs to the container host: there only the libraries are installed.
+    The kernel of a system container belongs to the container host: only the libraries are installed.
     """
     if spec.kernel_modules == "auto":
         return not facts.kernel.container
@@ -24,7 +24,7 @@ def brings_modules(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what stands in the way of a kernel driver here."""
+    """Return what prevents kernel modules on this host."""
     if spec.driver == "preinstalled":
         return ()
     if not brings_modules(facts, spec):
@@ -38,7 +38,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _is_installed(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether the driver is installed: what packages have brought, and keep up to date, is it in any version."""
+    """Say whether the driver is installed; a driver from packages, which update it, counts in any version."""
     installed = facts.driver_installed_version
     return bool(installed) and (spec.driver in ("packages", "distribution") or installed == spec.driver_version)
 
@@ -65,7 +65,7 @@ def _signing_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _display_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """One that a display manager has started can be stopped with it."""
+    """Return the problems of running displays; one started by a display manager can be stopped with it."""
     managed = facts.running is not None and facts.running.display_manager
     if spec.driver != "runfile" or not facts.displays or (managed and spec.stop_display_manager):
         return ()
@@ -92,7 +92,7 @@ def _no_modules(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def _outside_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Libraries and kernel must be of one version: NVML and CUDA refuse anything else (NVML error 18)."""
+    """Return the problems in a container: libraries and kernel must match, or NVML and CUDA fail (NVML error 18)."""
     where = "the container host" if facts.kernel.container else "this kernel"
     loaded = facts.driver_loaded_version
     if not loaded:
@@ -141,7 +141,7 @@ def compiles(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what makes DKMS sign with the user's key what it builds now and for kernels to come (dkms(8))."""
+    """Return the change that makes DKMS sign with the user-supplied key, now and for later kernels (dkms(8))."""
     there = facts.files.get(DKMS_SIGNING)
     if not (spec.module_signing_key and spec.module_signing_certificate and compiles(facts, spec)):
         return (RemoveFile(DKMS_SIGNING, "no longer asked for"),) if there else ()
@@ -150,7 +150,7 @@ def plan_signing(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the sentence that tells what was decided, or nothing."""
+    """Return a sentence about the decision, or ""."""
     if spec.driver not in ("runfile", "distribution") or brings_modules(facts, spec):
         return ""
     if facts.kernel.container:
@@ -159,9 +159,9 @@ def note(facts: HostFacts, spec: HostSpec) -> str:
 
 
 def prove_modules(system: System, version: str, *, dkms: bool) -> None:
-    """Look for the modules of that version for the running kernel. Raises GpuprovError if they are not there.
+    """Check that the modules of that version exist for the running kernel. Raises GpuprovError if they do not.
 
-    `dkms`: DKMS shall have built them. An installer's exit code proves neither.
+    `dkms`: DKMS must have built them. An installer's exit code proves neither.
     """
     kernel = system.kernel_release()
     if dkms:
@@ -197,7 +197,7 @@ def dkms_states(status: str, version: str) -> dict[str, str]:
     """Return kernel → state (built, installed) of a driver in what `dkms status` says; "" → added without a kernel.
 
     DKMS 2 writes `nvidia, 550.163.01, 5.10.0-32-amd64, x86_64: installed`, DKMS 3 a slash for the first comma. Words
-    behind the state are warnings.
+    after the state are warnings.
     """
     found = re.findall(rf"^nvidia(?:/|, ){re.escape(version)}(?:, ([^,\s]+), [^,\s]+)?: (\w+)", status, re.MULTILINE)
     return dict(found)

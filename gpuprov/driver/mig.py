@@ -1,10 +1,10 @@
-"""The division of GPUs into MIG devices: what is there, and bringing it to a layout, by nvidia-smi's own commands.
+"""Divide GPUs into MIG devices: read the current state and apply a layout with nvidia-smi.
 
 Source: NVIDIA's Multi-Instance GPU User Guide. A layout is one text for all GPUs, or one for each, by index:
 
     disabled                 no MIG
-    all-1g.10gb              as many of this profile as there is room for
-    3g.40gb,2g.20gb,2g.20gb  these
+    all-1g.10gb              as many of this profile as fit
+    3g.40gb,2g.20gb,2g.20gb  exactly these
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DISABLED = "disabled"
 
 
 def wanted_for(layout: Sequence[str], index: int) -> str:
-    """Return what a layout says of a GPU, nothing where it says nothing."""
+    """Return a layout's text for a GPU, "" if it has none."""
     if len(layout) == 1:
         return layout[0]
     return layout[index] if index < len(layout) else ""
 
 
 def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
-    """Return the profiles, sorted, that a layout's text means on a GPU; all-… needs a GPU with MIG on."""
+    """Return the sorted profiles that a layout's text means on a GPU; all-… needs a GPU with MIG on."""
     if text == DISABLED:
         return ()
     if not text.startswith(_ALL):
@@ -45,7 +45,7 @@ def profiles_of(text: str, gpu: MigGpu) -> tuple[str, ...]:
 
 
 def is_right(text: str, gpu: MigGpu) -> bool:
-    """Say whether a GPU is divided as a layout's text says."""
+    """Say whether a GPU is divided as a layout's text requires."""
     if not text:
         return True
     if text == DISABLED:
@@ -56,7 +56,7 @@ def is_right(text: str, gpu: MigGpu) -> bool:
 
 @dataclass(frozen=True)
 class DivideGpus(Change):
-    """The GPUs shall be divided as `layout` says (index → text)."""
+    """Divide the GPUs as `layout` says (index → text)."""
 
     layout: tuple[tuple[int, str], ...]
 
@@ -96,14 +96,14 @@ class DivideGpus(Change):
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         for index, text in before["before"].items():
             gpu = _look(system, int(index))
-            # A GPU with MIG on and no instances is what the empty text stands for.
+            # A GPU with MIG on and no instances corresponds to the empty text.
             done = gpu.current == "Enabled" and not gpu.instances if text == "" else is_right(text, gpu)
             if not done:
                 _bring(system, int(index), text)
 
 
 def _bring(system: System, index: int, text: str) -> None:
-    """Bring a GPU to a layout's text. Raises GpuprovError that tells what nvidia-smi said."""
+    """Apply a layout's text to a GPU. Raises GpuprovError with nvidia-smi's output."""
     gpu = _look(system, index)
     if gpu.current not in ("Enabled", "Disabled"):
         if text == DISABLED:
@@ -126,7 +126,7 @@ def _bring(system: System, index: int, text: str) -> None:
     if profiles:
         words = ("mig", "-i", str(index), "-cgi", ",".join(profiles), "-C")
         done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
-        # nvidia-smi ends with 0 over much that it did not do.
+        # nvidia-smi exits with 0 after many failures.
         made = _look(system, index).instances
         if made != profiles:
             raise GpuprovError(
@@ -146,7 +146,7 @@ def _look(system: System, index: int) -> MigGpu:
 
 
 def _switch(system: System, index: int, mode: str) -> None:
-    """Switch MIG on or off. Before Hopper that takes a reset of the GPU, which needs it unused."""
+    """Switch MIG on or off. Before Hopper this needs a reset of the GPU, which must be unused."""
     if _look(system, index).current == mode:
         return
     number = {"Enabled": "1", "Disabled": "0"}[mode]
@@ -176,15 +176,15 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Compl
 
 
 def wanted(facts: HostFacts, spec: HostSpec) -> tuple[tuple[int, str], ...]:
-    """Return index → text of each GPU that the layout speaks of; NVML counts them in the order of the bus."""
+    """Return index → text of each GPU that the layout names; NVML numbers them in bus order."""
     found = ((index, wanted_for(spec.mig_layout, index)) for index in range(len(facts.gpus)))
     return tuple((index, text) for index, text in found if text)
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the division of the GPUs that are not divided as they should be."""
+    """Return the change that divides the GPUs whose layout differs."""
     now = {gpu.index: gpu for gpu in facts.mig}
-    # A driver that is yet to come has not been asked; one that does not answer will say why.
+    # A driver to be installed was not queried; one that does not respond will report why.
     unknown = installs(facts, spec) or not now
     wrong = tuple(
         (index, text)
@@ -195,7 +195,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what keeps the GPUs from being divided."""
+    """Return what prevents the division of the GPUs."""
     if not spec.mig_layout:
         return ()
     if facts.kernel.container:

@@ -1,7 +1,7 @@
-"""A site's mirror of NVIDIA's .run files: which versions its index lists, and which of them a branch means.
+"""A site's mirror of NVIDIA's .run files: the versions in its index, and the one that a branch means.
 
-An index is a page with links, as web servers make them of a folder, or a text with a version or a path a line (as
-NVIDIA's own latest.txt). Below it lie VERSION/NVIDIA-Linux-ARCH-VERSION.run, as on NVIDIA's server, or the files alone.
+An index is a page with links, as web servers generate for a folder, or a text with a version or a path per line (as
+NVIDIA's own latest.txt). Below it lie VERSION/NVIDIA-Linux-ARCH-VERSION.run, as on NVIDIA's server, or only the files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
 
 
 def resolved(system: System, spec: HostSpec, architecture: str) -> HostSpec:
-    """Return the spec with version, URL and digest from the mirror, if it names one; the network is asked then.
+    """Return the spec with version, URL and digest from the mirror, if it names one; this uses the network.
 
-    Raises GpuprovError if the index can't be had, or has nothing of the branch.
+    Raises GpuprovError if the index is unavailable, or has no release of the branch.
     """
     if not spec.driver_mirror or spec.driver != "runfile" or spec.driver_url or not spec.driver_version:
         return spec
@@ -54,7 +54,7 @@ def of_bundle(spec: HostSpec, version: str) -> HostSpec:
 
 
 def _places(mirror: str) -> tuple[str, str]:
-    """Return the folder and the index: the folder itself, or a file in it that is named."""
+    """Return the folder and the index: the folder itself, or the named file in it."""
     folder, _, name = mirror.rstrip("/").rpartition("/")
     if re.search(r"\.(txt|html?)$", name):
         return folder, mirror
@@ -66,7 +66,7 @@ def _nested(version: str, architecture: str) -> str:
 
 
 def _with_file(spec: HostSpec, base: str, version: str, path: str, architecture: str) -> HostSpec:
-    # A digest that is known of NVIDIA's own file holds for a mirror's copy of it.
+    # A known digest of NVIDIA's own file also applies to a mirror's copy.
     digest = spec.driver_sha256 or driver_releases.known_sha256(version, architecture)
     return replace(spec, driver_version=version, driver_url=f"{base}/{path}", driver_sha256=digest)
 
@@ -91,7 +91,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def newest(wanted: str, versions: Mapping[str, str]) -> str:
-    """Return the newest version of a branch; of `latest` the long-term branch's, or of all where that is not there."""
+    """Return the newest version of a branch; for `latest` that of the long-term branch, or of all if it is missing."""
     branch = driver_releases.LONG_TERM_BRANCH if wanted == "latest" else wanted
     ordered = sorted(versions, key=version_numbers)
     of_branch = [version for version in ordered if version.split(".")[0] == branch]

@@ -1,4 +1,4 @@
-"""Keeps nouveau, nova_core and nova_drm off the GPUs: a blacklist, in every initramfs too; never touches the driver.
+"""Keep nouveau, nova_core and nova_drm off the GPUs by a blacklist, also in every initramfs; never touches the driver.
 
 From Linux 7.0 on nova_core binds Turing and later, as nouveau does; distributions build both as modules.
 """
@@ -19,7 +19,7 @@ from gpuprov.machine.pci import PciGpu
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 
-# In the order in which they can be unloaded: nova_drm stands on nova_core.
+# In the order of unloading: nova_drm depends on nova_core.
 MODULES = ("nova_drm", "nova_core", "nouveau")
 _BLACKLIST_TEXT = """\
 # By gpuprov: these drivers would take the GPUs before NVIDIA's can.
@@ -28,7 +28,7 @@ options nouveau modeset=0
 blacklist nova_core
 blacklist nova_drm
 """
-# A site's add_drivers wins over omit_drivers, and an image for any machine (hostonly=no) gets no modprobe.d by itself.
+# A site's add_drivers overrides omit_drivers, and an image for any machine (hostonly=no) does not include modprobe.d.
 _DRACUT_TEXT = f"""\
 # By gpuprov: these drivers would take the GPUs before NVIDIA's can.
 omit_drivers+=" nouveau nova_core nova_drm "
@@ -37,8 +37,8 @@ install_items+=" {BLACKLIST} "
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the blacklist's writing and the rebuilding of each initramfs that lacks it, or nothing."""
-    # NVIDIA's packages blacklist nouveau themselves, and know nothing of nova.
+    """Return the change that writes the blacklist and rebuilds each initramfs that lacks it, if any."""
+    # NVIDIA's packages blacklist nouveau themselves, but not nova.
     if spec.driver == "preinstalled" or not brings_modules(facts, spec):
         return ()
     files: tuple[tuple[str, bytes], ...] = ((BLACKLIST, _BLACKLIST_TEXT.encode()),)
@@ -55,7 +55,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class KeepNouveauOut(Change):
-    """The blacklist shall be there (`files`: path, content) and in these initramfs images."""
+    """Write the blacklist (`files`: path, content) and include it in these initramfs images."""
 
     files: tuple[tuple[str, bytes], ...]
     images: tuple[Image, ...]
@@ -96,7 +96,7 @@ class KeepNouveauOut(Change):
             try:
                 initramfs.rebuild(system, image)
             except GpuprovError:
-                # A change that failed here failed for the same reason, which is told already.
+                # A change that failed here failed for the same reason, which was reported already.
                 if outcome is not None:
                     raise
 
@@ -106,7 +106,7 @@ def _images(rows: Sequence[Any]) -> tuple[Image, ...]:
 
 
 def _prove(system: System, image: Image) -> None:
-    """Look into the image: the blacklist must be in it, or none of the drivers."""
+    """Inspect the image: it must contain the blacklist, or none of the drivers."""
     listing = initramfs.list_content(system, image)
     drivers = initramfs.modules_in(listing, MODULES)
     if drivers and not initramfs.holds_file(listing, BLACKLIST):
@@ -119,7 +119,7 @@ def _prove(system: System, image: Image) -> None:
 
 
 def bound(gpus: Sequence[PciGpu]) -> tuple[str, ...]:
-    """Return `GPU 0000:17:00.0 is bound to nouveau` for each GPU that one of these drivers has."""
+    """Return `GPU 0000:17:00.0 is bound to nouveau` for each GPU bound to one of these drivers."""
     # The PCI driver of the module nova_core calls itself NovaCore.
     drivers = {name.replace("_", "") for name in MODULES}
     return tuple(

@@ -1,4 +1,4 @@
-"""What a driver from packages needs done: its pin or stream, another version or branch of it, its modules loaded."""
+"""A driver from packages: its pin or stream, a change of its version or branch, and loading its modules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpuprov.packaging.rpm_packages import InstallRpmPackages, added, installed_
 from gpuprov.wire.errors import GpuprovError
 
 _INSTALL_SECONDS = 600
-# What the driver's packages are called, in any of its branches and distributions (NVIDIA's Driver Installation Guide).
-# Not the container toolkit's, nor the CUDA toolkit's libraries, many of which begin with libnv.
+# Names of the driver's packages in all branches and distributions (NVIDIA's Driver Installation Guide). They do not
+# match the container toolkit, nor the CUDA toolkit's libraries, many of which begin with libnv.
 _DRIVER_PACKAGES = re.compile(
     r"(?!.*(container|docker))((lib|kmod-|dkms-|xserver-xorg-video-|firmware-|xorg-x11-)?nvidia|cuda-drivers|libcuda1|"
     r"libnvcuvid|libnvoptix|libnvsdm|libxnvctrl|linux-(modules|objects|signatures)-nvidia)",
@@ -30,13 +30,13 @@ _CHANGE = "change the driver's packages"
 
 
 def fits(version: str, wanted: str) -> bool:
-    """Say whether the version of a driver's package is the one, or of the branch, that is wanted."""
+    """Say whether the version of a driver's package is the wanted one, or of the wanted branch."""
     return re.match(rf"(\d+:)?{re.escape(wanted)}([.-]|$)", version) is not None
 
 
 @dataclass(frozen=True)
 class SwitchPin(InstallPackages):
-    """apt shall keep the driver to another branch or version: one package of preferences takes the place of others."""
+    """Make apt keep the driver to another branch or version: one package of preferences replaces others."""
 
     instead: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class SwitchPin(InstallPackages):
         return {**super().capture(system), "instead": list(self.instead)}
 
     def _install(self, system: System, tell: Tell) -> None:
-        # apt-get(8): a trailing dash takes a package away.
+        # apt-get(8): a trailing dash removes a package.
         words = ("install", "--", *self.names, *(f"{name}-" for name in self.instead))
         done = apt.run_apt(system, words, tell, lock_timeout=self.lock_timeout, options=self.options)
         finish(done, f"{', '.join(self.names)} could not be installed")
@@ -60,7 +60,7 @@ class SwitchPin(InstallPackages):
 
 @dataclass(frozen=True)
 class ChangeDriverPackages(InstallPackages):
-    """The driver's packages shall be of another version or branch, newer or older; apt's preferences already say so."""
+    """Change the driver's packages to another version or branch, newer or older; apt's preferences are already set."""
 
     wanted: str = ""
 
@@ -80,12 +80,12 @@ class ChangeDriverPackages(InstallPackages):
         return Then.PLAN_AGAIN
 
     def _gone(self) -> tuple[str, ...]:
-        """Return the packages that apt shall remove, as it is asked for that (apt-get(8): with a trailing dash)."""
+        """Return the packages that apt must remove, in apt's syntax (apt-get(8): with a trailing dash)."""
         return ()
 
     def _install(self, system: System, tell: Tell) -> None:
         words = ("install", "--allow-downgrades", "--", *self.names, *self._gone())
-        # A branch's packages may replace those of another; nothing else may go for them.
+        # A branch's packages may replace those of another; nothing else may be removed for them.
         asked = apt.run_apt(system, ("--simulate", *words), tell, options=self.options, lock_timeout=self.lock_timeout)
         strangers = foreign_removals(asked.stdout)
         if strangers:
@@ -102,7 +102,7 @@ class ChangeDriverPackages(InstallPackages):
 
 @dataclass(frozen=True)
 class SwitchBranch(ChangeDriverPackages):
-    """The same where each branch has packages of its own: those of `instead` go."""
+    """Do the same if each branch has separate packages: those of `instead` are removed."""
 
     instead: tuple[str, ...] = ()
 
@@ -133,14 +133,14 @@ class SwitchBranch(ChangeDriverPackages):
 
 
 def foreign_removals(said: str) -> tuple[str, ...]:
-    """Return the packages that `apt-get --simulate` would take away and that are not a driver's."""
+    """Return the packages that `apt-get --simulate` would remove and that do not belong to a driver."""
     names = re.findall(r"^Remv (\S+)", said, re.MULTILINE)
     return tuple(name for name in names if not _DRIVER_PACKAGES.match(name))
 
 
 @dataclass(frozen=True)
 class ChangeDriverRpms(InstallRpmPackages):
-    """The same by dnf, for which the stream that is enabled says which versions there are. Nothing is taken away."""
+    """Do the same with dnf, where the enabled stream determines the available versions. Nothing is removed."""
 
     wanted: str = ""
 
@@ -158,7 +158,7 @@ class ChangeDriverRpms(InstallRpmPackages):
     def apply(self, system: System, tell: Tell) -> Json:
         before = installed_rpms(system)
         names = sorted({package_name(one) for one in before if _DRIVER_PACKAGES.match(one)})
-        # dnf(8): to the newest that the enabled streams have, be it older than what is there.
+        # dnf(8): to the newest version in the enabled streams, even if it is older than the installed one.
         command = (self.program.name, "-y", *self.options, "distro-sync", *names)
         done = run_rpm(system, command, tell, _INSTALL_SECONDS, self.lock_timeout)
         rpm_failures.finish(done, f"the driver's packages could not be changed to {self.wanted}")
@@ -172,7 +172,7 @@ class ChangeDriverRpms(InstallRpmPackages):
         return Then.PLAN_AGAIN
 
     def _drop_stale(self, system: System, tell: Tell, driver: str) -> None:
-        """Take away compiled modules of another driver: their packages have names of their own, so no update does."""
+        """Remove compiled modules of another driver: their packages have different names, so no update removes them."""
         stale = sorted(one for one in installed_rpms(system) if precompiled.is_stale(package_name(one), driver))
         if stale:
             done = run_rpm(system, ("rpm", "-e", *stale), tell, _INSTALL_SECONDS, self.lock_timeout)
@@ -198,7 +198,7 @@ def _require_version(version: str, wanted: str, look: str) -> None:
 
 @dataclass(frozen=True)
 class EnableStream(Change):
-    """This stream of the module nvidia-driver shall be enabled (dnf(8), "Module Command")."""
+    """Enable this stream of the module nvidia-driver (dnf(8), "Module Command")."""
 
     stream: str
     before: str = ""
@@ -235,7 +235,7 @@ class EnableStream(Change):
 
 @dataclass(frozen=True)
 class LoadDriver(Change):
-    """The installed driver's kernel modules shall be loaded, and of the libraries' version."""
+    """Load the installed driver's kernel modules, in the version of the libraries."""
 
     undo_when_interrupted: ClassVar[bool] = False
 
@@ -263,6 +263,6 @@ class LoadDriver(Change):
 
 
 def _kernel_says(system: System) -> str:
-    """Return what the kernel's log has of NVIDIA's modules, the last lines."""
+    """Return the last lines about NVIDIA's modules in the kernel's log."""
     lines = system.run(("dmesg",), timeout=10).stdout.splitlines()
     return "\n".join([line for line in lines if "NVRM" in line or "nvidia" in line.lower()][-4:])

@@ -1,4 +1,4 @@
-"""Precompiled kernel modules, in packages for one kernel each: whether there are some for this host. Pure.
+"""Precompiled kernel modules, in packages for one kernel each: whether this host has any available. Pure.
 
 Sources: github.com/NVIDIA/yum-packaging-precompiled-kmod (package names, streams, DISTROS.md) for Red Hat's family;
 documentation.suse.com, "NVIDIA GPU driver on SLES", and the package nvidia-open-driver-G06-signed for SUSE's.
@@ -31,9 +31,9 @@ _SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-dr
 _SIGNED_KMP = re.compile(r"nvidia-open-driver-G\d\d-signed-cuda-kmp-[a-z0-9]+")
 # Ubuntu's, by the kernel; those with a flavour in its place only depend on them.
 _UBUNTU = re.compile(r"(linux-modules-nvidia-\d+(?:-server)?(?:-open)?-)\d+\.\d+\.\d+-.+")
-# On one of these all others of a driver hang.
+# The packages on which the driver's other packages depend.
 _TOP = ("nvidia-open", "cuda-drivers", "nvidia-compute-utils-G06", "nvidia-compute-utils-G07")
-# What brings modules that are built on the host, or NVIDIA's driver with whatever modules.
+# Packages of modules built on the host, or of NVIDIA's driver with any modules.
 _BUILT = re.compile(r"kmod-nvidia-.*dkms|nvidia-(open-)?driver-G\d\d-kmp-.*|dkms-nvidia|nvidia-open|cuda-drivers")
 
 
@@ -41,9 +41,9 @@ _BUILT = re.compile(r"kmod-nvidia-.*dkms|nvidia-(open-)?driver-G\d\d-kmp-.*|dkms
 class Precompiled:
     """A driver for which there are modules for the running kernel.
 
-    `module`: their package. `libraries`: what must come in the driver's version beside the package on which all others
-    hang. `stream`: that of the module nvidia-driver in which dnf finds them, or nothing; `latest`: the one that has the
-    newest branch, whichever that is.
+    `module`: their package. `libraries`: packages that must have the driver's version, beside the package on which the
+    others depend. `stream`: the stream of the module nvidia-driver in which dnf finds them, or ""; `latest`: the stream
+    with the newest branch.
     """
 
     driver: str
@@ -54,15 +54,15 @@ class Precompiled:
 
 
 def kind_of(facts: HostFacts, spec: HostSpec) -> str:
-    """Return which modules a driver from packages has on this host: open or proprietary."""
+    """Return the kind of modules that a driver from packages has on this host: open or proprietary."""
     return generations.packaged_type(facts.gpu_device_ids, spec.driver_version, spec.kernel_module_type)
 
 
 def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether compiled modules are to be used if there are some.
+    """Say whether compiled modules are used if available.
 
-    By default only where packages match the distribution's kernels; rebuilds of Red Hat's sources do not.
-    With a user-supplied key for Secure Boot modules are built and signed. A host stays with those that it has.
+    By default only if packages match the distribution's kernels; rebuilds of Red Hat's sources do not. With a
+    user-supplied key for Secure Boot, modules are built and signed. A host keeps the kind that it has.
     """
     if spec.driver != "packages" or facts.bundle is not None:
         return False
@@ -73,7 +73,7 @@ def is_wanted(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
-    """Return the driver with compiled modules for the running kernel that is there, or else offered; the newest."""
+    """Return the installed, else the newest offered driver with compiled modules for the running kernel."""
     row = facts.distribution
     if row is None or not is_wanted(facts, spec) or _is_built(facts):
         return None
@@ -87,7 +87,7 @@ def chosen(facts: HostFacts, spec: HostSpec) -> Precompiled | None:
 
 
 def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages, or patterns of them, of which repositories must be asked: none if all is there."""
+    """Return the packages, or patterns of them, to query the repositories for; none if all are installed."""
     row = facts.distribution
     if row is None or not is_wanted(facts, spec) or _is_built(facts) or chosen(facts, spec) is not None:
         return ()
@@ -100,7 +100,7 @@ def questions(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return why compiled modules can't be had where they are asked for, or are in use."""
+    """Return why compiled modules are unavailable although they are requested or in use."""
     if spec.kernel_modules == "precompiled" and spec.driver not in ("packages", "distribution"):
         return (
             Problem(
@@ -136,7 +136,7 @@ def _lack_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Probl
         return ()
     names = questions(facts, spec)
     if names and (facts.offers is None or facts.offers.problems):
-        # Nobody was asked, or that they could not be is what is said.
+        # The repositories were not queried, or the failed query is reported instead.
         return ()
     branch = f" of branch {spec.driver_version}" if spec.driver_version else ""
     kind, kernel = kind_of(facts, spec), facts.kernel.release
@@ -152,7 +152,7 @@ def _lack_problems(facts: HostFacts, spec: HostSpec, in_use: str) -> tuple[Probl
 
 
 def module_package(installed: Iterable[str], release: str) -> str:
-    """Return the package that brings the installed driver's modules to a kernel; nothing where they are built."""
+    """Return the package with the installed driver's modules for a kernel; "" if they are built."""
     names = sorted(installed)
     kernel = _RED_HAT_KERNEL.fullmatch(release)
     for found in filter(None, map(_KMOD.fullmatch, names)):
@@ -163,7 +163,7 @@ def module_package(installed: Iterable[str], release: str) -> str:
 
 
 def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Return what Secure Boot asks for: the distributions sign with keys that their kernels know, NVIDIA with its own.
+    """Return the problems of Secure Boot: kernels know their distribution's key, but not NVIDIA's.
 
     Source: UEFI.md of yum-packaging-precompiled-kmod.
     """
@@ -182,13 +182,13 @@ def signing_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def is_stale(package: str, driver: str) -> bool:
-    """Say whether a package has compiled modules of another driver than this one."""
+    """Say whether a package contains compiled modules of another driver than this one."""
     found = _KMOD.fullmatch(package)
     return found is not None and found["driver"] != driver
 
 
 def _in_use(facts: HostFacts) -> str:
-    """Return an installed package of compiled modules, for whatever kernel."""
+    """Return an installed package of compiled modules, for any kernel."""
     names = sorted(facts.packages.installed)
     return next((name for name in names if _KMOD.fullmatch(name) or name in _SUSE.values()), "")
 
@@ -201,7 +201,7 @@ def _is_built(facts: HostFacts) -> str:
 
 
 def _is_whole(facts: HostFacts, one: Precompiled) -> bool:
-    """Say whether what is installed is the driver of these modules, not a newer one beside old modules."""
+    """Say whether the installed driver matches these modules, and is not a newer one beside old modules."""
     versions = [_upstream(facts.packages.installed[name]) for name in _TOP if name in facts.packages.installed]
     return not versions or one.driver in versions
 
@@ -209,7 +209,7 @@ def _is_whole(facts: HostFacts, one: Precompiled) -> bool:
 def _found(
     row: Distribution, facts: HostFacts, spec: HostSpec, kind: str, packages: Mapping[str, tuple[str, ...]]
 ) -> list[Precompiled]:
-    """Return all drivers of which these packages have modules for the running kernel."""
+    """Return all drivers that have modules for the running kernel in these packages."""
     if row.package_manager == "zypper":
         found = _suse(facts, kind, packages)
     else:
@@ -219,7 +219,7 @@ def _found(
 
 
 def _red_hat_kernel(row: Distribution, facts: HostFacts) -> str:
-    """Return the running kernel as it stands in the names of modules' packages: 5.14.0-611.24.1; nothing elsewhere."""
+    """Return the running kernel as written in names of module packages: 5.14.0-611.24.1; "" on other distributions."""
     match = _RED_HAT_KERNEL.fullmatch(facts.kernel.release)
     return match["kernel"] if match and _WITH_KMODS.fullmatch(row.nvidia_repository) else ""
 
@@ -237,7 +237,7 @@ def _red_hat(row: Distribution, kernel: str, kind: str, names: Iterable[str]) ->
 
 
 def _suse(facts: HostFacts, kind: str, packages: Mapping[str, tuple[str, ...]]) -> list[Precompiled]:
-    """SUSE signs open modules, for all kernels of a service pack: these keep their interfaces."""
+    """Return SUSE's choices: it signs open modules for all kernels of a service pack, which keep their interfaces."""
     kernel = _SUSE_KERNEL.fullmatch(facts.kernel.release)
     if kernel is None or kind != "open":
         return []

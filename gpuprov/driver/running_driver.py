@@ -1,7 +1,7 @@
-"""A driver that is loaded while another is to be installed: who uses it, and which way leads past it. Changes nothing.
+"""A loaded driver that another one must replace: who uses it, and how it can be replaced. Changes nothing.
 
-Modules can be taken out of the kernel once nobody has a GPU open: services of the driver's own are stopped for it,
-containers and the display where the site allows it. What is anybody else's is named, never ended.
+Modules can be unloaded once no process has a GPU open. Services of the driver are stopped; containers and the display
+are stopped if the site allows it. Other processes are named, never killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# In the order of stopping: who asks, then who is asked (units of NVIDIA's packages, and of dcgm-exporter's).
+# In the order of stopping: clients, then their servers (units of NVIDIA's packages, and of dcgm-exporter's).
 UNITS = (
     "dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service",
     "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
@@ -38,7 +38,7 @@ DISPLAY_MANAGER = "display-manager.service"
 
 
 def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether a driver is loaded, or a display runs, that another driver can't be loaded beside."""
+    """Say whether a loaded driver or a running display prevents loading another driver."""
     if not brings_modules(facts, spec) or facts.kernel.container:
         return False
     if not _replaces(facts, spec):
@@ -47,22 +47,22 @@ def is_in_the_way(facts: HostFacts, spec: HostSpec) -> bool:
 
 
 def _replaces(facts: HostFacts, spec: HostSpec) -> bool:
-    """Say whether this run puts another driver on the disk, from a .run or as packages."""
+    """Say whether this run installs another driver on the disk, from a .run or as packages."""
     changes = (*cuda_repository.plan_other_version(facts, spec), *distribution_plan.plan_other_branch(facts, spec))
     return installs(facts, spec) or bool(changes)
 
 
 def is_other(facts: HostFacts) -> bool:
-    """Say whether the kernel runs another version than the one that is installed."""
+    """Say whether the kernel runs another version than the installed one."""
     loaded, installed = facts.driver_loaded_version, facts.driver_installed_version
     return "" not in (loaded, installed) and loaded != installed
 
 
 def gather_running(system: System, facts: HostFacts) -> RunningDriver:
-    """Return what uses the loaded driver; reads only, by four commands."""
+    """Return the users of the loaded driver; reads only, by four commands."""
     holders = gather_holders(system, _drm_nodes(facts))
     names = (*UNITS, DISPLAY_MANAGER)
-    # `is-active` says one word a unit, in order (systemctl(1)).
+    # `is-active` prints one word per unit, in order (systemctl(1)).
     words = system.run(("systemctl", "is-active", *names)).stdout.split()
     active = tuple(name for name, word in zip(names, words) if word in ("active", "activating", "reloading"))
     return RunningDriver(
@@ -95,7 +95,7 @@ def _containers(system: System, facts: HostFacts, holding: set[str]) -> Mapping[
 def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
     """Return id → name of the containers in `docker inspect` that have a GPU; `holding`: ids that have one open.
 
-    One that has it not open counts too: it has the libraries of the driver that goes, and would fail with the new one.
+    A container with the GPU closed counts too: it has the old driver's libraries, and would fail with the new driver.
     """
     try:
         rows: Any = json.loads(text)
@@ -119,7 +119,7 @@ def _asks_for_gpus(row: Any) -> bool:
 class Way:
     """How another driver replaces the loaded one: by `unloading` it first, or at the next boot (`keep_loaded`).
 
-    With `obstacles` it is neither: a sentence for each.
+    With `obstacles` neither is possible: a sentence for each.
     """
 
     unloading: Unloading | None = None
@@ -128,7 +128,7 @@ class Way:
 
 
 def way(facts: HostFacts, spec: HostSpec) -> Way:
-    """Return how the asked driver replaces the loaded driver."""
+    """Return how the requested driver replaces the loaded one."""
     running = facts.running
     if running is None or not is_in_the_way(facts, spec):
         return Way()
@@ -165,7 +165,7 @@ def _could_not_unload(facts: HostFacts) -> bool:
 
 
 def _obstacles(running: RunningDriver, spec: HostSpec) -> tuple[str, ...]:
-    """Return a sentence for each user of the GPUs that must not, or can't, be stopped."""
+    """Return a sentence for each user of the GPUs that may not, or can't, be stopped."""
     containers = () if spec.stop_containers else tuple(sorted(running.containers.values()))
     return (*(f"container {name} uses a GPU" for name in containers), *map(str, _others(running, spec)))
 
@@ -176,7 +176,7 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
     found = []
     for holder in running.holders:
         ours = holder.container in running.containers or holder.unit in running.units
-        # What runs in somebody's desktop ends with the display; if it does not, the unloading fails and names it.
+        # Processes in a desktop session end with the display; if not, the unloading fails and names them.
         desktop = display and not holder.container and holder.unit in ("", display)
         if not ours and not desktop:
             found.append(holder)
@@ -184,7 +184,7 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
 
 
 def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the start of the containers that are, or will be, stopped for another driver: once all else is done."""
+    """Return the start of the containers that were or will be stopped for another driver, as the last change."""
     found = facts.files.get(STOPPED)
     unloading = way(facts, spec).unloading
     names = (*(stopped_containers(found.content) if found else ()), *(unloading.containers if unloading else ()))
@@ -192,7 +192,7 @@ def plan_containers(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return who keeps the loaded driver from being replaced, and what to do about it."""
+    """Return what prevents replacing the loaded driver, and what to do about it."""
     found = way(facts, spec).obstacles if _replaces(facts, spec) else ()
     if not found or facts.running is None:
         return ()

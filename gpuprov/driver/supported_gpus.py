@@ -1,4 +1,4 @@
-"""Which GPUs a .run serves, with which kernel modules, by its own supported-gpus.json; the installer is not run for it.
+"""Read which GPUs a .run serves, with which kernel modules, from its supported-gpus.json, without running it.
 
 The file lies in the payload behind the shell stub (makeself). Its features: `kernelopen`, the open modules serve it;
 `gsp_proprietary_supported`, the proprietary ones too; `legacybranch`, the branch that was the last for it.
@@ -19,7 +19,7 @@ from gpuprov.facts.chips import Chip, Chips
 from gpuprov.wire.errors import GpuprovError, Problem
 
 _MEMBER = "supported-gpus/supported-gpus.json"
-# What a payload begins with, and how tarfile calls it; none needs the whole in memory.
+# The magic bytes of a payload, and tarfile's mode for it; none needs the whole in memory.
 _FORMATS = ((b"\x1f\x8b", "r|gz"), (b"\xfd7zXZ\x00", "r|xz"), (b"BZh", "r|bz2"))
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _FROM_ZSTD = 'tail -n +"$1" "$2" | zstd -dcq | tar -xOf - --wildcards "*supported-gpus.json"'
@@ -28,18 +28,18 @@ _SECONDS = 300
 
 
 def gather_served(system: System, path: str) -> Chips:
-    """Return what the driver file at a path says of GPUs; none where there is no such file, or no list in it."""
+    """Return the GPU list in the driver file at a path; none if the file or its list is missing."""
     start = system.read_start(path, HEADER_BYTES)
     try:
         skip = parse_header(start.decode("latin-1")).skip if start is not None else 0
     except GpuprovError:
-        # The installation says what the file is instead.
+        # The installation reports what the file is instead.
         return {}
     return read_supported_gpus(system, path, skip)
 
 
 def read_supported_gpus(system: System, path: str, skip: int) -> Chips:
-    """Return device id → chip of the .run whose payload begins at line `skip`; none where it can't be read cheaply."""
+    """Return device id → chip of the .run whose payload begins at line `skip`; none if reading would be expensive."""
     try:
         with system.open(path) as file:
             start = _seek_payload(file, skip)
@@ -50,7 +50,7 @@ def read_supported_gpus(system: System, path: str, skip: int) -> Chips:
 
 
 def _seek_payload(file: BinaryIO, skip: int) -> bytes:
-    """Go to the first byte of the payload; return the four bytes there, by which its compression is known."""
+    """Go to the first byte of the payload; return its first four bytes, which identify the compression."""
     if skip < 2:
         return b""
     for _ in range(skip - 1):
@@ -82,11 +82,11 @@ def _by_zstd(system: System, path: str, skip: int) -> str:
 
 
 def parse_chips(text: str) -> Chips:
-    """Return device id (four digits, small) → chip; what is no such list gives none."""
+    """Return device id (four digits, lower case) → chip; none for an invalid list."""
     try:
         rows: Any = json.loads(text)["chips"]
         features = [{str(one) for one in row.get("features") or ()} for row in rows]
-        # Lists of branches before 560 do not tell of the proprietary modules: there they serve all.
+        # Lists of branches before 560 do not mention proprietary modules, which serve all GPUs there.
         told = any("gsp_proprietary_supported" in one for one in features)
         found: dict[str, Chip] = {}
         for row, names in zip(rows, features):
@@ -94,7 +94,7 @@ def parse_chips(text: str) -> Chips:
             legacy = str(row.get("legacybranch") or "").partition(".")[0]
             open_modules = "kernelopen" in names
             closed = not open_modules or not told or "gsp_proprietary_supported" in names
-            # One number stands for several cards: one that is served counts.
+            # One id stands for several cards: one served card is enough.
             if device_id not in found or found[device_id].legacy_branch:
                 found[device_id] = Chip(str(row.get("name") or "a GPU"), legacy, open_modules, closed)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -103,9 +103,9 @@ def parse_chips(text: str) -> Chips:
 
 
 def module_type(device_ids: Sequence[str], chips: Chips, asked: str, otherwise: str) -> str:
-    """Return which kernel modules to build: what was asked, what serves all GPUs, `otherwise` where both do.
+    """Return which modules to build: the requested kind, the kind that serves all GPUs, or `otherwise` if both do.
 
-    A GPU that the list does not know is held against nothing. Raises GpuprovError if nothing serves them all.
+    A GPU that is not in the list has no restriction. Raises GpuprovError if no kind serves them all.
     """
     known = {device_id: chips[device_id] for device_id in sorted(set(device_ids)) if device_id in chips}
     problems = tuple(_legacy(device_id, chip) for device_id, chip in known.items() if chip.legacy_branch)
@@ -134,7 +134,7 @@ def module_type(device_ids: Sequence[str], chips: Chips, asked: str, otherwise: 
 
 
 def problems(device_ids: Sequence[str], chips: Chips, asked: str) -> tuple[Problem, ...]:
-    """Return why the driver that the list belongs to can't serve these GPUs, with kernel modules as asked."""
+    """Return why the listed driver can't serve these GPUs with the requested kernel modules."""
     try:
         module_type(device_ids, chips, asked, "auto")
     except GpuprovError as error:

@@ -1,4 +1,4 @@
-"""Takes a loaded driver out of the kernel, and gives back what was stopped for it; never decides who may be stopped."""
+"""Unload a loaded driver and restart what was stopped for it; never decides what may be stopped."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gpuprov.facts.holders import GpuHolder, gather_holders
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.wire.errors import GpuprovError
 
-# In the order of unloading: each before what it stands on (modinfo --field=depends).
+# In the order of unloading: each before the modules that it depends on (modinfo --field=depends).
 MODULES = (
     "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia_peermem", "nvidia_fs", "gdrdrv", "nvidia_vgpu_vfio", "nvidia",
 )  # fmt: skip
 _STOP_SECONDS = 180
 _UNLOAD_SECONDS = 60
-# A process that was told to end may take this long to let go of its GPU.
+# A process that was terminated may take this long to release its GPU.
 _LET_GO_SECONDS = 15
 
 
 @dataclass(frozen=True)
 class Unloading:
-    """Units and containers that are stopped, in this order, and the modules that are then unloaded, in this order.
+    """Units and containers to stop, then modules to unload, both in this order.
 
-    `devices`: nodes of other names by which the modules are held too (/dev/dri). `boot_id`: this boot, where a reboot
-    may help if they can't be unloaded.
+    `devices`: other nodes that also keep the modules in use (/dev/dri). `boot_id`: this boot, if a reboot may help
+    after a failed unload.
     """
 
     version: str
@@ -42,7 +42,7 @@ class Unloading:
     boot_id: str = ""
 
     def lines(self) -> tuple[str, ...]:
-        """Return what is done, a line each, for people."""
+        """Return the actions, one line each, for users."""
         stopped = (*(f"container {name}" for name in self.containers), *self.units)
         return (
             *(f"stop {name} (started again afterwards)" for name in stopped),
@@ -51,7 +51,10 @@ class Unloading:
 
 
 def unload(system: System, wanted: Unloading, tell: Tell) -> None:
-    """Stop what is named and unload the modules. Raises GpuprovError that names who holds them still."""
+    """Stop the named units and containers and unload the modules.
+
+    Raises GpuprovError that names who still uses them.
+    """
     _write_down(system, wanted)
     if wanted.containers:
         tell(f"stopping {', '.join(wanted.containers)}", 0, 0)
@@ -113,12 +116,12 @@ class ReloadDriver(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Start again what was stopped: the driver before is not on the disk any more."""
+        """Start again what was stopped: the earlier driver is no longer on the disk."""
         start_all_again(system, lambda message, done, total: None)
 
 
 def _write_down(system: System, wanted: Unloading) -> None:
-    """Add to what is written down: an earlier run may have been killed."""
+    """Add to the stored list: an earlier run may have been killed."""
     before = _stopped(system)
     _write(
         system,
@@ -158,7 +161,7 @@ def _wait_for_holders(system: System, devices: tuple[str, ...]) -> tuple[GpuHold
 
 
 def _unload_module(system: System, name: str) -> None:
-    # One goes by itself with another that alone needed it.
+    # A module may be unloaded together with the only one that needed it.
     if not system.exists(f"/sys/module/{name}"):
         return
     done = system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
@@ -174,16 +177,16 @@ def _unload_module(system: System, name: str) -> None:
 
 
 def unload_unused(system: System) -> None:
-    """Take the modules of a driver that is gone from the disk out of the kernel, if unused."""
+    """Unload the modules of a driver that was removed from the disk, if unused."""
     for name in MODULES:
         if system.exists(f"/sys/module/{name}"):
             system.run(("rmmod", name), timeout=_UNLOAD_SECONDS)
 
 
 def start_again(system: System, tell: Tell) -> None:
-    """Load the modules that are installed and start the units that were stopped; what does not start is told.
+    """Load the installed modules and start the stopped units; report what does not start.
 
-    Containers stay written down: they need the new driver's CDI specification. Harmless twice.
+    Containers stay in the stored list: they need the new driver's CDI specification. Safe to repeat.
     """
     if system.status(STOPPED) is None:
         return
@@ -203,7 +206,7 @@ def start_again(system: System, tell: Tell) -> None:
 
 
 def start_all_again(system: System, tell: Tell) -> None:
-    """Do the same with containers too, where the driver before is the one that they knew."""
+    """Do the same including containers, if the restored driver is the one that they used."""
     start_again(system, tell)
     _start_containers(system, _stopped(system).containers, tell)
 
@@ -217,7 +220,7 @@ def _start_containers(system: System, names: tuple[str, ...], tell: Tell) -> Non
 
 @dataclass(frozen=True)
 class StartContainers(Change):
-    """Require that the containers that were stopped for another driver run again."""
+    """Start the containers that were stopped for another driver."""
 
     names: tuple[str, ...]
 
@@ -236,9 +239,9 @@ class StartContainers(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Nothing: they ran before."""
+        """Do nothing: the containers ran before."""
 
 
 def stopped_containers(content: bytes) -> tuple[str, ...]:
-    """Return the containers that the file of what was stopped names."""
+    """Return the stopped containers that the stored list names."""
     return _parse(content.decode("utf-8", "replace")).containers

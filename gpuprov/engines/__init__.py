@@ -1,1 +1,1 @@
-"""Container engines: for each, what it is now (gather), what is wrong (problems), what to change (plan)."""
+"""Container engines: for each, its facts (gather), its problems (problems), and its changes (plan)."""

@@ -1,4 +1,4 @@
-"""`gpuprov runtime configure` behind its flags: an engine's files as they are and shall be, and their writing."""
+"""The implementation of `gpuprov runtime configure`: an engine's files now and as desired, and writing them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def usual_runtime(system: System) -> str:
 
 
 def usual_hook(system: System) -> str:
-    """Return the hook's program, chosen in the same way."""
+    """Return the hook's program, chosen like the runtime's."""
     there = (path for path in (deploy.NVIDIA_HOOK_PATH, HOOK_PATH) if system.exists(path))
     return next(there, deploy.NVIDIA_HOOK_PATH)
 
 
 def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -> Configuration:
-    """Return what `--config-mode hook` would do: put the OCI hook's file into hooks.d, or take it out.
+    """Return what `--config-mode hook` would do: put the OCI hook's file into hooks.d, or remove it.
 
     Raises GpuprovError for an engine that reads no such folder; podman and CRI-O do.
     """
@@ -53,7 +53,7 @@ def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -
 
 
 def write(system: System, edits: tuple[FileEdit, ...]) -> None:
-    """Write what changes: each file whole or not at all, owner and mode of existing ones kept."""
+    """Write the changed files atomically, keeping owner and mode of existing ones."""
     for edit in edits:
         if not edit.changes:
             continue
@@ -94,7 +94,7 @@ def _crio(system: Reader, request: ConfigureRequest) -> Configuration:
 
 
 def _crio_status(system: Reader, request: ConfigureRequest) -> dict[str, object]:
-    """Return CRI-O's configuration as the running CRI-O tells it; older ones have a program of its own for that."""
+    """Return CRI-O's configuration from the running CRI-O; older releases have a separate program for that."""
     command = (request.executable or "crio", "status", "config")
     done = system.run(command, timeout=20)
     if not done.ok:

@@ -16,10 +16,10 @@ _LOG_LINES = "20"
 
 @dataclass(frozen=True)
 class ConfigureEngine(Change):
-    """The engine's files name the runtime, and the running engine has read them.
+    """Register the runtime in the engine's files and make the running engine read them.
 
-    `restart` is False for an engine that serves Kubernetes and that nobody has allowed to be restarted: it reads them
-    at its next start. No `edits`: the files are right, and it has not read them. `unit` runs it.
+    `restart` is False for an engine that serves Kubernetes and may not be restarted: it reads them at its next start.
+    Without `edits` the files are right, but the engine has not read them. `unit` runs it.
     """
 
     engine: str
@@ -48,7 +48,7 @@ class ConfigureEngine(Change):
 
     def capture(self, system: System) -> Json:
         files = [capture_path(system, edit.path) for edit in self.edits]
-        # What was not restarted is not restarted by the undoing either.
+        # If it was not restarted, the undo does not restart it either.
         was_active = self.restart and _is_active(system, self._unit)
         return {"engine": self.engine, "files": files, "was_active": was_active, "unit": self._unit}
 
@@ -94,7 +94,7 @@ def _is_active(system: System, unit: str) -> bool:
 
 
 def _restart(system: System, unit: str) -> str:
-    """Restart a unit; return what went wrong, or nothing."""
+    """Restart a unit; return what went wrong, or ""."""
     system.run(("systemctl", "reset-failed", unit))
     done = system.run(("systemctl", "restart", unit), timeout=_RESTART_SECONDS)
     if done.ok and _is_active(system, unit):

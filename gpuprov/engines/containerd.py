@@ -1,4 +1,4 @@
-"""containerd's configuration, versions 1 to 3: which table a runtime stands in, what it copies, what is imported. Pure.
+"""containerd's configuration, versions 1 to 3: the table of a runtime, the options that it copies, the imports. Pure.
 
 containerd before 2.0 takes a plugin's table from the last file that has one, whole (mergeConfig: "Replace entire
 sections instead of merging"): a drop-in with one runtime in it would silently throw away the main file's sandbox image,
@@ -31,7 +31,7 @@ _RUNC_LIKE = ("runc", "crun")
 class Distribution:
     """A Kubernetes distribution with a containerd of its own: its files, and what makes it read them.
 
-    `rendered` is what it writes at every start, from `templates` (by version) where there are any.
+    It writes `rendered` at every start, from `templates` (by version) if any exist.
     """
 
     name: str
@@ -66,7 +66,7 @@ DISTRIBUTIONS = {
 
 
 def version_of(found: Mapping[str, Any], default: int) -> int:
-    """Return a file's configuration version: 1 where keys but no version stand in it, the default where none do.
+    """Return a file's configuration version: 1 if it has keys but no version, the default if it is empty.
 
     Raises GpuprovError for a version that is no number: containerd itself does not start with it.
     """
@@ -81,7 +81,7 @@ def version_of(found: Mapping[str, Any], default: int) -> int:
 
 
 def version_from_program(said: str) -> int:
-    """Return the configuration version to begin with, from what `containerd --version` says."""
+    """Return the configuration version to start with, from the output of `containerd --version`."""
     found = re.search(r"\bv?(\d+)\.\d+\.\d+", said)
     return 3 if found and int(found[1]) >= 2 else 2
 
@@ -92,12 +92,12 @@ def plugin_path(version: int) -> Path:
 
 
 def plugin_table(found: Mapping[str, Any], version: int) -> Mapping[str, Any]:
-    """Return what stands in the CRI plugin's table."""
+    """Return the content of the CRI plugin's table."""
     return table_at(found, plugin_path(version))
 
 
 def runtime_like_default(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of the runtime that ours copies: the default one, else runc, else crun, else what they'd have.
+    """Return the runtime entry to copy: the default one, else runc, else crun, else a standard one.
 
     `source` is the CRI plugin's table. The cgroup driver (SystemdCgroup) comes with it.
     """
@@ -119,10 +119,10 @@ def runtime_tables(
     *,
     forgets_runc: bool = False,
 ) -> Tables:
-    """Return what shall stand in a file that says `found`: the runtime, with the entry that `source` has for a default.
+    """Return the tables to write into a file with content `found`: the runtime, based on the default entry in `source`.
 
-    A runtime of that name that is there already keeps its keys; only its program is set. `forgets_runc`: the default
-    runtime would be gone if ours alone were named.
+    An existing runtime of that name keeps its keys; only its program is set. `forgets_runc`: the default runtime would
+    be lost if only gpuprov's were named.
     """
     plugin = plugin_path(version)
     runtimes = (*plugin, "containerd", "runtimes")
@@ -148,7 +148,7 @@ def relies_on_builtin_runc(table: Mapping[str, Any]) -> bool:
 
 
 def _flat(tables: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
-    """Return tables inside tables as tables of their own."""
+    """Return nested tables as separate tables."""
     result: list[tuple[Path, dict[str, Any]]] = []
     for path, keys in tables:
         inner = [((*path, key), dict(value)) for key, value in keys.items() if isinstance(value, Mapping)]
@@ -168,7 +168,7 @@ def with_version(version: int, wanted: Tables) -> Tables:
 
 
 def import_pattern(drop_in: str) -> str:
-    """Return the pattern under which the main file takes in a drop-in: every .toml file of its folder."""
+    """Return the pattern by which the main file imports a drop-in: every .toml file of its folder."""
     return f"{parent_of(drop_in)}/*.toml"
 
 
@@ -179,6 +179,6 @@ def imports(found: Mapping[str, Any]) -> list[str]:
 
 
 def is_imported(found: Mapping[str, Any], main: str, drop_in: str) -> bool:
-    """Say whether the main file takes in that drop-in already. Relative patterns start at the main file's folder."""
+    """Say whether the main file already imports that drop-in. Relative patterns start at the main file's folder."""
     patterns = (one if one.startswith("/") else f"{parent_of(main)}/{one}" for one in imports(found))
     return any(fnmatch.fnmatchcase(drop_in, pattern) for pattern in patterns)

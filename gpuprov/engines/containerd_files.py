@@ -1,6 +1,7 @@
-"""Which of containerd's files a runtime goes into, and what becomes of them. Reader; writes nothing.
+"""Choose containerd's files for a runtime and compute their edits. Reader; writes nothing.
 
-The main file and its imports are read as containerd reads them; `containerd.py` says why a drop-in is not always right.
+The main file and its imports are read as containerd reads them; `containerd.py` explains why a drop-in is not always
+right.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _Edits = tuple[FileEdit, ...]
 
 @dataclass(frozen=True)
 class Files:
-    """What containerd reads, ours left out: its main file, the files that it imports, and what it makes of them all.
+    """The files that containerd reads, without gpuprov's: its main file, its imports, and their combined result.
 
-    `dumped` is `containerd config dump`, None where it was not asked. `merges`: plugins' tables are merged over files.
+    `dumped` is `containerd config dump`, None if it was not run. `merges`: plugins' tables are merged over files.
     """
 
     main: str
@@ -36,12 +37,12 @@ class Files:
     merges: bool
 
     def holders(self) -> tuple[str, ...]:
-        """Return the files in which the CRI plugin's table stands, in the order in which containerd reads them."""
+        """Return the files that contain the CRI plugin's table, in containerd's reading order."""
         everything = ((self.main, self.found), *self.imported)
         return tuple(path for path, found in everything if containerd.plugin_table(found, self.version))
 
     def written(self) -> Mapping[str, Any]:
-        """Return the CRI plugin's table as the files have it, what is built in left out."""
+        """Return the CRI plugin's table from the files, without built-in values."""
         everything = (self.found, *(found for _, found in self.imported))
         tables = [containerd.plugin_table(found, self.version) for found in everything]
         if self.merges:
@@ -55,13 +56,13 @@ class Files:
         return containerd.plugin_table(self.dumped, containerd.version_of(self.dumped, self.version))
 
     def runtime_tables(self, entry: RuntimeEntry, found: Mapping[str, Any]) -> Tables:
-        """Return what shall stand in the one of the files that says `found`."""
+        """Return the tables to write into the file with content `found`."""
         forgets_runc = not self.merges and containerd.relies_on_builtin_runc(self.written())
         return containerd.runtime_tables(found, self.version, entry, self.source(), forgets_runc=forgets_runc)
 
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
-    """Return what brings the runtime into containerd's files, or takes it out."""
+    """Return the edits that register the runtime in containerd's files, or remove it."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if request.unset:
         return _unset(system, request)
@@ -95,12 +96,12 @@ def _require_lasting(main: str) -> None:
 
 
 def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: str) -> Files:
-    """Read the main file and its imports, without what is ours, and ask containerd what it is."""
+    """Read the main file and its imports, without gpuprov's, and query containerd's version and configuration."""
     text = read_text(system, main) or ""
-    toml_text.read_toml(text, main)  # a file that can't be read is refused as it stands
+    toml_text.read_toml(text, main)  # an unreadable file is refused unchanged
     found = toml_text.read_toml(toml_text.without_ours(text), main)
     imported = tuple((path, _others(system, path)) for path in _imported(system, found, main) if path != drop_in)
-    # The host's own containerd says nothing of microk8s's.
+    # The host's own containerd has no information about microk8s's.
     usual = system.which("containerd") if request.engine == "containerd" else None
     program = request.executable or usual or "containerd"
     said = system.run((program, "--version"), timeout=20) if request.executable or usual else None
@@ -123,7 +124,7 @@ def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: st
 
 
 def written(system: Reader) -> Mapping[str, Any]:
-    """Return the CRI plugin's table as the usual files of containerd have it, what is ours left out."""
+    """Return the CRI plugin's table in the usual files of containerd, without gpuprov's additions."""
     return read_files(system, ConfigureRequest("containerd"), containerd.MAIN, containerd.DROP_IN).written()
 
 
@@ -151,7 +152,7 @@ def _dump(system: Reader, program: str, main: str) -> Mapping[str, Any]:
 
 
 def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str) -> tuple[_Edits, tuple[str, ...]]:
-    """Return the files to edit, and why they are others than one might expect."""
+    """Return the files to edit, and why they differ from the usual ones."""
     holders = files.holders()
     if files.version == 1 and drop_in:
         note = "version 1 of containerd's configuration has no drop-ins: the main file takes the runtime"
@@ -188,7 +189,7 @@ def _by_drop_in(system: Reader, files: Files, drop_in: str, wanted: Tables) -> _
 
 
 def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
-    """Return a note of files that lay in the drop-in's folder unread, and are read from now on."""
+    """Return a note about files in the drop-in's folder that were not read before, and now will be."""
     if not any(edit.changes for edit in edits[1:]):
         return ()
     others = [path for path in matching(system, containerd.import_pattern(drop_in)) if path != drop_in]
@@ -196,7 +197,7 @@ def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
 
 
 def _unset(system: Reader, request: ConfigureRequest) -> Configuration:
-    """Return what takes out all that is ours: of the main file, its imports, the drop-in, the templates."""
+    """Return the edits that remove gpuprov's additions from the main file, its imports, the drop-in, the templates."""
     distribution = DISTRIBUTIONS.get(request.engine)
     if distribution is not None:
         paths = [request.config] if request.config else list(distribution.templates.values())
@@ -207,7 +208,7 @@ def _unset(system: Reader, request: ConfigureRequest) -> Configuration:
     found = read(system, main)
     imported = [path for path in _imported(system, found, main) if path != drop_in]
     neighbours = [path for path in imported if drop_in and parent_of(path) == parent_of(drop_in)]
-    # Files that others have put beside the drop-in since then live by the same import.
+    # Files that others have added beside the drop-in since then need the same import.
     edits = _emptied(
         system, [main, *imported, *([drop_in] if drop_in else [])], keep=("imports",) if neighbours else ()
     )

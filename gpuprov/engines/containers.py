@@ -1,4 +1,4 @@
-"""The decision for a container that runs, by its name or id: docker and podman are asked for the id. Reader only."""
+"""Find the recorded decision of a running container by name or id; docker and podman resolve the id. Reader only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _STATE = "{{.Id}} {{.State.Running}}"
 
 
 def decision_of(system: System, container: str) -> dict[str, Any]:
-    """Return what is kept of a container. Raises GpuprovError where there is no such container, or nothing is kept."""
+    """Return the record of a container. Raises GpuprovError if there is no such container or no record."""
     known = _names(system)
     identifier, engine, runs = _identifier(system, container, known)
     if engine and not runs:
-        # plain runc leaves the hook's file behind until the next start: it says nothing of a container that ended.
+        # plain runc keeps the hook's file until the next start: it is not valid for a container that ended.
         raise GpuprovError(
             f"the container {container} does not run, and a decision is kept only while one does",
             f"{engine} inspect {container}: State.Running is false",
@@ -43,7 +43,7 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
 
 
 def decision_of_bundle(bundle: str) -> dict[str, Any] | None:
-    """Return what is kept of the container of a bundle, None for nothing, or for users who may not read it."""
+    """Return the record of a bundle's container, None if there is none or the user may not read it."""
     try:
         found = [record.read(name) for name in record.names()]
     except OSError:
@@ -67,7 +67,7 @@ def _read(system: System, identifier: str) -> dict[str, Any] | None:
 def _identifier(system: System, container: str, known: list[str]) -> tuple[str, str, bool]:
     """Return a container's id, the engine that knows it, and whether it runs there.
 
-    The engine is "" for a whole id or a beginning that only the files know.
+    The engine is "" for a full id or a prefix that only the files contain.
     """
     if container in known:
         return container, "", False

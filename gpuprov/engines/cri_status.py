@@ -1,6 +1,6 @@
-"""What a running engine says of itself through CRI, Kubernetes' interface to engines: the handlers that pods can name.
+"""Query a running engine through CRI, Kubernetes' interface to engines, for the handlers that pods can name.
 
-One call of gRPC, whose answer alone is read: HTTP/2 (RFC 9113) without a dependency on hosts that have no gRPC.
+It makes a single gRPC call over HTTP/2 (RFC 9113), so hosts need no gRPC library.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _VERBOSE = b"\x08\x01"
 
 @dataclass(frozen=True)
 class CriStatus:
-    """The runtime handlers that a running engine knows, and whether it reads CDI (None: it does not say)."""
+    """The runtime handlers that a running engine knows, and whether it reads CDI (None: unknown)."""
 
     handlers: tuple[str, ...]
     cdi: bool | None = None
 
 
 def ask(system: System, path: str) -> CriStatus | None:
-    """Return what the engine behind this socket says; None where none answers, or it does not tell its handlers."""
+    """Return the status of the engine at this socket; None if it does not respond or does not report handlers."""
     try:
         with system.connect(path, _SECONDS) as connection:
             return parse(_answer(connection))
@@ -48,7 +48,7 @@ def ask(system: System, path: str) -> CriStatus | None:
 
 
 def parse(message: bytes) -> CriStatus | None:
-    """Return what a StatusResponse says. Raises ValueError for what is none."""
+    """Return the content of a StatusResponse. Raises ValueError for an invalid one."""
     handlers: list[str] = []
     config: object = {}
     for number, value in _fields(message):
@@ -66,7 +66,7 @@ def parse(message: bytes) -> CriStatus | None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """Return number → content of the fields that have a length; numbers are passed over."""
+    """Return number → content of the length-delimited fields; numeric fields are skipped."""
     place = 0
     while place < len(message):
         key, place = _varint(message, place)
@@ -99,7 +99,7 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 
 
 def _answer(connection: socket.socket) -> bytes:
-    """Make the call; return the message that answers it. Raises ValueError or OSError where none comes."""
+    """Make the call; return the response message. Raises ValueError or OSError if there is none."""
     window = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _LARGEST)
     headers = b"".join(_header(name, value) for name, value in _CALL)
     connection.sendall(

@@ -20,7 +20,7 @@ _RUNC_LIKE = ("runc", "crun")
 
 
 def runtime_like_default(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the entry of the runtime that ours copies: the default one, else runc, else crun, else an empty one."""
+    """Return the runtime entry to copy: the default one, else runc, else crun, else an empty one."""
     runtime = source.get("crio", {}).get("runtime", {})
     runtimes = runtime.get("runtimes", {})
     default = str(runtime.get("default_runtime") or "")
@@ -29,7 +29,7 @@ def runtime_like_default(source: Mapping[str, Any], name: str) -> dict[str, Any]
 
 
 def runtime_tables(found: Mapping[str, Any], entry: RuntimeEntry, source: Mapping[str, Any]) -> Tables:
-    """Return what shall stand in a file that says `found`. CRI-O reads CDI by itself: there is nothing to enable."""
+    """Return the tables to write into a file with content `found`. CRI-O reads CDI by default: nothing to enable."""
     there = found.get("crio", {}).get("runtime", {}).get("runtimes", {}).get(entry.name)
     copied = {} if isinstance(there, Mapping) else runtime_like_default(source, entry.name)
     table = {**copied, "runtime_path": entry.path, "runtime_type": "oci"}

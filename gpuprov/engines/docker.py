@@ -1,4 +1,4 @@
-"""Docker: what it is now, what is wrong with it, and whether daemon.json must change; docker_change.py does it."""
+"""Docker: its facts, its problems, and whether daemon.json must change; docker_change.py changes it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _SNAP = "/snap/bin/docker"
 
 @dataclass(frozen=True)
 class DockerFacts:
-    """What docker is on a host.
+    """Facts about docker on a host.
 
-    `config_path` is the file that docker.service reads; `config_text` is None where it is missing, and
-    `config_kind` says what lies there instead of a file. `refused`: why dockerd does not take the file, asked where
-    there is reason to. What comes after `active` is what the running daemon says, and empty where none answers;
-    `error` is then its client's complaint, and `version` that of the program. `cdi`: it reads CDI specifications.
+    `config_path` is the file that docker.service reads; `config_text` is None if it is missing, and `config_kind` says
+    what lies there instead of a file. `refused`: why dockerd rejects the file, checked if there is reason to. The
+    fields after `active` come from the running daemon, and are empty if it does not respond. `error` is then the
+    client's error, and `version` the program's. `cdi`: it reads CDI specifications.
     """
 
     installed: bool = False
@@ -59,20 +59,20 @@ class DockerFacts:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the file says; empty if it can't be read."""
+        """The content of the file; empty if it can't be read."""
         return parse_config(self.config_text, self.config_path, self.version)[0]
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether docker runs, as systemd says, and does not answer its client: nothing is known of it then."""
+        """Whether systemd says that docker runs, but it does not respond to its client: nothing is known of it then."""
         return self.installed and not self.active and self.unit.active == "active"
 
 
 def reach_local_docker(system: System) -> str:
-    """Let every docker command of this run reach this host's own docker; return its address.
+    """Make every docker command of this run use this host's own docker; return its address.
 
-    Neither DOCKER_HOST nor a context of docker's client may lead to another one. Where systemd does not answer, they
-    stay what they are.
+    Neither DOCKER_HOST nor a context of docker's client may select another one. If systemd does not respond, both stay
+    unchanged.
     """
     unit = gather_unit(system)
     if not unit.load:
@@ -84,7 +84,7 @@ def reach_local_docker(system: System) -> str:
 
 
 def gather(system: System) -> DockerFacts:
-    """Return what docker is here, by a question to systemd and two commands of docker's client."""
+    """Return the facts about docker, from one systemd query and two commands of docker's client."""
     installed = system.which("dockerd") is not None
     unit = gather_unit(system)
     path = unit.config_path
@@ -109,7 +109,7 @@ def gather(system: System) -> DockerFacts:
 
 
 def _asked(system: System) -> dict[str, Any]:
-    """Return the fields that the running daemon tells."""
+    """Return the fields that the running daemon reports."""
     if system.which("docker") is None:
         return {"error": "docker's client is not installed"}
     info = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
@@ -136,12 +136,12 @@ def _text(system: System, path: str) -> str | None:
 
 
 def _kind(status: FileStatus | None) -> str:
-    """Return what lies at a path instead of a regular file, nothing where one lies there, or nothing at all."""
+    """Return the kind of a path that is not a regular file, "" for a regular file or a missing one."""
     return "" if status is None or status.kind == "file" else status.kind
 
 
 def parse_info(text: str) -> DockerFacts:
-    """Return what `docker info --format '{{json .}}'` says; a daemon that does not answer shows up as not active."""
+    """Return the fields of `docker info --format '{{json .}}'`; a daemon that does not respond counts as not active."""
     try:
         info: Any = json.loads(text)
     except ValueError:
@@ -167,7 +167,7 @@ def parse_info(text: str) -> DockerFacts:
 
 
 def problems(facts: DockerFacts, *, runtime_path: str = "", set_default: bool = False) -> tuple[Problem, ...]:
-    """Return what keeps docker from being configured; nothing is touched then."""
+    """Return what prevents the configuration of docker; nothing is changed then."""
     if facts.snap:
         return (
             Problem(
@@ -220,7 +220,7 @@ def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
 
 
 def _flag_problems(facts: DockerFacts, runtime_path: str, set_default: bool) -> tuple[Problem, ...]:
-    """dockerd does not start with the same directive as a flag and in its file."""
+    """Return the problems of flags: dockerd does not start with the same directive as a flag and in its file."""
     words = [f"--add-runtime={name}={path}" for name, path in facts.unit.flag_runtimes.items()]
     is_default = not set_default or facts.default_runtime == "nvidia"
     if not runtime_path or (_is_registered_by_flag(facts, "nvidia", runtime_path) and is_default):
@@ -252,10 +252,10 @@ def plan(
     drop: Sequence[str] = (),
     offline: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the change of docker's configuration file and its taking up by docker, or nothing where all is right.
+    """Return the change of docker's configuration file and its reload or restart; empty if all is right.
 
-    `cdi`: docker shall read CDI specifications, where its version can. `drop`: runtimes that shall go. `offline`: it
-    can't run here (an image).
+    `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`: docker can't
+    run here (an image).
     """
     if parse_config(facts.config_text, facts.config_path, facts.version)[1] or facts.config_kind:
         return ()
@@ -272,7 +272,7 @@ def plan(
     cdi_waits = cdi and docker_cdi.waits_for_restart(facts)
     default_loaded = not set_default or facts.default_runtime == runtime_name
     loaded = (facts.runtimes or {}).get(runtime_name) == runtime_path and default_loaded
-    # A restart that would stop containers is not made for it.
+    # No restart is made for it if that would stop containers.
     is_loaded = text is None and facts.active and loaded and not (cdi_waits and restart)
     is_loaded = is_loaded if not offline else text is None
     if is_loaded and not facts.unit.is_disabled:

@@ -1,6 +1,6 @@
-"""Whether docker reads CDI specifications (`docker run --device nvidia.com/gpu=all`), and what makes it. Pure.
+"""Whether docker reads CDI specifications (`docker run --device nvidia.com/gpu=all`), and how to enable it. Pure.
 
-docker 25 to 28.1 does if its file says features.cdi, 28.2 and later unless it says no; older ones can't
+docker 25 to 28.1 reads them if its file sets features.cdi, 28.2 and later unless it disables it. Older releases can't
 (docs.docker.com, dockerd, "Enable CDI devices").
 """
 
@@ -18,7 +18,7 @@ FEATURES = "25 to 28.1"
 
 
 class Docker(Protocol):
-    """What is asked of docker's facts (docker.DockerFacts)."""
+    """The docker facts used here (docker.DockerFacts)."""
 
     @property
     def active(self) -> bool: ...
@@ -44,18 +44,18 @@ def knows_cdi(version: str) -> bool:
 
 
 def needs_feature(version: str) -> bool:
-    """Say whether a docker of that version reads them only if it is told to."""
+    """Say whether a docker of that version needs features.cdi to read them."""
     return _FIRST <= version_numbers(version) < _FIRST_BY_ITSELF
 
 
 def setting(config: Mapping[str, Any]) -> object:
-    """Return the configuration's features.cdi, None where it says nothing."""
+    """Return the configuration's features.cdi, None if it is not set."""
     features = config.get("features")
     return features.get("cdi") if isinstance(features, dict) else None
 
 
 def switched_off(facts: Docker) -> str:
-    """Return how somebody has switched CDI off in docker's file, nothing if nobody has. It stays so."""
+    """Return how a user switched CDI off in docker's file, "" if not. gpuprov keeps that setting."""
     if setting(facts.config) is False:
         return f"features.cdi is false in {facts.config_path}"
     folders = facts.config.get("cdi-spec-dirs")
@@ -73,19 +73,19 @@ def is_to_be_set(facts: Docker) -> bool:
 
 
 def waits_for_restart(facts: Docker) -> bool:
-    """Say whether docker reads CDI specifications once it is restarted with its file, or with features.cdi added."""
+    """Say whether docker reads CDI specifications after a restart with its file, or with features.cdi added."""
     is_set = setting(facts.config) is True and not switched_off(facts)
     return facts.active and not facts.cdi and needs_feature(facts.version) and (is_set or is_to_be_set(facts))
 
 
 def waits_for_containers(facts: Docker) -> bool:
-    """Say whether features.cdi is set and docker has not been restarted since, because that would stop containers."""
+    """Say whether features.cdi is set but docker was not restarted since, because that would stop containers."""
     restarts = facts.live_restore or not facts.running_containers
     return waits_for_restart(facts) and not is_to_be_set(facts) and not restarts
 
 
 def is_off(facts: Docker) -> str:
-    """Return why the running docker reads no CDI specification, nothing if it does."""
+    """Return why the running docker reads no CDI specifications, "" if it does."""
     if facts.cdi:
         return ""
     if not knows_cdi(facts.version):

@@ -1,4 +1,4 @@
-"""Changes docker's configuration file, makes docker take it up, and goes back to the old file if docker fails."""
+"""Change docker's configuration file, make docker load it, and restore the old file if docker fails."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _RESTART_SECONDS = 180
 
 @dataclass(frozen=True)
 class ReconfigureDocker(Change):
-    """docker's file shall have this content (None: it has it already) and the running docker shall know the runtime.
+    """Write this content to docker's file (None: already written) and make the running docker know the runtime.
 
-    `restart` is False where that would stop containers: docker takes up runtimes by a reload too, and containers go on.
-    `reload` is False where the running docker reads another file. `runs`: whether docker runs, and so whether it is
-    known which containers do. `enable`: docker shall come up at boots. `is_loaded`: nothing else is to be done.
-    `cdi_later`: docker reads CDI specifications only after a restart that is not made now. `cdi_by_version`: docker is
-    not installed yet, so whether its file must say features.cdi is seen once it is.
+    `restart` is False if that would stop containers: a reload also loads runtimes, and containers keep running.
+    `reload` is False if the running docker reads another file. `runs`: whether docker runs, so that its running
+    containers are known. `enable`: start docker at boot. `is_loaded`: nothing else is to be done. `cdi_later`: docker
+    reads CDI specifications only after a restart that is not made now. `cdi_by_version`: docker is not installed yet,
+    so whether its file must set features.cdi is decided afterwards.
     """
 
-    # Several runs may have changed the file, with edits by hand between them that docker could not start with.
+    # Several runs may have changed the file, with manual edits between them that docker could not start with.
     undo_goes_to_first: ClassVar[bool] = True
     undo_disturbs: ClassVar[bool] = True
 
@@ -112,7 +112,7 @@ class ReconfigureDocker(Change):
         return {}
 
     def _validate(self, system: System) -> None:
-        """Let dockerd itself look at the new text, where its version can (23.0 and later)."""
+        """Validate the new text with dockerd itself, if its version can (23.0 and later)."""
         if not self.validates or self.content is None:
             return
         folder = system.temporary_directory("/run")
@@ -139,16 +139,16 @@ class ReconfigureDocker(Change):
             raise from_os_error(f"{self.path} can't be written", error, next_step) from None
 
     def _take_up(self, system: System) -> str:
-        """Make docker read the file; return what went wrong, or nothing."""
+        """Make docker read the file; return what went wrong, or ""."""
         if _is_active(system) and self.reload:
-            # A docker that can't use the file goes on as before when it reloads: so that comes first.
+            # A docker that rejects the file at a reload keeps its old configuration: so reload first.
             trouble = _systemctl(system, "reload") or self._wait(system, _RELOAD_SECONDS)
             if trouble or not self.restart:
                 return trouble
         return _restart(system) or self._wait(system, _COMES_UP_SECONDS)
 
     def _wait(self, system: System, seconds: float) -> str:
-        """Wait until docker has the runtime; return why it has not, or nothing."""
+        """Wait until docker knows the runtime; return why it does not, or ""."""
         deadline = system.now() + seconds
         while seen := self._loaded(system):
             if system.now() > deadline:
@@ -157,7 +157,7 @@ class ReconfigureDocker(Change):
         return ""
 
     def _loaded(self, system: System) -> str:
-        """Return why docker has not taken the runtime up yet, or nothing."""
+        """Return why docker has not loaded the runtime yet, or ""."""
         field = f'{{{{with index .Runtimes "{self.runtime_name}"}}}}{{{{.Path}}}}{{{{end}}}} {{{{.DefaultRuntime}}}}'
         done = system.run(("docker", "info", "--format", field), timeout=20)
         if not done.ok:
@@ -170,7 +170,7 @@ class ReconfigureDocker(Change):
         return ""
 
     def _gone_back(self, system: System, before: Json, trouble: str, since: int) -> GpuprovError:
-        """Bring the old file back, and docker with it; return the error that tells."""
+        """Restore the old file and docker's state; return the error to raise."""
         words = last_words(system, since) or trouble
         if self.content is None:
             return GpuprovError(f"docker does not take up {self.path}", words, "journalctl -u docker -n 50")
@@ -191,17 +191,17 @@ class ReconfigureDocker(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Bring the old file back, and docker to what it was: running with it, or not running.
+        """Restore the old file and docker's earlier state: running with it, or stopped.
 
-        A docker that runs with that file already is not disturbed. Raises GpuprovError if docker ran and does not come
-        up.
+        A docker that already runs with that file is not restarted. Raises GpuprovError if docker ran before and does
+        not start.
         """
         image = before["file"]
         is_same = capture_path(system, image["path"]) == image
         if not is_same:
             restore_path(system, image)
         if system.which("dockerd") is None:
-            # It was removed since, and takes up nothing.
+            # docker was removed since, so it loads nothing.
             return
         if before.get("was_disabled"):
             _systemctl(system, "disable")
@@ -209,7 +209,7 @@ class ReconfigureDocker(Change):
             _stop(system)
         elif not (is_same and _is_active(system) and _runs_with_its_file(system)):
             trouble = _run_again(system, image["path"])
-            # What a change that failed has told is not told again.
+            # Do not repeat the messages of a failed change.
             if trouble and not (is_same and outcome is None):
                 raise GpuprovError(
                     f"docker does not come up with its old {image['path']}, which is back", trouble,
@@ -222,9 +222,9 @@ def _is_active(system: System) -> bool:
 
 
 def _runs_with_its_file(system: System) -> bool:
-    """Say whether the running docker has the runtimes that its file names, no others, and its default.
+    """Say whether the running docker has exactly the runtimes in its file, and its default.
 
-    Somebody may have brought the file back by hand, and not restarted docker.
+    A user may have restored the file without restarting docker.
     """
     unit = gather_unit(system)
     content = system.read_bytes(unit.config_path)
@@ -234,7 +234,7 @@ def _runs_with_its_file(system: System) -> bool:
         info: Any = json.loads(done.stdout)
         loaded, default = set(info["Runtimes"] or ()), str(info["DefaultRuntime"])
     except (ValueError, TypeError, KeyError):
-        return True  # it does not say
+        return True  # not reported
     config, wrong = parse_config(text, unit.config_path, dockerd_version(system) if text else "")
     if wrong:
         return True
@@ -251,21 +251,21 @@ def _is_built_in(name: str) -> bool:
 
 
 def _stop(system: System) -> None:
-    """Stop a docker that did not run before; where that would stop containers, it only reads its file."""
+    """Stop a docker that did not run before; if that would stop containers, only reload it."""
     if _is_active(system):
         _systemctl(system, "reload" if _restart_stops_containers(system) else "stop")
 
 
 def _run_again(system: System, path: str) -> str:
-    """Let docker run with the file that is there now; return why it does not, or nothing."""
+    """Make docker run with the current file; return why it does not, or ""."""
     since = system.clock()
     if not _is_active(system):
         trouble = _restart(system)
     elif _restart_stops_containers(system):
-        # docker forgets a runtime only at a restart: it may know it until the next.
+        # docker drops a runtime only at a restart: it may know it until then.
         trouble = _systemctl(system, "reload")
     elif refusal(system, gather_unit(system), path):
-        # It ran beside a file with which it could not have started, and so it does again.
+        # It ran with a file that would have prevented its start, and does so again.
         return ""
     else:
         trouble = _restart(system)
@@ -275,8 +275,8 @@ def _run_again(system: System, path: str) -> str:
 
 
 def _restart(system: System) -> str:
-    """Restart docker; return what systemctl complains of, or nothing."""
-    # Without this, a unit that was started often is not started again (StartLimitBurst), whatever its file says.
+    """Restart docker; return systemctl's error, or ""."""
+    # Without this, the start limit (StartLimitBurst) can block a unit that was started often.
     _systemctl(system, "reset-failed")
     return _systemctl(system, "restart")
 
@@ -287,6 +287,6 @@ def _restart_stops_containers(system: System) -> bool:
 
 
 def _systemctl(system: System, verb: str) -> str:
-    """Do something with docker's unit; return what systemctl complains of, or nothing."""
+    """Run a systemctl command on docker's unit; return its error, or ""."""
     done = system.run(("systemctl", verb, UNIT), timeout=_RESTART_SECONDS)
     return "" if done.ok else done.evidence(3)

@@ -1,4 +1,4 @@
-"""daemon.json as text: read with line and column for mistakes, edited without losing what is not ours. Pure."""
+"""daemon.json as text: parsed with line and column of errors, edited without losing other content. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _FIRST_WITH_BOM = _FIRST_WITH_VALIDATE = (23,)
 def parse_config(
     text: str | None, path: str = DAEMON_JSON, version: str = ""
 ) -> tuple[Mapping[str, Any], tuple[Problem, ...]]:
-    """Return the configuration that daemon.json's text holds; a missing or empty file is an empty one.
+    """Return the configuration in daemon.json's text; a missing or empty file is an empty configuration.
 
-    `text` has bytes that are no UTF-8 as lone surrogates (surrogateescape); docker takes such bytes. Of a name that
-    is duplicated in an object the last counts, as for docker. What gpuprov can't read or edit, or what has no place for
-    a runtime, is returned as problems. `version` is docker's, which decides on a byte order mark; nothing: unknown.
+    `text` holds bytes that are invalid UTF-8 as lone surrogates (surrogateescape); docker accepts such bytes. Of a
+    duplicate key in an object the last counts, as for docker. Returned as problems: text that gpuprov can't read or
+    edit, or that has no place for a runtime. `version` is docker's, which decides on a byte order mark; "" means
+    unknown.
     """
     if text is None or not text.strip():
         return {}, ()
@@ -48,19 +49,19 @@ def parse_config(
 
 
 def check_command(path: str, version: str) -> str:
-    """Return the command that checks a configuration file: dockerd's own, if it has one."""
+    """Return the command that checks a configuration file: dockerd's own, if available."""
     if version_numbers(version) >= _FIRST_WITH_VALIDATE:
         return f"dockerd --validate --config-file {path}"
     return f"python3 -m json.tool {path}"
 
 
 def _printable(text: str) -> str:
-    """Return text without lone surrogates, which no terminal takes."""
+    """Return text without lone surrogates, which terminals reject."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def has_member_twice(text: str) -> bool:
-    """Say whether an object of valid JSON has a duplicate name: rendering it again would drop one of the two."""
+    """Say whether an object of valid JSON has a duplicate key: rendering it again would drop one of the two."""
     found = False
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -75,11 +76,11 @@ def has_member_twice(text: str) -> bool:
 def edited(
     text: str | None, name: str, path: str, *, set_default: bool, cdi: bool = False, drop: Sequence[str] = ()
 ) -> str | None:
-    """Return the text of valid daemon.json with a runtime of that name and path; None if nothing is to be changed.
+    """Return valid daemon.json with a runtime of that name and path; None if nothing changes.
 
-    Without a path it is left without a runtime; `cdi` sets features.cdi; the runtimes of `drop` go.
-    What docker reads and JSON's own writer would lose stays, by an edit in place: a byte order mark, a name that
-    is duplicated, bytes that are no UTF-8. Line ends stay as they are.
+    Without a path the runtime is removed; `cdi` sets features.cdi; the runtimes of `drop` are removed. An edit in place
+    keeps what a JSON writer would lose: a byte order mark, a duplicate key, bytes that are invalid UTF-8. Line ends
+    stay as they are.
     """
     plain = (text or "").lstrip(BOM)
     config = json.loads(plain) if plain.strip() else {}
@@ -108,7 +109,7 @@ def edited(
 
 
 def _without_runtimes(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration without these runtimes; docker does not start with a default that it has not."""
+    """Return the configuration without these runtimes; docker does not start with a missing default runtime."""
     runtimes = config.get("runtimes") or {}
     if not any(name in runtimes for name in names):
         return config
@@ -119,7 +120,7 @@ def _without_runtimes(config: dict[str, Any], names: Sequence[str]) -> dict[str,
 
 
 def _number(text: str) -> float:
-    """Refuse NaN, Infinity and what overflows to it: Python would write them back, docker could not read them."""
+    """Refuse NaN, Infinity and overflowing numbers: Python would write them back, and docker could not read them."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a number in JSON")

@@ -1,6 +1,6 @@
-"""daemon.json as `gpuprov runtime configure` leaves it: the runtime in it or out of it, not another byte touched.
+"""daemon.json for `gpuprov runtime configure`: add or remove the runtime without changing another byte.
 
-JSON has no comments, so nothing marks what is ours: a runtime of our name and program is, and what names it as default.
+JSON has no comments, so nothing marks gpuprov's additions: the runtime's name and program identify them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RESTART = "systemctl restart docker (this stops containers, unless live-restore
 
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
-    """Return what brings the runtime into daemon.json, or takes it out."""
+    """Return the edit that registers the runtime in daemon.json, or removes it."""
     if request.drop_in:
         raise GpuprovError("docker has no drop-ins", request.drop_in, "--config FILE", exit_code=ExitCode.USAGE)
     unit = gather_unit(system)
@@ -90,7 +90,7 @@ def _parsed(text: str | None, path: str, version: str = "") -> Mapping[str, Any]
 
 
 def _require_no_flags(unit: DockerUnit, entry: RuntimeEntry, path: str) -> None:
-    """dockerd does not start with the same directive as a flag and in its file."""
+    """Raise GpuprovError for conflicting flags: dockerd does not start with a directive as a flag and in its file."""
     names = ("--add-runtime", *(("--default-runtime",) if entry.set_default else ()))
     words = [f"{name}={value}" for name in names for value in flag_values(unit.arguments, name)]
     if words:

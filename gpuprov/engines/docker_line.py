@@ -1,8 +1,8 @@
-"""What stands in a call of docker's client: its own options, the command, and of `run` and `create` the image.
+"""Parse a call of docker's client: its own options, the command, and for `run` and `create` the image.
 
-Pure, and imports nothing, because it is part of a program that starts with each container (nvidia_docker_command.py).
-docker stops to read options at the first word that is none: what follows the image is the container's command, and
-nothing there is looked at. Sources: docker(1), docker-run(1), and pflag's rules for words such as `-itv/a:/b`.
+Pure and without imports, because it is part of a program that starts with each container (nvidia_docker_command.py).
+docker stops reading options at the first word that is not one. What follows the image is the container's command, and
+is not parsed. Sources: docker(1), docker-run(1), and pflag's rules for words such as `-itv/a:/b`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# docker's own options. One that is unknown here ends the reading: the call goes to docker as it is.
+# docker's own options. An unknown one ends the parsing: the call goes to docker unchanged.
 _GLOBAL_FLAGS = frozenset(("D", "debug", "tls", "tlsverify", "v", "version", "h", "help"))
 _GLOBAL_VALUES = frozenset(("H", "host", "c", "context", "l", "log-level", "config", "tlscacert", "tlscert", "tlskey"))
 # The options of `run` and `create` that take no value; all others take one, those of later versions too.
@@ -23,7 +23,7 @@ _STARTING = ("run", "create")
 
 
 class ContainerCall:
-    """A call of `run` or `create`: `before` is everything up to and with that word, `after` what follows it.
+    """A call of `run` or `create`: `before` is everything up to and including that word, `after` what follows it.
 
     `hosts` are the daemons that docker's own options name. `options` are those of the command: pairs of name (without
     hyphens) and value, in their order. `image` is "" where there is none, else the word of `after` at `place`.
@@ -74,9 +74,9 @@ def container_call(words: Sequence[str]) -> ContainerCall | None:
 def _options(
     words: Sequence[str], flags: frozenset[str], known: frozenset[str] | None
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return the options at the beginning, and the place of the first word after them.
+    """Return the options at the beginning, and the index of the first word after them.
 
-    That place is -1 where an option is neither among `flags` nor among the `known` ones; None knows all.
+    That index is -1 if an option is neither among `flags` nor among the `known` ones; None accepts all.
     """
     found: list[tuple[str, str]] = []
     place = 0

@@ -1,4 +1,4 @@
-"""docker's daemon behind the site's proxy: a drop-in of its unit, and the file with the password, for root alone.
+"""The site's proxy for docker's daemon: a drop-in of its unit, and a file with the password that only root can read.
 
 A unit's own settings are world-readable (`systemctl show`), those of an EnvironmentFile= are not (systemd.exec(5)).
 """
@@ -37,9 +37,9 @@ def environment_text(proxy: Proxy) -> bytes:
 
 
 def is_in_use(system: System, proxy: Proxy) -> bool | None:
-    """Return whether the dockerd that runs has exactly this proxy in its environment; None if none runs.
+    """Return whether the running dockerd has exactly this proxy in its environment; None if none runs.
 
-    A host that has no proxy, and shall have none, is not asked.
+    A host that has no proxy, and is to have none, is not checked.
     """
     if not proxy.url and system.status(DROP_IN) is None:
         return None
@@ -55,10 +55,10 @@ def is_in_use(system: System, proxy: Proxy) -> bool | None:
 def plan(
     files: Mapping[str, FileFact], docker: DockerFacts, proxy: Proxy, *, in_use: bool | None, restarts: bool = False
 ) -> tuple[Change, ...]:
-    """Return the change of docker's proxy, or nothing where all is as it should be.
+    """Return the change of docker's proxy; empty if it is right.
 
     `restarts`: another change of the plan restarts docker afterwards.
-    A docker with containers that a restart would stop keeps its old environment until it restarts; `warning` says so.
+    A docker whose containers a restart would stop keeps its old environment until it restarts; `warning` reports it.
     """
     if not proxy.url and ENVIRONMENT not in files and DROP_IN not in files:
         return ()
@@ -71,7 +71,7 @@ def plan(
 
 
 def warning(docker: DockerFacts, proxy: Proxy, *, in_use: bool | None) -> str:
-    """Return the sentence for a docker that takes the proxy only later, or never; nothing for any other."""
+    """Return a warning for a docker that uses the proxy only later, or never; "" for any other."""
     if not proxy.url:
         return ""
     if docker.config.get("proxies"):
@@ -88,9 +88,9 @@ def _would_stop(docker: DockerFacts) -> bool:
 
 @dataclass(frozen=True)
 class SetDockerProxy(Change):
-    """docker's daemon shall use this proxy (one without a URL: none of gpuprov's), at once where `restart` is true.
+    """Set this proxy for docker's daemon (without a URL: remove gpuprov's), at once if `restart` is true.
 
-    What the file with the password held before is kept beside the journal, for root alone, and not in it.
+    The former content of the password file is kept beside the journal, for root only, and not in it.
     """
 
     proxy: Proxy
@@ -160,7 +160,7 @@ class SetDockerProxy(Change):
 
 
 def _shown(content: bytes | None) -> bytes | None:
-    """Return the file with the password as a diff may show it."""
+    """Return the file with the password in a form that a diff may show."""
     return None if content is None else masked(content.decode("utf-8", "replace")).encode()
 
 

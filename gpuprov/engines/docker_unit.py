@@ -1,6 +1,6 @@
-"""How docker is started on this host: its unit with every drop-in, dockerd's command line, what these decide.
+"""How docker is started on this host: its unit with every drop-in, dockerd's command line, and their effects.
 
-systemd is the source, for the next start follows it; where dockerd is started by hand or by a script, its process is.
+systemd is the source, because the next start uses it; if dockerd was started by hand or by a script, its process is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROPERTIES = (
     "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath"
 )
 _SECONDS = 20
-# Lines of docker's log that only say that it stopped or read its file, not why.
+# Lines of docker's log that only report a stop or that it read its file, not why it failed.
 _NOISE = re.compile(
     r"^(Starting|Stopping|Stopped|Started|Failed to start|Reloading|Reloaded|docker\.service: )"
     r"|level=(info|warning)|Got signal to reload"
@@ -36,9 +36,9 @@ _DECISIVE = re.compile(
 class DockerUnit:
     """docker.service as systemd has loaded it, in `systemctl show`'s words; all empty where systemd does not answer.
 
-    `command`: what starts dockerd, variables expanded. `running`: the command line of the dockerd that runs, which may
-    be older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts
-    when it is used.
+    `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
+    older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
+    used.
     """
 
     load: str = ""
@@ -52,7 +52,7 @@ class DockerUnit:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The arguments that count: the unit's where they can be read, else those of the dockerd that runs."""
+        """The effective arguments: the unit's if they can be read, else those of the running dockerd."""
         return _arguments(self.command) or _arguments(self.running)
 
     @property
@@ -62,13 +62,13 @@ class DockerUnit:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the dockerd that runs reads another file than its unit names: only a restart helps."""
+        """Whether the running dockerd reads another file than its unit names: only a restart helps."""
         running = _arguments(self.running)
         return bool(running) and _config_path(running) != self.config_path
 
     @property
     def is_disabled(self) -> bool:
-        """Whether docker does not come up at boot: its containers' restart policies need more than docker.socket."""
+        """Whether docker does not start at boot: its containers' restart policies need more than docker.socket."""
         return self.load == "loaded" and self.enabled == "disabled"
 
     @property
@@ -79,7 +79,7 @@ class DockerUnit:
 
 
 def gather_unit(system: Reader) -> DockerUnit:
-    """Return how docker is started, by one question to systemd."""
+    """Return how docker is started, by one systemd query."""
     blocks: dict[str, Mapping[str, Sequence[str]]] = {}
     if system.which("systemctl") is not None:
         done = system.run(("systemctl", "show", UNIT, SOCKET, "-p", _PROPERTIES), timeout=_SECONDS)
@@ -146,9 +146,9 @@ def flag_values(arguments: Sequence[str], *names: str) -> tuple[str, ...]:
 
 
 def local_address(unit: DockerUnit, hosts: object) -> str:
-    """Return the address at which this host's docker listens, for DOCKER_HOST; `hosts` is what its file says.
+    """Return the address of this host's docker, for DOCKER_HOST; `hosts` is the value in its file.
 
-    A socket before TCP: that needs no certificates.
+    A socket before TCP: it needs no certificates.
     """
     listed = listens_at(unit, hosts)
     for host in listed:
@@ -161,7 +161,7 @@ def local_address(unit: DockerUnit, hosts: object) -> str:
 
 
 def dockerd_version(system: Reader) -> str:
-    """Return the version of the dockerd that is installed, nothing if it does not say."""
+    """Return the version of the installed dockerd, "" if unknown."""
     if system.which("dockerd") is None:
         return ""
     found = re.search(r"version ([^\s,]+)", system.run(("dockerd", "--version"), timeout=_SECONDS).stdout)
@@ -169,22 +169,22 @@ def dockerd_version(system: Reader) -> str:
 
 
 def listens_at(unit: DockerUnit, hosts: object) -> tuple[str, ...]:
-    """Return where docker listens, in its own words: by its flags or its file, which never both say so."""
+    """Return docker's listen addresses from its flags or its file; never both set them."""
     of_file = tuple(str(host) for host in hosts) if isinstance(hosts, list) else ()
     return flag_values(unit.arguments, "-H", "--host") or of_file
 
 
 def refusal(system: System, unit: DockerUnit, path: str) -> str:
-    """Return why dockerd refuses a configuration file, in its own words; nothing if it takes the file.
+    """Return why dockerd rejects a configuration file, in its own words; "" if it accepts the file.
 
-    dockerd 23 and later has --validate. Before, it reads the file and merges it with its flags before it looks at the
-    level of its log: with a level that does not exist it ends there, and has begun nothing.
+    dockerd 23 and later has --validate. Earlier releases read the file and merge it with the flags before they check
+    the log level. An invalid log level therefore ends dockerd at that point, before it starts anything.
     """
     if system.which("dockerd") is None:
         return ""
     arguments = unit.arguments
     if path != unit.config_path:
-        # Only then, for dockerd starts without its usual file, and not without one that is named.
+        # Only then: dockerd starts without its default file, but not without a named one.
         arguments = (*_without(arguments, "--config-file"), "--config-file", path)
     done = system.run(("dockerd", "--validate", *arguments), timeout=_SECONDS)
     if "unknown flag: --validate" in done.stderr + done.stdout:
@@ -192,19 +192,19 @@ def refusal(system: System, unit: DockerUnit, path: str) -> str:
     said = f"{done.stderr}\n{done.stdout}"
     found = re.search(rf"unable to configure the Docker daemon with file {re.escape(path)}: (.*)", said)
     words = found[1].strip() if found else ""
-    # The level that is given here may stand in the file too: that is no fault of the file's.
+    # The file may also set the level that is given here: that is not an error of the file.
     return "" if re.search(r"configuration file: log-level: \(from flag: none, [^)]*\)$", words) else words
 
 
 def last_words(system: System, since: int = 0) -> str:
-    """Return why docker says that it did not start, from its journal since a time (seconds since 1970)."""
+    """Return why docker says that it did not start, from its log since a time (seconds since 1970)."""
     after = ("--since", f"@{since}") if since else ()
     done = system.run(("journalctl", "--unit", UNIT, "--lines", "60", "--no-pager", "--output", "cat", *after))
     return decisive_lines(done.stdout)
 
 
 def failure(system: System) -> Problem | None:
-    """Return the problem of a docker whose unit has failed, None for every other one."""
+    """Return the problem of a docker whose unit has failed, None for any other state."""
     unit = gather_unit(system)
     if (unit.load, unit.active) != ("loaded", "failed"):
         return None
@@ -213,7 +213,7 @@ def failure(system: System) -> Problem | None:
 
 
 def decisive_lines(log: str) -> str:
-    """Return the lines of docker's log that say why it failed; where none does, the last that say anything."""
+    """Return the lines of docker's log that say why it failed; else its last lines with any content."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     decisive = list(dict.fromkeys(line for line in lines if _DECISIVE.search(line)))
     telling = decisive or [line for line in lines if not _NOISE.search(line)]
@@ -222,7 +222,7 @@ def decisive_lines(log: str) -> str:
 
 
 def _arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """Return what follows dockerd in a command; nothing for a command that is not visibly dockerd's."""
+    """Return what follows dockerd in a command; empty for a command that does not clearly start dockerd."""
     number = next((number for number, word in enumerate(command) if word.rpartition("/")[2] == "dockerd"), None)
     return () if number is None else tuple(command[number + 1 :])
 
@@ -259,7 +259,7 @@ def _environment(system: Reader, unit: Mapping[str, Sequence[str]]) -> Mapping[s
 
 
 def _running(system: Reader, pid: str) -> tuple[str, ...]:
-    """Return the command line of the dockerd that runs, nothing if none does."""
+    """Return the command line of the running dockerd, empty if none runs."""
     pid = pid if pid.strip("0") else _read(system, "/run/docker.pid").strip()
     if not pid.isdecimal():
         return ()

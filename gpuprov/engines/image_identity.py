@@ -1,4 +1,4 @@
-"""What identifies a container image on any host, in any image store."""
+"""Identify a container image on any host, in any image store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IDENTITY = {
 
 
 def image_identity(system: System, reference: str, engine: str = "docker") -> str:
-    """Return what is the same for an image wherever it is loaded, or nothing if docker or podman does not have it."""
+    """Return an identity that is the same wherever the image is loaded, or "" if docker or podman does not have it."""
     done = system.run((engine, "image", "inspect", "--format", _IDENTITY[engine], reference))
     created, blank, layers = done.stdout.strip().partition(" ")
     return sha256_of(f"{created.strip(chr(34))}{blank}{layers}".encode()) if done.ok else ""

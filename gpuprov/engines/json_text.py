@@ -1,6 +1,6 @@
-"""A JSON file of others edited as text: one member put in, changed or taken out, every other byte as it was. Pure.
+"""Edit another program's JSON file as text: add, change or remove one member and keep every other byte. Pure.
 
-The text is valid JSON with an object at its root; `docker_config.parse_config` has said so before.
+The text is valid JSON with an object at its root; `docker_config.parse_config` checked it before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Member:
 
 
 def in_place(text: str, edit: Callable[[str], str]) -> str:
-    """Return an edited text with the byte order mark and the line ends that it had."""
+    """Return an edited text with its original byte order mark and line ends."""
     mark = BOM if text.startswith(BOM) else ""
     text = text[len(mark) :]
     is_crlf = text.count("\r\n") == text.count("\n") > 0
@@ -36,7 +36,7 @@ def in_place(text: str, edit: Callable[[str], str]) -> str:
 
 
 def with_member(text: str, path: Path, value: Any) -> str:
-    """Return the text with `value` at that path; objects on the way are made. The same text if it stands there."""
+    """Return the text with `value` at that path, making missing objects; unchanged if it is already there."""
     start = _blanks(text, 0)
     for depth, name in enumerate(path):
         members = _members(text, start)
@@ -54,7 +54,7 @@ def with_member(text: str, path: Path, value: Any) -> str:
 
 
 def without_member(text: str, path: Path) -> str:
-    """Return the text without the member at that path, and without the objects that are empty for it, but the root."""
+    """Return the text without the member at that path, and without objects that become empty, except the root."""
     start = _blanks(text, 0)
     for name in path[:-1]:
         found = _last(_members(text, start), name)

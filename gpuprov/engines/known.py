@@ -12,8 +12,8 @@ from gpuprov.engines import containerd, crio, podman
 class KnownEngine:
     """An engine's program, where it may lie beside the PATH, and what reads its files when it starts.
 
-    `units`: a server's and an agent's, say; podman has none. `socket` is where the engine speaks CRI. `cluster`: it is
-    a whole Kubernetes, so a restart of it is more than one of an engine.
+    `units`: for example a server's and an agent's; podman has none. `socket` is the engine's CRI socket. `cluster`: it
+    is a whole Kubernetes, so restarting it affects more than an engine.
     """
 
     program: str
@@ -26,7 +26,7 @@ class KnownEngine:
 
     @property
     def unit(self) -> str:
-        """The unit that is meant where no other one is known to run; empty if there is none."""
+        """The default unit if no other one is known to run; empty if there is none."""
         return self.units[0] if self.units else ""
 
 
@@ -52,5 +52,5 @@ ENGINES: Mapping[str, KnownEngine] = {
         socket="/var/snap/microk8s/common/run/containerd.sock", places=("/snap/bin/microk8s",), cluster=True,
     ),
 }  # fmt: skip
-# What a host has for itself, in the order in which `gpuprov_docker: none` configures them.
+# Engines of a host itself, in the order in which `gpuprov_docker: none` configures them.
 OF_THE_HOST = tuple(name for name, engine in ENGINES.items() if not engine.cluster)

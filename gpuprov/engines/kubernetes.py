@@ -1,4 +1,4 @@
-"""What makes a host a Kubernetes node: a kubelet that uses an engine of the host, or a distribution with its own."""
+"""Detect a Kubernetes node: a kubelet that uses an engine of the host, or a distribution with its own."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def gather(system: System) -> tuple[str, ...]:
 
 
 def own_engines(found: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those that bring a containerd of their own."""
+    """Return those that include their own containerd."""
     return tuple(name for name in found if name != KUBELET)

@@ -15,11 +15,11 @@ _SECONDS = 120
 
 @dataclass(frozen=True)
 class RemoveVolume(Change):
-    """A volume that no container refers to shall be gone. Its content does not come back."""
+    """Remove a volume that no container uses. Its content can't be restored."""
 
     name: str
 
-    # Half of it may be gone, and can't be brought back.
+    # It may be partly removed, and can't be restored.
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:
@@ -49,7 +49,7 @@ class RemoveVolume(Change):
 
 @dataclass(frozen=True)
 class StopPlugin(Change):
-    """The service of nvidia-docker 1's plugin shall neither run nor come up at boot."""
+    """Stop and disable the service of nvidia-docker 1's plugin."""
 
     unit: str
 
@@ -76,7 +76,7 @@ class StopPlugin(Change):
 
 @dataclass(frozen=True)
 class RemoveAccount(Change):
-    """The system user of nvidia-docker 1's plugin shall be gone, and its group with it."""
+    """Remove the system user of nvidia-docker 1's plugin, and its group."""
 
     name: str
 
@@ -87,7 +87,7 @@ class RemoveAccount(Change):
         return {"name": self.name, "line": _line(system, "/etc/passwd", self.name)}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        # The package's own scripts may have done it by now.
+        # The package's own scripts may have removed it already.
         if _line(system, "/etc/passwd", self.name):
             what = f"user {self.name} can't be removed"
             system.require(("userdel", self.name), what, f"ps -u {self.name}", timeout=_SECONDS)
@@ -113,11 +113,11 @@ def _line(system: System, path: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class RemoveFolder(Change):
-    """A folder of the plugin's shall be gone: what it holds, copies of the driver's files, the plugin made itself."""
+    """Remove a folder of the plugin: it holds copies of the driver's files that the plugin made."""
 
     path: str
 
-    # Half of it may be gone, and can't be brought back.
+    # It may be partly removed, and can't be restored.
     undo_when_interrupted: ClassVar[bool] = False
 
     def summary(self) -> str:

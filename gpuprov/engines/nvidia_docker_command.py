@@ -1,7 +1,7 @@
 """The program `nvidia-docker`: gives `run` and `create` the GPUs, and becomes docker; every other call is docker's.
 
-Standard library alone, and imports little, for it starts with each container. It changes nothing on the host but that
-it pulls an image whose labels it must read, as docker would do next.
+Standard library only, with few imports, because it starts with each container. Its only effect on the host is that it
+pulls an image whose labels it must read, as docker would do next.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _DISABLE = "NVIDIA_DISABLE_REQUIRE"
 _VOLUMES_LABEL = "com.nvidia.volumes.needed"
 _CUDA_LABEL = "com.nvidia.cuda.version"
 _TRUE = ("1", "t", "T", "true", "TRUE", "True")
-# As docker ends where it can't start a container, and a shell where a program is missing.
+# docker's exit code if it can't start a container, and a shell's if a program is missing.
 _REFUSED, _NO_DOCKER = 125, 127
 _LARGEST_ENV_FILE = 1 << 20
 
 
 class Image:
-    """What an image says of itself: labels, and environment by name."""
+    """Properties of an image: labels, and environment by name."""
 
     __slots__ = ("environment", "labels")
 
@@ -49,10 +49,10 @@ class Image:
 def gpu_words(
     call: ContainerCall, image: Image, caller: Mapping[str, str], given: Mapping[str, str | None]
 ) -> tuple[str, ...]:
-    """Return what is added to a call, by the first rule that fits.
+    """Return the words to add to a call, by the first matching rule.
 
-    `caller` is the caller's environment, `given` the container's variables that the call itself sets. A call that
-    chooses its GPUs by docker's own flags is left alone.
+    `caller` is the caller's environment, `given` the container's variables set by the call. A call that chooses its
+    GPUs by docker's own flags is unchanged.
     """
     chooses_by_cdi = any(value.startswith("nvidia.com/gpu=") for value in call.values("device"))
     if call.values("gpus") or chooses_by_cdi:
@@ -71,7 +71,7 @@ def gpu_words(
 
 
 def required_cuda(image: Image, given: Mapping[str, str | None]) -> str:
-    """Return the CUDA release that an image's label asks for, as MAJOR.MINOR; nothing where none counts."""
+    """Return the CUDA release that an image's label requires, as MAJOR.MINOR; "" if none applies."""
     disabled = given[_DISABLE] if _DISABLE in given else image.environment.get(_DISABLE)
     if disabled in _TRUE:
         return ""
@@ -113,8 +113,8 @@ def with_files(call: ContainerCall) -> ContainerCall:
 
 
 def main(words: Sequence[str], own_path: str) -> NoReturn:
-    """Become docker. `own_path`: this program's file, which a `docker` on the PATH may be a link to."""
-    # Python ignores SIGPIPE and turns SIGINT into an exception; docker and its children shall have them as they were.
+    """Execute docker. `own_path`: this program's file, to which a `docker` on the PATH may link."""
+    # Python ignores SIGPIPE and turns SIGINT into an exception; restore their defaults for docker and its children.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -151,14 +151,14 @@ def _added(docker: tuple[str, ...], call: ContainerCall) -> tuple[str, ...]:
     if not cuda:
         return words
     if not _is_local(docker, call):
-        # The other host's runtime holds it against its own driver.
+        # The other host's runtime compares it with its own driver.
         return (*words, f"--env=NVIDIA_REQUIRE_CUDA_LABEL=cuda>={cuda}")
     _require_cuda(call.image, image.labels[_CUDA_LABEL], cuda)
     return words
 
 
 def _image(docker: tuple[str, ...], call: ContainerCall) -> Image:
-    """Return what the image says, pulled first where docker would do it; nothing if docker does not know it."""
+    """Return the image's properties, pulling it first if docker would; empty if docker does not have it."""
     import json
 
     pull = ("missing", *call.values("pull"))[-1]
@@ -180,7 +180,7 @@ def _asked(command: tuple[str, ...]) -> subprocess.CompletedProcess[bytes]:
 
 
 def _pull(docker: tuple[str, ...], call: ContainerCall) -> None:
-    """Pull the image; end as docker does if that fails. Standard output is the container's."""
+    """Pull the image; on failure, exit as docker does. Standard output belongs to the container."""
     import subprocess
 
     platform = [f"--platform={value}" for value in call.values("platform")]
@@ -192,7 +192,7 @@ def _pull(docker: tuple[str, ...], call: ContainerCall) -> None:
 
 
 def _is_local(docker: tuple[str, ...], call: ContainerCall) -> bool:
-    """Say whether docker's daemon is this host's: docker's client says where it would connect."""
+    """Say whether docker's daemon is on this host: docker's client reports where it would connect."""
     shown = _asked((*docker, *call.docker_options, "context", "inspect", "--format={{.Endpoints.docker.Host}}"))
     place = shown.stdout.decode("utf-8", "replace").strip()
     if shown.returncode or not place:  # older than 19.03
@@ -201,7 +201,7 @@ def _is_local(docker: tuple[str, ...], call: ContainerCall) -> bool:
 
 
 def _require_cuda(image: str, label: str, cuda: str) -> None:
-    """End with a sentence if this host's driver is older than the image's CUDA needs."""
+    """Exit with a message if this host's driver is older than the image's CUDA needs."""
     from gpuprov.runtime_hook.errors import Refused
     from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, check, version_key
     from gpuprov.runtime_hook.settings import read_settings
@@ -213,7 +213,7 @@ def _require_cuda(image: str, label: str, cuda: str) -> None:
     try:
         host = Specifications(settings).own.host
     except Refused:
-        return  # the runtime says what is wrong with the specification
+        return  # the runtime reports what is wrong with the specification
     if check([f"cuda>={cuda}"], host)[0] != "violated":
         return
     first = next((driver for release, driver in FIRST_DRIVERS if version_key(release) >= version_key(cuda)), "")

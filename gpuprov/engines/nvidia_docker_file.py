@@ -1,11 +1,11 @@
-"""The text of `/usr/bin/nvidia-docker` (its program: nvidia_docker_command.py), and how gpuprov's is recognized."""
+"""The text of `/usr/bin/nvidia-docker` (its program: nvidia_docker_command.py), and how to recognise gpuprov's."""
 
 from __future__ import annotations
 
 PATH = "/usr/bin/nvidia-docker"
 _MARK = b"# gpuprov's nvidia-docker:"
-# -I -S -E: nothing of the caller's environment, folder or home decides what is imported. `-c` and not the zip file
-# itself: its own start imports more than this needs.
+# -I -S -E: the caller's environment, folder and home do not affect imports. `-c` instead of the zip file itself, whose
+# start imports more than needed.
 _TEXT = """\
 #!/bin/sh
 # gpuprov's nvidia-docker: gives `run` and `create` the GPUs, and passes everything to docker.
@@ -30,5 +30,5 @@ def render(python: str, program: str) -> bytes:
 
 
 def is_ours(content: bytes) -> bool:
-    """Say whether a file of this name is gpuprov's, of whatever version."""
+    """Say whether a file of this name is gpuprov's, of any version."""
     return _MARK in content[:200]

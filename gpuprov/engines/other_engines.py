@@ -1,4 +1,4 @@
-"""containerd, CRI-O, podman and Kubernetes' distributions as `install` keeps them: their facts, what shall change.
+"""containerd, CRI-O, podman and Kubernetes' distributions for `install`: their facts and changes.
 
 The edits of their files are configure.py's, the same as for `gpuprov runtime configure`.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from gpuprov.engines.cri_status import CriStatus
 
 _HANDLER = RuntimeEntry().name
-# containerd 1.6 knows no CDI, and 2 reads it unless it is told not to.
+# containerd 1.6 lacks CDI, and 2 enables it by default.
 _CDI_ON_REQUEST = re.compile(r"\bv?1\.7\.\d")
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """An engine on a host: its program (empty: not installed), what that says of its version, path → file.
+    """Facts of an engine on a host: its program (empty: not installed), its version output, path → file.
 
-    `unit`: the one that runs it; `running`: what it says through CRI (None: nothing). The edits are computed from it as
-    from a System (`Reader`): a file that was not gathered does not exist.
+    `unit`: the unit that runs it; `running`: its CRI status (None: no response). The edits are computed from these
+    facts as from a System (`Reader`): a file that was not gathered does not exist.
     """
 
     program: str = ""
@@ -44,7 +44,7 @@ class EngineFacts:
 
     @property
     def has_not_read_its_files(self) -> bool:
-        """Whether it runs and does not know the runtime."""
+        """Whether it runs without knowing the runtime."""
         return self.running is not None and _HANDLER not in self.running.handlers
 
     def exists(self, path: str) -> bool:
@@ -68,22 +68,22 @@ class EngineFacts:
 
 
 def names(system: System, spec: HostSpec) -> tuple[str, ...]:
-    """Return the engines that a specification is about: those that it names, else, without docker, the installed."""
+    """Return the engines that a specification covers: those that it names, else, without docker, the installed ones."""
     if spec.engines or spec.docker != "none":
         return spec.engines
-    # Docker's containerd is docker's, even where docker is to be left alone.
+    # Docker's containerd belongs to docker, even if docker is to be left alone.
     others = (name for name in OF_THE_HOST if name != "containerd" or system.which("dockerd") is None)
     coming = _coming(spec)
     return tuple(name for name in others if name in coming or system.which(ENGINES[name].program) is not None)
 
 
 def _coming(spec: HostSpec) -> frozenset[str]:
-    """Return the engines that the run itself may install and then configure: podman's files need no look at it."""
+    """Return the engines that the run itself may install and then configure: podman's files need not be read for it."""
     return frozenset({"podman"} & {package.partition("=")[0] for package in spec.packages})
 
 
 def with_coming(found: Mapping[str, EngineFacts], spec: HostSpec) -> Mapping[str, EngineFacts]:
-    """Return the facts as a plan needs them: an engine that the run itself may install counts as installed."""
+    """Return the facts for a plan: an engine that the run itself may install counts as installed."""
     coming = _coming(spec)
     return {
         name: replace(one, program=f"/usr/bin/{name}") if name in coming and not one.program else one
@@ -92,7 +92,7 @@ def with_coming(found: Mapping[str, EngineFacts], spec: HostSpec) -> Mapping[str
 
 
 def gather(system: System, names: Iterable[str]) -> Mapping[str, EngineFacts]:
-    """Return engine → facts for the engines of these names."""
+    """Return engine → facts for these engines."""
     return {name: _gather(system, name) for name in names}
 
 
@@ -117,7 +117,7 @@ def _gather(system: System, name: str) -> EngineFacts:
         version = said.stdout if said.ok else ""
     files = {path: content for path in paths if (content := system.read_bytes(path)) is not None}
     if engine.cluster:
-        # Programs, of which nothing matters but that they are there.
+        # Programs that only need to exist.
         files.update({path: b"" for path in DETECTED_RUNTIMES if system.exists(path)})
     return EngineFacts(program, version, files, _unit(system, engine), _running(system, engine))
 
@@ -134,7 +134,7 @@ def _of_a_distribution(system: System, distribution: containerd.Distribution) ->
 
 
 def _unit(system: System, engine: KnownEngine) -> str:
-    """Return the engine's unit: of several the one that runs, for a server is no agent."""
+    """Return the engine's unit: of several, the running one, because server and agent differ."""
     if len(engine.units) < 2:
         return engine.unit
     active = (unit for unit in engine.units if system.run(("systemctl", "is-active", "--quiet", unit)).ok)
@@ -179,7 +179,7 @@ def _registration(name: str, facts: EngineFacts, entry: RuntimeEntry) -> Registr
 
 
 def _needs_cdi(facts: EngineFacts) -> bool:
-    """Say whether containerd must be told to read CDI, and nobody has told it not to."""
+    """Say whether CDI must be enabled in containerd, and no user has disabled it."""
     if not _CDI_ON_REQUEST.search(facts.version):
         return False
     from gpuprov.engines import containerd_files
@@ -203,7 +203,7 @@ def problems(facts: Mapping[str, EngineFacts], runtime_path: str, *, set_default
 
 
 def kept_running(facts: Mapping[str, EngineFacts], of_kubernetes: Sequence[str], spec: HostSpec) -> frozenset[str]:
-    """Return the engines that nobody has allowed to be restarted: pods or a cluster's API server depend on them."""
+    """Return the engines that may not be restarted: pods or a cluster's API server depend on them."""
     unnamed = set(facts).difference(spec.engines) if kubernetes.KUBELET in of_kubernetes else set()
     clusters = {name for name in facts if ENGINES[name].cluster and not spec.restart_kubernetes}
     return frozenset(unnamed | clusters)
@@ -216,9 +216,9 @@ def plan(
     *,
     set_default: bool = False,
 ) -> tuple[Change, ...]:
-    """Return the changes of the engines' files; each restarts its engine, if that runs and is not one of the `kept`.
+    """Return the changes of the engines' files; each restarts its engine, if it runs and is not one of the `kept`.
 
-    An engine that runs without having read its files is restarted, too.
+    An engine that runs without having read its files is also restarted.
     """
     found = registrations(facts, runtime_path, set_default=set_default)
     return tuple(
@@ -235,5 +235,5 @@ def is_active(system: System, name: str, facts: EngineFacts) -> bool:
 
 
 def restart_command(name: str, facts: EngineFacts) -> str:
-    """Return what to type so that an engine reads its files."""
+    """Return the command that makes an engine read its files."""
     return f"systemctl restart {(facts.unit or ENGINES[name].unit).removesuffix('.service')}"

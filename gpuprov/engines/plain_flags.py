@@ -1,4 +1,4 @@
-"""What a container gets as plain flags of docker and podman: for hosts on which no runtime may be registered.
+"""Plain docker and podman flags for one container, for hosts on which no runtime may be registered.
 
 Pure. No hook runs in such a container, so each library is mounted under every name by which programs load it, in the
 folders that the loaders of Debian's and of Red Hat's images search without a cache.
@@ -30,7 +30,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Mount:
-    """A file or folder of the host, read-only in the container."""
+    """A file or folder of the host, mounted read-only in the container."""
 
     source: str
     target: str
@@ -38,7 +38,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class PlainFlags:
-    """What a container gets. `left_out`: sentences on what flags can't give."""
+    """The flags of a container. `left_out`: sentences about what flags can't provide."""
 
     devices: tuple[Device, ...]
     mounts: tuple[Mount, ...]
@@ -48,10 +48,10 @@ class PlainFlags:
 
 
 def plain_flags(edits: Mapping[str, Any], multiarch: str) -> PlainFlags:
-    """Return the flags for CDI's container edits and `links` (`TARGET::PATH`), as the runtime's decision has them.
+    """Return the flags for CDI's container edits and `links` (`TARGET::PATH`) of the runtime's decision.
 
-    `multiarch`: the folder of Debian's images for this machine. Raises ValueError for a path that docker's flags can't
-    hold.
+    `multiarch`: the library folder of Debian's images for this machine. Raises ValueError for a path that docker's
+    flags can't express.
     """
     devices = [_device(node) for node in edits.get("deviceNodes") or ()]
     mounts = list(_mounts(edits, multiarch))
@@ -79,7 +79,7 @@ def words(flags: PlainFlags) -> tuple[str, ...]:
 
 
 def shell_words(flags: PlainFlags) -> tuple[str, ...]:
-    """Return the arguments for `$(…)`. Raises ValueError for one that a shell would split or expand."""
+    """Return the arguments for `$(…)`. Raises ValueError for an argument that a shell would split or expand."""
     found = words(flags)
     for word in found:
         if _SHELL_SPECIAL.intersection(word):
@@ -157,7 +157,7 @@ def _names(links: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _places(path: str, multiarch: str) -> tuple[str, ...]:
-    """Return where a file goes: a library in both folders that loaders search, anything else where the host has it."""
+    """Return the places of a file: a library in both folders that loaders search, any other file at its host path."""
     for folder in (*_MULTIARCH, _LIB64):
         if path.startswith(f"{folder}/") and ".so" in path.rpartition("/")[2]:
             below = path[len(folder) :]

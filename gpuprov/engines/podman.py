@@ -1,6 +1,6 @@
 """podman's configuration: the runtime in containers.conf, and the OCI hook that podman and CRI-O can run instead. Pure.
 
-For CDI (`podman run --device nvidia.com/gpu=all`) podman needs nothing: it reads /etc/cdi itself.
+podman needs no configuration for CDI (`podman run --device nvidia.com/gpu=all`): it reads /etc/cdi itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", 
 
 
 def runtime_tables(entry: RuntimeEntry) -> Tables:
-    """Return what shall stand in containers.conf: `engine.runtimes` lists where a runtime's program may be."""
+    """Return the tables to write into containers.conf:
+
+    `engine.runtimes` lists possible paths of a runtime's program.
+    """
     default: Tables = ((("engine",), {"runtime": entry.name}),) if entry.set_default else ()
     return (*default, (("engine", "runtimes"), {entry.name: [entry.path]}))
 
@@ -36,7 +39,7 @@ def hook_json(program: str) -> bytes:
 
 
 def is_hook_for(content: bytes, program: str) -> bool:
-    """Say whether a hooks.d file runs that program, so that it may be taken out."""
+    """Say whether a hooks.d file runs that program, so that it may be removed."""
     try:
         found = json.loads(content)
         return bool(found["hook"]["path"] == program)

@@ -19,7 +19,7 @@ _BASE = '{{ template "base" . }}'
 
 
 def configuration(system: Reader, request: ConfigureRequest, distribution: Distribution) -> Configuration:
-    """Return what brings the runtime into the files of a k3s or RKE2."""
+    """Return the edits that register the runtime in the files of a k3s or RKE2."""
     rendered_text = read_text(system, distribution.rendered)
     if rendered_text is None and not request.config:
         raise GpuprovError(
@@ -61,7 +61,7 @@ def _by_template(
     has_ours = request.runtime.name in ours.get("containerd", {}).get("runtimes", {})
     path = _adds_itself(system, source, request.runtime, has_ours=has_ours)
     if path == request.runtime.path:
-        # What an earlier run has put there would be a second table of that name.
+        # An earlier run's entry would be a second table of that name.
         removed = emptied(system, template)
         edits = () if removed is None else (removed,)
         note = (
@@ -86,11 +86,11 @@ def _by_template(
 
 
 def _adds_itself(system: Reader, source: Mapping[str, Any], runtime: RuntimeEntry, *, has_ours: bool) -> str:
-    """Return the program of a runtime of that name that the base adds by itself, nothing if it adds none."""
+    """Return the program of a runtime of that name that the base adds by itself, "" if it adds none."""
     there = source.get("containerd", {}).get("runtimes", {}).get(runtime.name)
     if there is not None and not has_ours:
         return str(there.get("options", {}).get("BinaryName") or "another one")
     if runtime.name != RuntimeEntry().name:
         return ""
-    # It looks for these at each start. The one that is asked for is there by then, if it is not there yet.
+    # It looks for these at each start. The requested one exists by then, even if it does not yet.
     return next((path for path in DETECTED_RUNTIMES if system.exists(path) or path == runtime.path), "")

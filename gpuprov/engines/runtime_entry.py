@@ -56,7 +56,7 @@ class FileEdit:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a call would do: files, what people should know, and the command that makes the engine read them."""
+    """The effect of a call: files, notes for the user, and the command that makes the engine read them."""
 
     edits: tuple[FileEdit, ...]
     notes: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Configuration:
 
 
 class Reader(Protocol):
-    """What the edits of an engine's files are computed from: a System, or the facts gathered from one."""
+    """The source for an engine's edits: a System, or the facts gathered from one."""
 
     def exists(self, path: str) -> bool: ...
     def read_bytes(self, path: str) -> bytes | None: ...

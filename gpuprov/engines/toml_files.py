@@ -1,4 +1,4 @@
-"""An engine's TOML files: read, with everything that they import, and edited as values. Writes nothing."""
+"""Read an engine's TOML files, with everything that they import, and edit them as values. Writes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_text(system: Reader, path: str) -> str | None:
 
 
 def read(system: Reader, path: str) -> dict[str, Any]:
-    """Return what a file says; nothing if there is none."""
+    """Return the content of a file; empty if there is none."""
     return toml_text.read_toml(read_text(system, path) or "", path)
 
 
@@ -64,7 +64,7 @@ def edited(system: Reader, path: str, tables: Tables, *, first: str = "") -> Fil
 
 
 def emptied(system: Reader, path: str, *, keep: Sequence[str] = ()) -> FileEdit | None:
-    """Return a file without what gpuprov put in, and no file where all of it was ours; None where nothing was."""
+    """Return a file without gpuprov's additions, no file if nothing else was in it, None if it had none."""
     text = read_text(system, path)
     if text is None:
         return None

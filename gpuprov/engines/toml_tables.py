@@ -1,4 +1,4 @@
-"""TOML tables as values: compare a configuration with them, join and subtract them. Pure."""
+"""TOML tables as values: compare, merge and subtract them. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Path = tuple[str, ...]
-# The values that a configuration must have: ((table, keys), …), in the order of new tables. () is the root table.
+# The required values of a configuration: ((table, keys), …), in the order of new tables. () is the root table.
 Tables = tuple[tuple[Path, Mapping[str, Any]], ...]
 
 
@@ -41,7 +41,7 @@ def _put(found: Mapping[str, Any], path: Path, keys: Mapping[str, Any]) -> dict[
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any], path: Path = ()) -> Tables:
-    """Return the keys and tables that `after` has and `before` has not, or has with another value."""
+    """Return the keys and tables that `after` adds to `before` or changes."""
     tables = {key: value for key, value in after.items() if isinstance(value, Mapping)}
     keys = {
         key: value for key, value in after.items() if key not in tables and not (key in before and before[key] == value)

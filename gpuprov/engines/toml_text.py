@@ -1,8 +1,8 @@
 """TOML files of others edited as text: what is added bears a mark, and `without_ours` takes it out to the byte. Pure.
 
 tomlkit reads, renders and changes values, so comments, order and unknown keys stay. Additions are whole lines or one
-block at the end, because only then can they be cut out again without touching a blank beside them. Every edit is read
-again before it is returned: it must say what was asked, everything else as before, and it must come out again.
+block at the end, so they can be removed without changing a blank beside them. Every edit is parsed again before it is
+returned: it must have the requested values, everything else unchanged, and it must be removable.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CHANGED_LINE = re.compile(
 )
 _HEADER = re.compile(r"^[ \t]*(\[[^\[\n][^\n]*?\])[ \t]*(?:#[^\n]*)?(?P<end>\r?\n|\r?\Z)", re.MULTILINE)
 _VERSION = re.compile(r"^[ \t]*[\"']?version[\"']?[ \t]*=[^\n]*(?P<end>\n|\Z)", re.MULTILINE)
-# What a Go template (k3s, RKE2) has that is invalid TOML: whole lines, and values. Read as comments and strings.
+# A Go template (k3s, RKE2) has invalid TOML in whole lines and in values. They are read as comments and strings.
 _TEMPLATE_LINE = re.compile(r"^([ \t]*\{\{[^\n]*)$", re.MULTILINE)
 _TEMPLATE_VALUE = re.compile(r"(=[ \t]*)(\{\{[^'\n]*\}\})(?=[ \t\r]*$)", re.MULTILINE)
 _MASK = "#template#"
@@ -56,7 +56,7 @@ _MASKED_VALUE = re.compile(rf"'''{_MASK}([^'\n]*)'''")
 
 
 def read_toml(text: str, name: str) -> dict[str, Any]:
-    """Return what a TOML text says; lines of a Go template are passed over.
+    """Return the values in a TOML text; lines of a Go template are skipped.
 
     Raises GpuprovError with line and column if the engine could not read it either.
     """
@@ -64,12 +64,12 @@ def read_toml(text: str, name: str) -> dict[str, Any]:
 
 
 def is_only_ours(text: str) -> bool:
-    """Say whether a file was made by gpuprov and nothing of anybody else stands in it."""
+    """Say whether gpuprov made a file and nothing else was added to it."""
     return bool(_FILE_BLOCK.search(text)) and not without_ours(text).strip()
 
 
 def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
-    """Return the text without anything that `with_tables` put in, but for lines with the keys in `keep`."""
+    """Return the text without additions of `with_tables`, except lines with the keys in `keep`."""
 
     def stays(found: re.Match[str]) -> bool:
         return found[0].partition("=")[0].strip() in keep
@@ -80,12 +80,12 @@ def without_ours(text: str, *, keep: Sequence[str] = ()) -> str:
 
 
 def ours_in(text: str, name: str) -> Tables:
-    """Return what `with_tables` put into a text."""
+    """Return the additions of `with_tables` in a text."""
     return difference(read_toml(without_ours(text), name), read_toml(text, name))
 
 
 def with_tables(text: str | None, tables: Tables, name: str, *, first: str = "") -> str:
-    """Return the text with these keys in these tables; the same text if it says so already. None: there is no file.
+    """Return the text with these keys in these tables; unchanged if it has them already. None: there is no file.
 
     `first` is the first line of a new file. Raises GpuprovError if the file can't be read, or can't be edited safely.
     """
@@ -93,7 +93,7 @@ def with_tables(text: str | None, tables: Tables, name: str, *, first: str = "")
         return text
     base = without_ours(text or "")
     before = read_toml(base, name)
-    # What earlier calls put in, for another runtime perhaps, stays.
+    # Additions of earlier calls, perhaps for another runtime, stay.
     tables = joined(ours_in(text or "", name), tables)
     changed = _with_changed_values(base, before, tables, name)
     new_tables: list[tuple[Path, dict[str, Any]]] = []
@@ -129,11 +129,11 @@ def _unmasked(text: str) -> str:
     return _MASKED_VALUE.sub(r"\1", text).replace(_MASK, "")
 
 
-# -- values that are there already -----------------------------------------------------------------------------------
+# -- existing values -------------------------------------------------------------------------------------------------
 
 
 def _with_changed_values(text: str, before: Mapping[str, Any], tables: Tables, name: str) -> str:
-    """Return the text with those wanted values changed whose keys are there, the old value noted beside each."""
+    """Return the text with the wanted values of existing keys changed, and the old value noted beside each."""
     changes = [
         (path, key, value)
         for path, keys in tables
@@ -181,7 +181,7 @@ def _restored(found: re.Match[str]) -> str:
 
 
 def _place_in_table(text: str, path: Path, before: Mapping[str, Any]) -> int | None:
-    """Return where a line may be put into a table that has a header of its own; None if it has none."""
+    """Return where a line may be inserted in a table with its own header; None if it has none."""
     if not path:
         # Root keys stand before the first table: below the version, which every file with keys but version 1 has.
         if not before:
@@ -244,7 +244,7 @@ def _quoted(name: str) -> str:
 
 
 def _require_right(base: str, changed: str, expected: Mapping[str, Any], name: str) -> None:
-    """Raise GpuprovError if an edit does not say what it should, or could not be taken out again."""
+    """Raise GpuprovError if an edit does not have the expected values, or could not be removed again."""
     try:
         right = read_toml(changed, name) == expected and without_ours(changed) == base
     except GpuprovError:

@@ -1,6 +1,6 @@
-"""What has to lie on a host so that its next boot ends with GPUs for containers: units, rules, lists, as text.
+"""Files that a host needs so that its next boot ends with GPUs for containers: units, rules, lists, as text.
 
-Names and contents only, and the look at what is there; boot/prepare.py decides what belongs on which host.
+Names and contents only, and a check of what exists; boot/prepare.py decides which host gets what.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ ACTION=="bind|unbind", SUBSYSTEM=="pci", ATTR{{vendor}}=="0x10de", ATTR{{class}}
 # nvidia-uvm is loaded by no alias: CUDA's first user would have to be root.
 MODULES_TEXT = f"{_MARK}: loaded at boot.\nnvidia\nnvidia-uvm\n"
 
-# Those that belong to no package: what lies there and is not wanted is removed if it is gpuprov's.
+# These belong to no package: an obsolete one is removed if it is gpuprov's.
 MANAGED = (
     f"{UNITS}/{NODES}", f"{UNITS}/{MIG}", f"{UNITS}/{REFRESH}", f"{UNITS}/{WATCH}", f"{UNITS}/{PERSISTENCE}",
     f"{UNITS}/{SERVE}", f"{UNITS}/{SERVE_SOCKET}", UDEV_RULES, MODULES, f"{UNITS}/{SSH_KEYS}", *DRIVEN,
@@ -221,7 +221,7 @@ def serve_text(python: str) -> str:
 
 
 def python_of(unit: bytes) -> str:
-    """Return the Python that a unit of ours of any version runs the boot program with, nothing for another file."""
+    """Return the Python with which a gpuprov unit of any version runs the boot program, "" for another file."""
     found = _PYTHON.search(unit.decode("utf-8", "replace"))
     return found[1] if found else ""
 
@@ -229,7 +229,7 @@ def python_of(unit: bytes) -> str:
 def mig_text(layout: Sequence[tuple[int, str]]) -> str:
     """Return the unit that divides the GPUs of a layout (index → text, mig.py) at boot: MIG devices do not outlive one.
 
-    From Hopper on the mode does not either. Where there are some already it does nothing.
+    From Hopper on the mode does not either. If MIG devices exist already it does nothing.
     """
     steps = "; ".join(f"nvidia-smi -i {index} -mig 1 && {_making(index, text)}" for index, text in layout)
     return f"""\
@@ -252,14 +252,14 @@ WantedBy=multi-user.target
 def _making(index: int, text: str) -> str:
     if not text.startswith("all-"):
         return f"nvidia-smi mig -i {index} -cgi {text} -C"
-    # The first must do; the others until there is no room left.
+    # The first must succeed; the others repeat until there is no room left.
     make = f"nvidia-smi mig -i {index} -cgi {text[4:]} -C"
     return f"{make} && while {make}; do :; done"
 
 
 @dataclass(frozen=True)
 class BootFacts:
-    """What the next boot will do.
+    """The effect of the next boot.
 
     `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
     brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys.
@@ -278,5 +278,5 @@ def gather_boot(system: System) -> BootFacts:
 
 
 def is_ours(content: bytes) -> bool:
-    """Say whether a file at one of these places is gpuprov's, of whatever version."""
+    """Say whether a file at one of these places is gpuprov's, of any version."""
     return content.startswith(_MARK.encode())

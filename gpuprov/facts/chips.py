@@ -1,4 +1,4 @@
-"""What a driver file says of the GPUs that it serves (supported-gpus.json); driver/supported_gpus.py reads it."""
+"""The GPUs that a driver file serves (supported-gpus.json); driver/supported_gpus.py reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CUDA toolkits lie on a host, and which one is the host's: reads only."""
+"""The CUDA toolkits on a host, and which one is the default: reads only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpuprov.core.system import System
 
-# What puts a toolkit's programs on people's paths; the second where the first is somebody else's.
+# Adds a toolkit's programs to users' PATH; the second if the first is another program's.
 PROFILE, OTHER_PROFILE = "/etc/profile.d/cuda.sh", "/etc/profile.d/gpuprov-cuda.sh"
 _FOLDER = "/usr/local"
 
@@ -31,7 +31,7 @@ def gather_cuda(system: System) -> CudaFacts:
 
 
 def version_in(system: System, folder: str) -> str:
-    """Return the version that a toolkit says it has, or nothing."""
+    """Return the version that a toolkit reports, or ""."""
     try:
         return str(json.loads(system.read_text(f"{folder}/version.json") or "")["cuda"]["version"])
     except (ValueError, KeyError, TypeError):

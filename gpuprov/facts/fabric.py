@@ -1,4 +1,4 @@
-"""Facts about NVSwitches and their fabric manager: which there are, what manages them; changes nothing."""
+"""Facts about NVSwitches and their fabric manager; changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FabricFacts:
 def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts:
     """Return the facts; three commands, and none on a machine without switches.
 
-    `managed`: switches are to come (the system is an image), with adapters before them or not.
+    `managed`: the system is an image for machines with switches; whether adapters stand before them.
     """
     if managed is not None:
         return _fabric_facts(system, ("to come",), managed=managed)

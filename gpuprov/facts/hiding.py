@@ -1,6 +1,6 @@
-"""A library that the loader takes in place of the driver's, and a driver that lacks a file or has a broken one.
+"""Data about a library that the loader takes in place of the driver's, and about missing or broken driver files.
 
-What is here is data and what to type; gpuprov.verify.cuda.hiding finds out which library the loader takes.
+This module holds data and commands; gpuprov.verify.cuda.hiding finds out which library the loader takes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEADER = struct.Struct("<16x24xQ10xHH2x")
 
 @dataclass(frozen=True)
 class HidingLibrary:
-    """A library that programs get in place of the driver's.
+    """A library that programs load in place of the driver's.
 
     `paths`: the name by which the loader opens it, and what its links lead to. `hides`: the driver's own, "" for none
     yet. `reason`: what makes the loader take it, a file with its line where one says so. `package`: what owns it.
@@ -37,12 +37,12 @@ class HidingLibrary:
 
     @property
     def is_by_environment(self) -> bool:
-        """Whether an environment variable makes the loader take it: for programs of logins alone."""
+        """Whether an environment variable makes the loader take it: this affects programs of logins only."""
         return self.reason.startswith(ENVIRONMENT)
 
     @property
     def is_configured(self) -> bool:
-        """Whether a line of a file names the very library, or a variable does: not the file is to go, but the line."""
+        """Whether a configuration line or a variable names the library: then remove that line, not the file."""
         return self.is_by_environment or self.reason.startswith(PRELOAD)
 
     @property
@@ -78,7 +78,7 @@ def damage(system: System, driver: DriverFacts) -> str:
 
 
 def _broken(system: System, path: str) -> str:
-    """Return in which way a library's file is not whole, nothing if it is."""
+    """Return how a library's file is damaged, "" if it is not."""
     status, start = system.status(path), system.read_start(path, _HEADER.size)
     if status is None or start is None or len(start) < _HEADER.size:
         return "it is empty or too short to be a library"

@@ -1,7 +1,7 @@
-"""Who has a GPU open: processes, by what the kernel shows of them in /proc; reads only, and kills no process.
+"""Processes that have a GPU open, as /proc shows them; reads only, and kills no process.
 
-/proc/PID/fd shows what is open, /proc/PID/maps what is mapped after it was closed again (proc(5)): either keeps the
-driver's modules loaded.
+/proc/PID/fd shows open files, /proc/PID/maps what stays mapped after a close (proc(5)): either keeps the driver's
+modules loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GpuHolder:
 
 @dataclass(frozen=True)
 class RunningDriver:
-    """The loaded driver. `modules` are in the order of unloading, `units` (active) in that of stopping.
+    """The loaded driver. `modules` are in the order of unloading, active `units` in the order of stopping.
 
     `containers`: id → name of docker's containers that use a GPU; `display_manager`: its unit's own name, if it runs.
     """
@@ -59,7 +59,7 @@ def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[GpuHolde
 
 
 def _holder(system: System, pid: int, others: frozenset[str]) -> GpuHolder | None:
-    # A process may end while it is looked at: then it holds nothing.
+    # A process may end while it is examined: then it holds nothing.
     with contextlib.suppress(OSError):
         device = _open_device(system, pid, others) or mapped_device(system.read_text(f"/proc/{pid}/maps") or "")
         if device:

@@ -85,22 +85,21 @@ _WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a machine is.
+    """The facts about a machine.
 
-    `other_specifications`: path → the CDI specification that devices beside GPUs (GDS, NVSwitch, …) call for.
-    `downloads`: path → SHA-256 of files that wait in the cache. `free_bytes`: place → free space on its file system.
-    `displays`: X servers that run, a sentence each. `clock`: seconds since 1970.
-    `bundle`: what stands in for the network, if the installation is given one. `running`: the loaded driver and its
-    users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is asked for. `offers`: what
-    the repositories have of the packages on which a plan depends, if they were asked. `python`: the version that
-    gathered this; `interpreter`: what the deployed programs run on. `docker_proxy_in_use`: whether the running dockerd
-    has the proxy that is asked for, None if none runs. `served`: what the driver file that is at hand says of GPUs, by
-    device id. `kubernetes`: what makes it a Kubernetes node.
-    `driver_damage`: which file of the driver is missing or broken. `cdi_folder_mode`: None where there is no /etc/cdi.
-    `hiding`: libraries that the loader takes in place of the driver's, if that was asked. `read_only`: places where an
-    installation writes that are mounted read-only → their mount. `pinned_out`: packages to install that apt's
-    preferences keep out. `leftovers`: what nvidia-docker 1 and 2 have left. `image`: what the disk becomes, where it
-    becomes an image. `watch`: what is there of gpuprov_watch, for a run that plans.
+    `other_specifications`: path → the CDI specification for devices beside GPUs (GDS, NVSwitch, …). `downloads`: path →
+    SHA-256 of files in the cache. `free_bytes`: place → free space on its file system. `displays`: running X servers, a
+    sentence each. `clock`: seconds since 1970. `bundle`: replaces the network, if the installation has one. `running`:
+    the loaded driver and its users, if another is to be installed. `mig`: how the GPUs are divided, if a layout is
+    requested. `offers`: what the repositories have of the packages that a plan depends on, if they were queried.
+    `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
+    `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
+    an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
+    broken driver files. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`: libraries that the loader takes in
+    place of the driver's, if checked. `read_only`: places that an installation writes and that are mounted read-only →
+    their mount. `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker
+    1 and 2. `image`: the image that the disk becomes, if any. `watch`: the installed files of gpuprov_watch, for a run
+    that plans.
     """
 
     os: OperatingSystem
@@ -155,7 +154,7 @@ class HostFacts:
 
     @property
     def gpu_device_ids(self) -> tuple[str, ...]:
-        """The PCI device ids of the GPUs, which tell their generations; of an image, those to come."""
+        """The PCI device ids of the GPUs, which identify their generations; for an image, those of future GPUs."""
         if self.image is not None:
             return self.image.device_ids
         return tuple(gpu.device_id for gpu in self.gpus)
@@ -217,8 +216,8 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
 
 def read_only_places(mountinfo: str) -> Mapping[str, str]:
     """Return the written places on read-only mounts, of /proc/self/mountinfo (proc(5)): place → the mount."""
-    # Of several mounts at one place the last one counts. A file system that met an error is read-only itself, while
-    # its mounts are not.
+    # Of several mounts at one place the last one counts. After an error a file system is read-only while its mounts are
+    # not.
     mounts = {words[4]: f"{words[5]},{words[-1]}" for words in map(str.split, mountinfo.splitlines()) if len(words) > 9}
     found = {}
     for place in _WRITTEN_PLACES:
@@ -230,12 +229,12 @@ def read_only_places(mountinfo: str) -> Mapping[str, str]:
 
 
 def recorded_python(system: System) -> str:
-    """Return the Python that gpuprov's deployed programs run on, or would run on; nothing if no Python will do."""
+    """Return the Python that gpuprov's deployed programs use or would use; "" if none is suitable."""
     return gather_interpreter(system, _deployed_python(gather_files(system))).path
 
 
 def _deployed_python(files: Mapping[str, FileFact]) -> str:
-    """Return the Python that the deployed programs name; with NVIDIA's toolkit only the boot units are ours."""
+    """Return the Python that the deployed programs name; with NVIDIA's toolkit only the boot units are gpuprov's."""
     launcher, unit = files.get(deploy.LAUNCHER_PATH), files.get(f"{boot_files.UNITS}/{boot_files.NODES}")
     named = deploy.python_of(launcher.content) if launcher else ""
     return named or (boot_files.python_of(unit.content) if unit else "")
@@ -247,7 +246,7 @@ def gather_software(system: System, os: OperatingSystem) -> PackageFacts:
 
 
 def manager_on(system: System) -> PackageManager:
-    """Return the package manager of the distribution that a system says it is: for what a message tells to type."""
+    """Return the package manager of the distribution that a system reports, for commands in messages."""
     return manager_of(distribution_of(gather_os(system)))
 
 
@@ -262,7 +261,7 @@ def _driver_package(packages: PackageFacts) -> str:
 
 
 def gather_files(system: System) -> Mapping[str, FileFact]:
-    """Return the files that plans look at."""
+    """Return the files that plans examine."""
     listed = [f"{folder}/{name}" for folder in _MANAGED_DIRECTORIES for name in system.list_directory(folder)]
     found = {}
     for path in (*_MANAGED_FILES, *listed):
@@ -274,7 +273,7 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
             if content is not None:
                 found[path] = FileFact(content, status.mode, status.uid, status.gid)
         elif path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER):
-            # A link, or a program too large to be ours, is there all the same, and another's.
+            # A link, or a program too large to be gpuprov's, exists too and belongs to others.
             found[path] = FileFact(b"", status.mode, status.uid, status.gid)
     return found
 
@@ -286,7 +285,7 @@ def gather_downloads(system: System) -> Mapping[str, str]:
 
 
 def facts_to_json(facts: HostFacts) -> dict[str, Any]:
-    """Return the facts as JSON values: of files the paths only, of installed packages their number."""
+    """Return the facts as JSON values: only the paths of files, only the number of installed packages."""
     data: dict[str, Any] = _plain(facts)
     data["files"] = sorted(facts.files)
     del data["served"]

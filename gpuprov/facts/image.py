@@ -1,4 +1,4 @@
-"""What a machine's disk becomes as an image: the kernels that its copies boot; what must not be in two machines."""
+"""Facts about an image: the kernels that its copies boot, and files that two machines must not share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def newest_kernel(system: System) -> str:
 
 
 def gather_identity(system: System) -> tuple[str, ...]:
-    """Return the files that make this one machine, or name its GPUs: a copy of it must not have them."""
+    """Return the files that identify this machine or its GPUs: copies must not have them."""
     found = [path for path in (*_SECRETS, PATH, *other_devices.PATHS) if system.status(path) is not None]
     machine_id = (system.read_bytes(MACHINE_ID) or b"").strip()
     if machine_id not in (b"", _UNINITIALIZED):
@@ -60,9 +60,9 @@ def gather_identity(system: System) -> tuple[str, ...]:
 
 
 def kernel_to_come(release: str) -> Kernel:
-    """Return the kernel of the image's copies: what is known of it while the image is built, without its devices."""
+    """Return the kernel of the image's copies: what is known while the image is built, without its devices."""
     return Kernel(
         release=release, command_line="", takes_modules=True, modules_disabled=False, loaded_modules=(),
-        # Distributions that have AppArmor switch it on; Secure Boot is the firmware's, which is another one then.
+        # Distributions with AppArmor enable it; Secure Boot depends on the firmware of the later machine.
         secure_boot="no-efi", container="", wsl=False, apparmor=True,
     )  # fmt: skip

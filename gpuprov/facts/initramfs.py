@@ -1,4 +1,4 @@
-"""The initramfs images of a host: which there are, the distribution's command that rebuilds one, and what is in it.
+"""The initramfs images of a host: their list, the distribution's command to rebuild one, and their content.
 
 An initramfs carries its own copy of /etc/modprobe.d: a blacklist on the root file system alone comes too late.
 """
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 
-# What driver/nouveau.py writes; here because facts look at its age.
+# The path that driver/nouveau.py writes; defined here because facts read its age.
 BLACKLIST = "/etc/modprobe.d/gpuprov-nouveau.conf"
-# dracut puts drivers of the machine's devices into an image whatever modprobe.d says: it must be told, too.
+# dracut adds drivers of the machine's devices despite modprobe.d, so it needs its own configuration.
 DRACUT_CONFIGURATION = "/etc/dracut.conf.d/gpuprov-nouveau.conf"
 _BOOT = "/boot"
 # Compressing one image takes ten seconds on a fast machine and minutes on a slow one.
 _REBUILD_SECONDS = 900
 _LIST_SECONDS = 120
 _DRACUT = ("dracut", "--force", "{path}", "{kernel}")
-# How a family names its images, and what rebuilds one: the first program that the host has.
+# Names of a family's images, and the command that rebuilds one: the first program that the host has.
 # Debian and Ubuntu: update-initramfs(8), where dracut stands in for initramfs-tools it brings a command of that name;
 # RHEL family, Fedora, Amazon Linux: dracut(8); SUSE: dracut(8), the name as its mkinitrd gave it.
 _FAMILIES = (
@@ -45,7 +45,7 @@ class Image:
 class InitramfsFacts:
     """The images of a host; when our configuration for them was written (0: it is not there); whether dracut is here.
 
-    An image that is younger than the configuration holds it: the distributions' tools copy it whenever they build one.
+    An image newer than the configuration contains it: the distributions' tools copy it when they build one.
     """
 
     images: tuple[Image, ...] = ()
@@ -106,7 +106,7 @@ def rebuild(system: System, image: Image) -> None:
 
 
 def list_content(system: System, image: Image) -> str:
-    """Return the names of all files in an image. Raises GpuprovError if nothing here can read it."""
+    """Return the names of all files in an image. Raises GpuprovError if no installed program can read it."""
     lister = next((name for name in _LISTERS if system.which(name)), None)
     if lister is None:
         raise GpuprovError(f"{image.path} can't be looked into", f"there is none of {', '.join(_LISTERS)}",

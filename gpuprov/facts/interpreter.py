@@ -1,7 +1,7 @@
-"""The Python that the container runtime, its hook and the boot units run on: which one, and what is wrong with others.
+"""Choose the Python for the container runtime, its hook and the boot units, and say what is wrong with others.
 
-They run as root, long after the login that installed them has ended. So only root may be able to replace the program,
-its standard library or a folder above them; a Python in a user's home is not for that.
+They run as root, long after the login that installed them. So only root may be able to replace the program, its
+standard library or a folder above them. A Python in a user's home is not suitable.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _IS_CURRENT = f"{_CALL}sys.exit(not deploy.bytecode_is_current(sys.argv[1]))"
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python for what gpuprov deploys.
+    """The Python for the programs that gpuprov deploys.
 
-    `path`: without links, nothing if no Python of the host will do. `deployed`: the one that the deployed programs
-    name, nothing if none are deployed; `fault`: what is wrong with that one. `refused`: why the others were passed
-    over, a sentence each. `cache_tag`: as in sys.implementation, which byte code belongs to it.
+    `path`: without links, "" if no Python of the host is suitable. `deployed`: the one that the deployed programs name,
+    "" if none are deployed; `fault`: what is wrong with it. `refused`: why others were rejected, a sentence each.
+    `cache_tag`: as in sys.implementation; it identifies the matching byte code.
     """
 
     path: str = ""
@@ -56,9 +56,9 @@ class Interpreter:
 
 
 def gather_interpreter(system: System, deployed: str) -> Interpreter:
-    """Return the Python to use: the one in use while it will do, else this program's own, else the distribution's.
+    """Return the Python to use: the current one if suitable, else this program's own, else the distribution's.
 
-    Runs no program that somebody but root could have put there.
+    Runs no program that another user than root could have placed there.
     """
     faults: dict[str, str] = {}
     for candidate in filter(None, (deployed, sys.executable, *_CANDIDATES)):
@@ -75,7 +75,7 @@ def gather_interpreter(system: System, deployed: str) -> Interpreter:
 
 
 def packages_of_pythons(installed: Iterable[str]) -> tuple[str, ...]:
-    """Return the installed packages that bring a Python: where it is gone all the same, they must be reinstalled."""
+    """Return the installed packages that contain a Python: if the Python is missing, they must be reinstalled."""
     return tuple(sorted(name for name in installed if _PACKAGES.fullmatch(name)))
 
 
@@ -104,7 +104,7 @@ def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:
 
 
 def _replaceable(system: System, path: str) -> str:
-    """Return how somebody but root could replace what lies at a path without links; nothing if nobody could."""
+    """Return how a user other than root could replace the file at a path without links; "" if none could."""
     place = path
     while True:
         status = system.status(place)

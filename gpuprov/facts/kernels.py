@@ -1,4 +1,4 @@
-"""Whether the newest installed kernel has the driver, and those after it will have their headers. Reads only."""
+"""Whether the newest installed kernel has the driver, and later kernels will get their headers. Reads only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAVOUR = re.compile(r"\d[^-]*(?:-\d[^-]*)?-([a-z].*)")
 
 @dataclass(frozen=True)
 class InstalledKernel:
-    """A kernel that could boot. `headers`: what building modules for it needs is there; `module`: nvidia.ko is."""
+    """An installed kernel. `headers`: what building modules for it needs is installed; `module`: nvidia.ko exists."""
 
     release: str
     headers: bool
@@ -24,7 +24,7 @@ class InstalledKernel:
 
 
 def gather_kernels(system: System) -> tuple[InstalledKernel, ...]:
-    """Return the installed kernels, oldest first; a folder of modules without its kernel is a left-over."""
+    """Return the installed kernels, oldest first; a module folder without its kernel is ignored."""
     found = []
     for release in system.list_directory("/lib/modules"):
         folder = f"/lib/modules/{release}"
@@ -65,7 +65,7 @@ def _order(release: str) -> tuple[tuple[int, str], ...]:
 def fault(
     kernel: InstalledKernel, *, headers: tuple[str, ...], missing: tuple[str, ...], dkms: bool, compiled: str = ""
 ) -> str:
-    """Return what keeps the driver from the kernel that boots next, or from those after it; nothing if nothing does.
+    """Return why the next booted kernel, or a later one, will lack the driver; "" if it will not.
 
     `headers`: packages with this kernel's headers; `missing`: those that bring headers with later kernels; `dkms`: DKMS
     builds the module; `compiled`: the package that would bring it, where modules are precompiled.

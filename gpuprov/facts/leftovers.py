@@ -1,4 +1,4 @@
-"""What nvidia-docker 1 and 2 have left on a host, and who still uses it. Reads only."""
+"""Remains of nvidia-docker 1 and 2 on a host, and who still uses them. Reads only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLUGIN = "nvidia-docker"
 UNIT = "nvidia-docker.service"
 FOLDER = "/var/lib/nvidia-docker"
 SETTINGS_FOLDER = NVIDIA_SETTINGS_PATH.rpartition("/")[0]
-# From nvidia-docker 1's packages, and from its archive, which is unpacked by hand.
+# From nvidia-docker 1's packages, and from its archive, which users unpack by hand.
 _FILES = (
     "/usr/bin/nvidia-docker", "/usr/bin/nvidia-docker-plugin",
     "/usr/local/bin/nvidia-docker", "/usr/local/bin/nvidia-docker-plugin",
@@ -30,9 +30,9 @@ _FILES = (
     "/usr/lib/docker/plugins/nvidia-docker.spec",
 )  # fmt: skip
 _OLD_SETTINGS = re.compile(r"config\.toml\.(rpmsave|rpmnew|rpmorig|dpkg-(old|dist|new|bak))")
-# As nvidia-docker 1 names them; a volume of a site's own may begin in the same way.
+# Names of nvidia-docker 1; a site's own volume may begin in the same way.
 _VOLUME = re.compile(r"nvidia_driver_[0-9][0-9.]*\Z")
-# What engines besides docker read.
+# Configuration files of engines besides docker.
 _ENGINE_FILES = ("/etc/containerd/config.toml", "/etc/crio/crio.conf", "/etc/containers/containers.conf")
 _ENGINE_FOLDERS = ("/etc/containerd/conf.d", "/etc/crio/crio.conf.d", "/etc/containers/containers.conf.d")
 _HOOK_FOLDERS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
@@ -42,7 +42,7 @@ _SECONDS = 30
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume of nvidia-docker 1's; `containers`: those that refer to it, each with its state."""
+    """A volume of nvidia-docker 1; `containers`: those that use it, each with its state."""
 
     name: str
     driver: str
@@ -51,15 +51,15 @@ class Volume:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What nvidia-docker has left besides packages and repositories, which other facts tell.
+    """Remains of nvidia-docker besides packages and repositories, which are among other facts.
 
-    `files`: those that no package owns. `unit`: how its service is (`active`, `inactive`), nothing without one.
-    `account`: its user's line of /etc/passwd. `folder`: /var/lib/nvidia-docker is there. `settings`: old copies in
-    /etc/nvidia-container-runtime, and config.toml if no package owns it; `settings_count`: it says what gpuprov's
-    runtime heeds. `dead_runtimes`: NVIDIA's in docker's configuration whose program is missing. `users`: file → the
-    programs of NVIDIA's that an engine shall use by it. `running`: containers that run with one. `needed_by`: package →
-    others that need it. `volumes` is None where docker was not asked; `unseen`: those that are there where docker does
-    not run. `folder_users`: containers that mount something below /var/lib/nvidia-docker by its path.
+    `files`: those that no package owns. `unit`: the state of its service (`active`, `inactive`), "" without one.
+    `account`: its user's line of /etc/passwd. `folder`: /var/lib/nvidia-docker exists. `settings`: old copies in
+    /etc/nvidia-container-runtime, and config.toml if no package owns it; `settings_count`: it has settings that
+    gpuprov's runtime uses. `dead_runtimes`: NVIDIA's in docker's configuration whose program is missing. `users`: file
+    → NVIDIA's programs that an engine uses by it. `running`: containers that run with one. `needed_by`: package →
+    others that need it. `volumes` is None if docker was not queried; `unseen`: volumes that exist while docker does not
+    run. `folder_users`: containers that mount something below /var/lib/nvidia-docker by its path.
     """
 
     files: tuple[str, ...] = ()
@@ -78,12 +78,12 @@ class Leftovers:
 
     @property
     def has_plugin(self) -> bool:
-        """Whether there is anything of nvidia-docker 1 that no package owns."""
+        """Whether there are remains of nvidia-docker 1 that no package owns."""
         return bool(self.files or self.unit or self.account or self.folder)
 
 
 def gather_leftovers(system: System, packages: PackageFacts, docker: DockerFacts, manager: PackageManager) -> Leftovers:
-    """Return what is there, without a question to docker; a host without leftovers costs a look at a few paths."""
+    """Return the remains without querying docker; a host without them needs only a check of a few paths."""
     names = (*retired.retired_packages(packages.installed), *retired.old_toolkit(packages.installed))
     there = [path for path in _FILES if _is_theirs(system, path)]
     settings = _settings(system)
@@ -104,7 +104,7 @@ def gather_leftovers(system: System, packages: PackageFacts, docker: DockerFacts
 def with_docker(
     system: System, found: Leftovers, docker: DockerFacts, packages: PackageFacts, *, always: bool = False
 ) -> Leftovers:
-    """Return the leftovers with what docker knows of: volumes, who refers to them, and containers that run.
+    """Return the remains with docker's facts: volumes, their users, and running containers.
 
     Docker is asked where there is a trace of nvidia-docker, or `always`: then it must answer. Raises GpuprovError.
     """
@@ -133,7 +133,7 @@ def _told_by_docker(
 
 
 def _local_volumes(system: System) -> tuple[str, ...]:
-    """Return the volumes of nvidia-docker's names that docker itself keeps, without asking it."""
+    """Return the volumes with nvidia-docker's names that docker itself keeps, without querying it."""
     return tuple(name for name in system.list_directory("/var/lib/docker/volumes") if _VOLUME.match(name))
 
 
@@ -163,7 +163,7 @@ def _settings(system: System) -> tuple[str, ...]:
 
 
 def _settings_count(system: System) -> bool:
-    """Say whether the file sets anything that gpuprov's runtime heeds; one that can't be read does."""
+    """Say whether the file has any setting that gpuprov's runtime uses; an unreadable file counts."""
     found, fault = read_settings("/dev/null", str(system.path(NVIDIA_SETTINGS_PATH)))
     defaults = Settings({})
     return bool(fault) or any(getattr(found, name) != getattr(defaults, name) for name in Settings.__slots__)
@@ -187,7 +187,7 @@ def _is_program(system: System, path: str) -> bool:
 
 
 def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]:
-    """Return file → the programs of NVIDIA's that an engine shall use by it, docker's runtime nvidia left out."""
+    """Return file → NVIDIA's programs that an engine uses by it, except docker's runtime nvidia."""
     listed = [f"{folder}/{name}" for folder in _ENGINE_FOLDERS for name in system.list_directory(folder)]
     if system.which("podman") or system.which("crio"):
         listed += [f"{folder}/{name}" for folder in _HOOK_FOLDERS for name in system.list_directory(folder)]

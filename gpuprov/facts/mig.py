@@ -1,4 +1,4 @@
-"""Facts about MIG: how nvidia-smi says the GPUs are divided; changes nothing."""
+"""Facts about MIG: how the GPUs are divided according to nvidia-smi; changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mig_layout(gpus: Iterable[tuple[object, Sequence[str]]]) -> str:
 
 
 def gather_mig(system: System) -> tuple[MigGpu, ...]:
-    """Return the GPUs of the loaded driver; none where nvidia-smi does not answer. Reads only."""
+    """Return the GPUs of the loaded driver; none if nvidia-smi fails. Reads only."""
     modes = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
     if not modes.ok:
         return ()

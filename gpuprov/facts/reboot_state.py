@@ -1,4 +1,4 @@
-"""What is known of boots: which one this is, and for what a reboot was asked; survives the reboot itself."""
+"""Facts about boots: the current boot id, and a recorded request for a reboot, which survives the reboot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuprov.core.system import System
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _ASKED = f"{STATE_DIRECTORY}/reboot.json"
-# Written where a loaded driver could not be unloaded: the boot in which that was.
+# Written when a loaded driver could not be unloaded: the id of that boot.
 IN_USE_MARK = f"{STATE_DIRECTORY}/driver-in-use"
 
 
@@ -35,13 +35,13 @@ def gather_reboot(system: System) -> RebootFacts:
 
 
 def note_asked(system: System, boot_id: str, reasons: Sequence[str]) -> None:
-    """Write down that a reboot is asked for."""
+    """Record that a reboot is requested."""
     system.make_directory(STATE_DIRECTORY, 0o700)
     content = json.dumps({"boot_id": boot_id, "reasons": list(reasons)}) + "\n"
     system.write(_ASKED, content.encode(), mode=0o600)
 
 
 def forget_asked(system: System) -> None:
-    """Remove what was written down: the reasons are gone."""
+    """Remove the record: the reasons no longer apply."""
     system.remove(_ASKED)
     system.remove(IN_USE_MARK)

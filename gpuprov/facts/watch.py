@@ -1,4 +1,4 @@
-"""What lies on a host of gpuprov_watch: units, program, stored specification; no decision."""
+"""The files of gpuprov_watch on a host: units, program, stored specification; no decision."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TIMER = "gpuprov-watch.timer"
 SERVICE_FILE = f"{UNITS}/{SERVICE}"
 TIMER_FILE = f"{UNITS}/{TIMER}"
 LINK = f"{UNITS}/timers.target.wants/{TIMER}"
-# The agent's own file, where no other user can write: a timer of root's must not run what lies in a home directory.
+# A copy of the agent's file in a folder that only root can write: a root timer must not run a file from a home.
 PROGRAM = f"{LIBRARY_PATH}/watch.pyz"
 STORED = f"{STATE_DIRECTORY}/watch.json"
-# When systemd ran a persistent timer last (systemd.timer(5)).
+# When systemd last ran a persistent timer (systemd.timer(5)).
 STAMP = f"/var/lib/systemd/timers/stamp-{TIMER}"
 TEXTS = (SERVICE_FILE, TIMER_FILE, STORED)
 
@@ -45,12 +45,12 @@ class WatchFacts:
 
     @property
     def is_there(self) -> bool:
-        """Say whether anything of the watch is on the host."""
+        """Say whether any file of the watch exists on the host."""
         return bool(self.files or self.program or self.link)
 
 
 def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[str, Any]) -> WatchFacts:
-    """Return what is there of the watch. `metrics` is the file that is asked for, empty where no watch is."""
+    """Return the watch's files. `metrics` is the requested metrics file, empty without a watch."""
     found = {path: fact for path in TEXTS if (fact := _file(system, path)) is not None}
     link = system.status(LINK)
     folder = metrics.rpartition("/")[0]
@@ -67,7 +67,7 @@ def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[s
 
 
 def stored(content: bytes | None) -> dict[str, Any]:
-    """Return what a stored specification says, nothing if it can't be read: then it is written again."""
+    """Return the content of a stored specification, empty if unreadable: then it is written again."""
     try:
         data = json.loads(content or b"")
     except (ValueError, RecursionError):

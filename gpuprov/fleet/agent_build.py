@@ -1,4 +1,4 @@
-"""The agent's zipapp: gpuprov's host side and its pure-Python dependencies, the same bytes from the same input.
+"""Build the agent's zipapp: gpuprov's host side and its pure-Python dependencies, reproducibly.
 
 It unpacks itself once on the host (measured: from the zip every start compiles all modules again, 0.9 s; unpacked, with
 Python's own .pyc files beside the sources, 0.1 s). The folder belongs to root and is renamed into its place whole.
@@ -17,16 +17,16 @@ import gpuprov
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.wire.errors import GpuprovError
 
-# The host side's own dependencies, the lines marked [host] in pyproject.toml; theirs are found through their metadata.
+# The host side's direct dependencies, marked [host] in pyproject.toml; metadata gives their own dependencies.
 HOST_DEPENDENCIES = ("distro", "requests", "urllib3", "marshmallow", "nvidia-ml-py", "pyelftools", "tomlkit")
 OLDEST_PYTHON = "3.9"
-# The folders that travel; `cli`, `kubernetes`, `fleet` and `bundling` are the controller's alone.
+# The included folders; only the controller uses `cli`, `kubernetes`, `fleet` and `bundling`.
 _HOST_FOLDERS = (
     "agent", "boot", "bundle", "cdi", "core", "doctor", "driver", "engines", "facts", "machine", "package_managers",
     "packaging", "plan", "runtime_hook", "verify", "wire",
 )  # fmt: skip
 _HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py")
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can tell
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 _CACHE = "~/.cache/gpuprov"
 
 _STARTER = '''\
@@ -154,10 +154,10 @@ def stored_agent() -> Path:
 
 
 def main_program(name: str, start: str, files: dict[str, bytes]) -> tuple[bytes, str]:
-    """Return the `__main__.py` of a zipapp with these files, and the digest that stands in it.
+    """Return the `__main__.py` of a zipapp with these files, and the digest in its text.
 
-    It unpacks the zip into a folder NAME-DIGEST, the same for the same files; then `start`, code that calls
-    `unpacked()`, goes on.
+    It unpacks the zip into a folder NAME-DIGEST, the same for the same files. Then it runs `start`, code that calls
+    `unpacked()`.
     """
     text = (_STARTER + start).replace("{name}", name)
     digest = _digest_of(text, files)
@@ -178,7 +178,7 @@ def pack(files: dict[str, bytes]) -> bytes:
 
 
 def host_distributions() -> tuple[str, ...]:
-    """Return the names of the distributions that the agent holds: the host side's dependencies and theirs, sorted."""
+    """Return the sorted distributions in the agent: the host side's dependencies and their dependencies."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -230,7 +230,7 @@ def _files() -> Iterator[tuple[str, bytes]]:
 
 
 def travels(path: PurePath) -> bool:
-    """Say whether a file belongs into a zipapp: sources and data, nothing compiled for this machine."""
+    """Say whether a file belongs in a zipapp: sources and data, nothing compiled for this machine."""
     return path.suffix not in (".pyc", ".so", ".pyi") and "__pycache__" not in path.parts and path.name != "py.typed"
 
 
@@ -242,7 +242,7 @@ def _digest_of(main: str, files: dict[str, bytes]) -> str:
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Store what was built for the next run; a cache that cannot be written costs time, nothing else."""
+    """Store the result for the next run; an unwritable cache only costs time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")

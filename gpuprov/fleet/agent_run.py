@@ -1,4 +1,4 @@
-"""The agent on one host: probe, upload if it is missing, run as root, pass on its events; three round trips at most."""
+"""Run the agent on one host: probe, upload if missing, run as root, relay events; at most three round trips."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _PATIENCE = 60
 _BOOTSTRAP_PATIENCE = 900
 _LONGEST_STRAY = 400
-# sudo tells on stderr that it went through, in a word of ours: only then is stdin the command's and no longer sudo's.
+# A marker on stderr shows that sudo accepted: only then does stdin belong to the command and no longer to sudo.
 _THROUGH = "gpuprov-sudo-through"
 _WRONG_PASSWORD = ("Sorry, try again", "incorrect password", "no password was provided")
 
@@ -57,10 +57,10 @@ def run_agent(
     host_timeout: float | None = None,
     claim: Callable[[str], None] = lambda _: None,
 ) -> Finished:
-    """Run the request on the host and return its last event. Raises GpuprovError if it does not come to one.
+    """Run the request on the host and return its last event. Raises GpuprovError if there is none.
 
-    `host_timeout`: how many seconds the agent may say nothing. `claim` gets the machine's identity before anything is
-    done to it, and raises GpuprovError to leave it alone.
+    `host_timeout`: how many seconds the agent may be silent. `claim` gets the machine's identity before any change, and
+    raises GpuprovError to prevent it.
     """
     probe = probe_host(connection, target, agent.digest)
     claim(probe.machine)
@@ -92,14 +92,14 @@ def run_agent(
     done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
-    # One that says that the host reboots is not the last word.
+    # A Finished event that announces a reboot is not the final one.
     if not finished[-1].left_boot:
         sink(finished[-1])
     return finished[-1]
 
 
 def probe_host(connection: Connection, target: HostTarget, digest: str = "none") -> Probe:
-    """Return what the host is. Raises GpuprovError where nothing can run there as root. `digest`: of the agent."""
+    """Return the probe of the host. Raises GpuprovError if nothing can run there as root. `digest`: of the agent."""
     pythons = (target.python,) if target.python else PYTHONS
     done = remote.run(
         connection, f"sh -s {digest} {' '.join(pythons)}", PROBE.encode(), timeout=_PATIENCE
@@ -180,7 +180,7 @@ def as_root(
 
 
 def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) -> Problem:
-    """Return why sudo refused, though it was given a password."""
+    """Return why sudo refused although it was given a password."""
     told = "\n".join(line for line in done.stderr.splitlines() if line.strip()) or _said(done)
     if wrong_password:
         step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
@@ -190,7 +190,7 @@ def _sudo_refusal(target: HostTarget, done: Completed, *, wrong_password: bool) 
 
 
 class _SudoAnswer:
-    """What to do on each line of sudo's stderr: one wrong password is enough, a second try might lock the account."""
+    """Respond to each line of sudo's stderr: stop after one wrong password, as a second might lock the account."""
 
     def __init__(self, stdin: Iterable[bytes]) -> None:
         self.stdin = stdin
@@ -208,7 +208,7 @@ class _SudoAnswer:
 
 
 def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
-    """Return why a run ended without saying how it ended."""
+    """Return why a run ended without a result."""
     if done.returncode == remote.SILENT:
         return Problem(
             "the host fell silent during the run", done.stderr.strip().rpartition("\n")[2],
@@ -226,7 +226,7 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
 
 
 def _said(done: Completed, output: list[str] | None = None) -> str:
-    """Return how it ended and the last lines, without the command: it is ours and long."""
+    """Return how the command ended and its last lines, without the long command itself."""
     return said(done, output, ended=_ENDS.get(done.returncode, ""))
 
 

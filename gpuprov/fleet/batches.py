@@ -1,6 +1,6 @@
-"""Which hosts run together: canaries first, then batches; how many of each may fail before nothing more begins. Pure.
+"""Group hosts into batches: canaries first; limit how many failures are allowed before the run stops. Pure.
 
-The words are Ansible's: `serial` as in a play, `--max-fail` as its max_fail_percentage, which also takes a number.
+The terms are Ansible's: `serial` as in a play, `--max-fail` as its max_fail_percentage, which also accepts a number.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Share:
     percent: bool = False
 
     def of(self, hosts: int) -> int:
-        """Return how many that is of so many hosts, rounded down as Ansible does."""
+        """Return this share of a number of hosts, rounded down as Ansible does."""
         return hosts * self.number // 100 if self.percent else self.number
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the command line says of the order; empty means all at once. `canary`: a number, or host names."""
+    """The order given on the command line; empty means all at once. `canary`: a number, or host names."""
 
     serial: tuple[Share, ...] = ()
     max_fail: Share | None = None
@@ -42,7 +42,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Hosts that run together. If more than `most_failed` of them fail, nothing more begins; None: any number may."""
+    """Hosts that run together. If more than `most_failed` of them fail, no further host starts; None: no limit."""
 
     name: str
     targets: tuple[HostTarget, ...]
@@ -50,7 +50,7 @@ class Batch:
 
 
 def parse_rollout(serial: str = "", max_fail: str = "", canary: str = "") -> Rollout:
-    """Return what `--serial 1,5,20%`, `--max-fail 10%` and `--canary` ask for. Raises GpuprovError (exit code 2)."""
+    """Return the meaning of `--serial 1,5,20%`, `--max-fail 10%` and `--canary`. Raises GpuprovError (exit code 2)."""
     sizes = tuple(_share("--serial", word, least=1) for word in serial.split(",")) if serial else ()
     if canary.isdecimal() and int(canary) == 0:
         raise _usage("--canary 0 names no host", "", "leave it out, or name at least one")
@@ -67,9 +67,9 @@ def _share(option: str, word: str, *, least: int) -> Share:
 
 
 def make_batches(targets: Sequence[HostTarget], rollout: Rollout) -> tuple[Batch, ...]:
-    """Return the batches in their order. Raises GpuprovError (exit code 2) if a canary is no host of the run.
+    """Return the batches in order. Raises GpuprovError (exit code 2) if a canary is not among the hosts.
 
-    A canary that fails ends the run. So does, as in Ansible, a batch that fails as a whole.
+    A failed canary ends the run. So does, as in Ansible, a batch in which every host fails.
     """
     canaries = _canaries(targets, rollout.canary)
     others = [target for target in targets if target not in canaries]
@@ -83,7 +83,7 @@ def make_batches(targets: Sequence[HostTarget], rollout: Rollout) -> tuple[Batch
 
 
 def _sizes(hosts: int, serial: Sequence[Share]) -> list[int]:
-    """Return the batches' sizes; the last of `serial` serves for all that remain, percentages are of all hosts."""
+    """Return the batches' sizes; the last of `serial` applies to all remaining hosts, percentages are of all hosts."""
     sizes: list[int] = []
     left = hosts
     while left:

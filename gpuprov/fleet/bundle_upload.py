@@ -1,6 +1,6 @@
-"""A bundle onto a host: once for each digest, resumed where an earlier connection broke off.
+"""Upload a bundle to a host: once for each digest, resumed after a broken connection.
 
-What arrived is not looked at here: the agent compares every digest before it uses anything.
+The uploaded content is not checked here: the agent compares every digest before it uses anything.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gpuprov.wire.events import Note, Sink
 
 _CHUNK = 1 << 18
 
-# A command as root on the host: its words, what it reads, what sees its output.
+# Runs a command as root on the host: its words, its input, the receiver of its output.
 AsRoot = Callable[[tuple[str, ...], Iterable[bytes], Callable[[str], None]], Completed]
 
 
 def upload_bundle(path: str, digest: str, as_root: AsRoot, sink: Sink) -> str:
-    """Bring the bundle at `path` onto the host and return where it lies there. Raises GpuprovError if it can't be."""
+    """Upload the bundle at `path` to the host and return its path there. Raises GpuprovError on failure."""
     place = Place(digest, Path(path).stat().st_size)
     lines: list[str] = []
     asked = as_root(place.command(ASK), (), lines.append)

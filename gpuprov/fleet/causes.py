@@ -1,4 +1,4 @@
-"""What went wrong in a run, by cause: the same fault on forty hosts is one entry. Pure."""
+"""Group the failures of a run by cause: the same fault on forty hosts is one entry. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from gpuprov.fleet.result import HostResult, told
 from gpuprov.wire.errors import Problem
 
-# What names one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.
-# The bounds keep a flood of letters from a host from costing quadratic time.
+# Text that identifies one host in a sentence: `[name]:port`, `name port 22`, an IPv4 address.
+# The bounds prevent quadratic time on long input from a host.
 _PLACE = re.compile(
     r"\[[^\]\s]{1,255}\]:\d+|(?<![\w.:-])[\w.:-]{1,255} port \d+|(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])"
 )
@@ -21,7 +21,7 @@ _MOST_EVIDENCE = 3
 
 @dataclass(frozen=True)
 class Cause:
-    """One fault and the hosts that have it. Where its words differ by no more than the host, they say HOST."""
+    """One fault and its hosts. If the texts differ only by the host, they say HOST."""
 
     what: str
     next_step: str
@@ -30,7 +30,7 @@ class Cause:
 
 
 def causes(results: Iterable[HostResult]) -> tuple[Cause, ...]:
-    """Return the problems and failed checks of all hosts by cause and cure, those of most hosts first."""
+    """Return the problems and failed checks of all hosts by cause and next step, the most frequent first."""
     groups: dict[tuple[str, str], list[tuple[str, Problem]]] = {}
     for host, problem in _problems(results):
         key = (_of_any_host(problem.what, host), _of_any_host(problem.next_step, host))
@@ -43,7 +43,7 @@ def _problems(results: Iterable[HostResult]) -> Iterator[tuple[str, Problem]]:
     for result in results:
         told_already = {problem.what for problem in result.problems}
         for check in result.checks:
-            # What the doctor finds in an area stands in its causes; a problem has the evidence of its check.
+            # The doctor's findings are among its causes; a problem has the evidence of its check.
             if check.status == "failed" and check.reason not in told_already and (check.reason or not result.problems):
                 yield result.host, Problem(told(check))
         for problem in result.problems:
@@ -68,6 +68,6 @@ def _the_one(texts: set[str], otherwise: str) -> str:
 
 
 def _of_any_host(text: str, host: str) -> str:
-    """Return the text without what makes it one host's."""
+    """Return the text without the parts that identify one host."""
     named = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", _ANY_HOST, text[:_LONGEST])
     return _PLACE.sub(_ANY_HOST, named)

@@ -1,4 +1,4 @@
-"""One command over one or many hosts, from options to exit code: read, run, report."""
+"""Run one command over one or many hosts, from options to exit code: read, run, report."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from gpuprov.fleet.progress import Progress
 
 _NEEDS_ROOT = ("install", "verify", "doctor", "rollback", "uninstall")
-# What to type next: after an installation that went well, and after a verification that did not.
+# The next command: after a successful installation, and after a failed verification.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
 
 
 def run_command(options: Options) -> ExitCode:
-    """Carry the command out and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    """Run the command and print its results. Raises GpuprovError for an invalid call."""
     if options.command == "doctor" and (options.check or options.diff) and not options.fix:
         raise GpuprovError(
             "--check and --diff need --fix", "without --fix, doctor changes nothing", "add --fix",
@@ -74,14 +74,14 @@ def run_command(options: Options) -> ExitCode:
 
 
 def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_command: str) -> None:
-    """Keep a run that has ended, print its report, and write its page and its metrics where they are asked for."""
+    """Store a finished run, print its report, and write its page and its metrics if requested."""
     _keep(run, options, targets)
     _report(options, run, next_command)
     _write_metrics(options, run)
 
 
 def require_writable(path: str) -> None:
-    """Raise GpuprovError (exit code 2) if a file cannot be written there: better before the run than after it."""
+    """Raise GpuprovError (exit code 2) if a file can't be written, so that this shows before the run."""
     place = Path(path).expanduser()
     existed = place.exists()
     try:
@@ -95,9 +95,9 @@ def require_writable(path: str) -> None:
 
 
 def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
-    """Put the run into the history; where that cannot be, the run itself was none the worse."""
+    """Put the run into the history; a failure to store it does not affect the run."""
     if any(target.connection == "local" and target.spec.target == IMAGE for target in targets):
-        # It would be in the image.
+        # It would be stored in the image.
         return
     passwords = [secret for target in targets for secret in (target.password, target.become_password)]
     try:
@@ -107,7 +107,7 @@ def _keep(run: Run, options: Options, targets: Sequence[HostTarget]) -> None:
 
 
 def _checked_bundle(options: Options) -> tuple[str, str]:
-    """Return the bundle's absolute path and its digest: a bad one is refused before any host is asked."""
+    """Return the bundle's absolute path and its digest: a bad one is refused before any host is contacted."""
     if not options.bundle:
         if options.bundle_key:
             raise GpuprovError("--bundle-key needs --bundle", "", "add --bundle FILE", exit_code=ExitCode.USAGE)
@@ -125,7 +125,7 @@ def _checked_bundle(options: Options) -> tuple[str, str]:
 
 
 def inventory_of(options: Options) -> Inventory:
-    """Return the hosts that the options choose, with what the command line adds; warnings go to standard error."""
+    """Return the hosts that the options choose, with the command line's additions; warnings go to standard error."""
     if options.root and options.before_host:
         raise GpuprovError(
             "--before-host is for hosts that run", f"--root {options.root} is an image", "leave --before-host out",
@@ -173,7 +173,7 @@ def _require_local_call_to_make_sense(options: Options) -> None:
 
 
 def _completed(target: HostTarget, options: Options) -> HostTarget:
-    """Add what the command line says; as with Ansible, passwords from the inventory win over typed ones."""
+    """Add the command line's values; as with Ansible, passwords from the inventory win over typed ones."""
     overrides = {**dict(options.overrides), **({"target": IMAGE} if options.image or options.root else {})}
     wanted = {**spec_to_json(target.spec), **overrides}
     return replace(
@@ -203,19 +203,19 @@ def _run(
 
 
 def make_console() -> Console:
-    """Return the console on which people read."""
+    """Return the console for human-readable output."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
-        # With NO_COLOR rich would keep bold: plain is plain.
+        # With NO_COLOR rich would keep bold: disable that too.
         return Console(highlight=False, markup=False, emoji=False, color_system=None) if console.no_color else console
-    # In a pipe nobody's window limits the line; rich would break tables at 80 columns.
+    # A pipe has no window width; rich would wrap tables at 80 columns.
     return Console(width=_PIPE_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def make_progress(options: Options, console: Console, hosts: Sequence[str]) -> Progress:
-    """Return what shows a run over these hosts as it goes."""
+    """Return the progress display for a run over these hosts."""
     from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 
     if options.json:
@@ -254,7 +254,7 @@ def _write_metrics(options: Options, run: Run) -> None:
 
 
 def _next_command(options: Options) -> str:
-    """Return the command that proves what was done, or says why the proof failed, for the same hosts."""
+    """Return the command that verifies the result, or explains a failed verification, for the same hosts."""
     following = _FOLLOWING.get(options.command, "")
     where = ("--root", options.root) if options.root else ()
     words = ("gpuprov", following, *where, *_hosts_words(options, options.limit))
@@ -267,7 +267,7 @@ def _hosts_words(options: Options, limit: str) -> tuple[str, ...]:
 
 
 def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> tuple[HostResult, ...]:
-    """Return the doctor's results with `gpuprov install` as it is typed here: a host does not know its inventory."""
+    """Return the doctor's results with complete `gpuprov install` commands: a host does not know its inventory."""
     return tuple(
         replace(result, problems=tuple(_whole(problem, options, result.host) for problem in result.problems))
         for result in results
@@ -275,7 +275,7 @@ def _with_whole_commands(results: tuple[HostResult, ...], options: Options) -> t
 
 
 def _may_be_shown(variable: str) -> bool:
-    """Say whether a word of -e may stand in a page and in kept runs: Ansible's own variables may be passwords."""
+    """Say whether a word of -e may be shown in a page and in stored runs: Ansible's own variables may be passwords."""
     return variable.startswith("@") or (bool(re.match(r"gpuprov_\w+=", variable)) and masked(variable) == variable)
 
 

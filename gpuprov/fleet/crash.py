@@ -1,4 +1,4 @@
-"""An unexpected exception, for people: one sentence, and a log file that has the traceback."""
+"""Report an unexpected exception to users: one sentence, and a log file with the traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpuprov.wire.errors import Problem
 
 
 def write_log(error: BaseException) -> Problem:
-    """Write the traceback into ~/.local/state/gpuprov/log and return what to tell the user."""
+    """Write the traceback into ~/.local/state/gpuprov/log and return the message for the user."""
     what = f"internal error: {type(error).__name__}"
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     folder = (Path(state) / "gpuprov" / "log").expanduser()

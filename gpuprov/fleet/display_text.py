@@ -1,4 +1,4 @@
-"""Text from hosts, made safe to show: it is not trusted as terminal control sequences, nor as rich's markup."""
+"""Make text from hosts safe to show: remove terminal control sequences and escape rich's markup."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _follows(one: str, other: str) -> bool:
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Split a name at the last number of its first label; dc1 in gpu07.dc1 is no host's number."""
+    """Split a name at the last number of its first label; in gpu07.dc1, dc1 is not part of the host's number."""
     label, dot, domain = name.partition(".")
     found = _NUMBERED.fullmatch(label)
     return (found.group(1), found.group(2), found.group(3) + dot + domain) if found else (name, "", "")
@@ -68,7 +68,7 @@ def _folded_row(row: list[str]) -> list[tuple[str, int]]:
 
 
 def shortened(text: str, *, lines: int = 20, columns: int = 400) -> str:
-    """Return what a host said, cut where it is too much to read."""
+    """Return a host's text, cut if it is too long to read."""
     said = text.rstrip("\n").splitlines()
     shown = [line if len(line) <= columns else line[:columns] + " …" for line in said[:lines]]
     more = [f"… {counted(len(said) - lines, 'line')} more"] if len(said) > lines else []

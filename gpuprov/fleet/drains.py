@@ -1,4 +1,4 @@
-"""Which hosts a run drained, for people: the table, the words of a state, and who still is without work; pure."""
+"""Report which hosts a run drained: the table, the text of a state, and who is still drained; pure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _MOST_ROWS = 50
 
 
 def state_of(drain: Drain) -> str:
-    """Return the words of a drain's state."""
+    """Return the text of a drain's state."""
     return _STATES[drain.state][0]
 
 
 def command_of(drain: Drain) -> str:
-    """Return the command that is to be typed, or that a run would begin with; nothing where all is done."""
+    """Return the command to type, or the one that a run would begin with; "" if nothing is left to do."""
     return drain.before if drain.state == "foreseen" else drain.after if drain.lasts else ""
 
 
 def drained(results: Sequence[HostResult]) -> tuple[tuple[str, Drain], ...]:
-    """Return the hosts that were drained, or would be, those first that still are."""
+    """Return the hosts that were or would be drained, those still drained first."""
     found = [(result.host, result.drain) for result in results if result.drain is not None]
     return tuple(sorted(found, key=lambda one: not one[1].lasts))
 
 
 def drains_table(results: Sequence[HostResult], *, verbose: bool = False) -> list[Table]:
-    """Return a table of the drains, or nothing where no host was drained."""
+    """Return a table of the drains; empty if no host was drained."""
     rows = drained(results)
     if not rows:
         return []

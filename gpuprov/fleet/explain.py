@@ -1,4 +1,4 @@
-"""`gpuprov hook explain CONTAINER` on a host: what was decided, and which libcuda it loads."""
+"""`gpuprov hook explain CONTAINER` on a host: the recorded decision, and which libcuda the container loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def explain_on(
     target: HostTarget, options: Options, container: str, agent: Callable[[], Agent]
 ) -> tuple[dict[str, Any], Survey | str]:
-    """Return what was decided, and which libraries win or why that is not known.
+    """Return the decision, and which libraries win or why that is unknown.
 
     Raises GpuprovError if the host can't be reached, or if it has no such container with GPUs.
     """
@@ -36,7 +36,7 @@ def explain_on(
 
 
 def _libraries(connection: Connection, target: HostTarget, container: str, agent: Agent) -> Survey | str:
-    """Return what the agent found in the container's files: they are too many to be read over SSH."""
+    """Return the agent's findings in the container's files: there are too many to read over SSH."""
     found: list[Survey] = []
 
     def take(event: Event) -> None:

@@ -26,7 +26,7 @@ _MARKED = ("__ansible_vault", "__ansible_unsafe")
 
 
 def require_files(words: Sequence[str]) -> None:
-    """Raise GpuprovError if -e names a file that is not there; Ansible's own sentence has five lines."""
+    """Raise GpuprovError if -e names a missing file; Ansible's own message has five lines."""
     for word in words:
         path = Path(word[1:]).expanduser()
         if word.startswith("@") and not path.is_file():
@@ -37,10 +37,10 @@ def require_files(words: Sequence[str]) -> None:
 
 
 def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return what the words of -e set, and "" or the first word that only Ansible can read.
+    """Return the variables set by -e, and "" or the first word that only Ansible can read.
 
-    Those have templates, vaults, mistakes, or need settings of Ansible's. Raises GpuprovError (exit code 2) for them in
-    the one-file program.
+    Such words have templates, vaults or mistakes, or need Ansible's settings. Raises GpuprovError (exit code 2) for
+    them in the one-file program.
     """
     found: dict[str, Any] = {}
     for word in filter(None, words):

@@ -1,7 +1,7 @@
-"""The runs of this user, kept as JSON under ~/.local/state/gpuprov/runs; the oldest go, secrets never come in.
+"""The runs of this user, stored as JSON under ~/.local/state/gpuprov/runs; old ones are deleted, secrets never stored.
 
-Kept are outcomes: no passwords, no extra variables, no diffs, no raw facts. What hosts said is searched for the
-passwords of the run and for passwords in URLs all the same.
+Only results are stored: no passwords, no extra variables, no diffs, no raw facts. The text of hosts is still searched
+for the passwords of the run and for passwords in URLs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gpuprov.wire.events import CheckDone, PlannedChange
 
 MOST_RUNS = 50
 _FORMAT = 2
-# What format 1 called a check's fields: `host` stood for two things there.
+# Format 1's names of a check's fields: `host` had two meanings there.
 _RENAMED = {"host": "on_host", "container": "in_container"}
 _IDENTIFIER = re.compile(r"\d{8}T\d{6}-\d+")
 _HIDDEN = "•••"
-_SHORTEST_SECRET = 4  # shorter ones would blot out half of every sentence
+_SHORTEST_SECRET = 4  # shorter ones would mask half of every sentence
 _LONGEST_TEXT = 20_000
 _GONE, _NEW = "not in this run", "new in this run"
 _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
@@ -55,7 +55,7 @@ class Run:
 
 
 def folder() -> Path:
-    """Return where runs are kept."""
+    """Return the folder of stored runs."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return (Path(state) / "gpuprov" / "runs").expanduser()
 
@@ -71,7 +71,7 @@ def moment(now: float) -> str:
 
 
 def save(run: Run, secrets: Iterable[str] = ()) -> Path:
-    """Write the run, for its user alone, and drop the oldest beyond 50. Raises OSError if that cannot be."""
+    """Write the run, readable by its user only, and delete the oldest beyond 50. Raises OSError on failure."""
     place = folder()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     place.chmod(0o700)
@@ -91,7 +91,7 @@ def save(run: Run, secrets: Iterable[str] = ()) -> Path:
 
 
 def identifiers() -> list[str]:
-    """Return the runs that are kept, the latest first."""
+    """Return the stored runs, the latest first."""
     try:
         names = [path.stem for path in folder().glob("*.json")]
     except OSError:
@@ -100,7 +100,7 @@ def identifiers() -> list[str]:
 
 
 def load(identifier: str = "") -> Run:
-    """Return a run by its identifier or the beginning of it, the last one by default. Raises GpuprovError (code 2)."""
+    """Return a run by its identifier or a prefix of it, the last one by default. Raises GpuprovError (code 2)."""
     known = identifiers()
     found = [name for name in known if name.startswith(identifier)]
     if not known:
@@ -120,7 +120,7 @@ def load(identifier: str = "") -> Run:
 
 
 def before(run: Run) -> Run | None:
-    """Return the last run before this one of the same command over the same inventory, or None; broken ones count not.
+    """Return the last earlier run of the same command over the same inventory, or None; broken ones are ignored.
 
     A check and an installation are two kinds.
     """
@@ -136,13 +136,13 @@ def before(run: Run) -> Run | None:
 
 
 def _finite(text: str) -> float:
-    """Return a number, 0 for one that is none: earlier versions kept whatever a host had sent."""
+    """Return a number, 0 for an invalid one: earlier versions stored any value that a host sent."""
     number = float(text)
     return number if math.isfinite(number) else 0.0
 
 
 def to_json(run: Run) -> dict[str, Any]:
-    """Return the run as JSON has it."""
+    """Return the run as JSON."""
     results = [
         {**asdict(result), "facts": None, "plan": [{**asdict(change), "diff": ""} for change in result.plan]}
         for result in run.results
@@ -165,14 +165,14 @@ def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:
     }  # fmt: skip
     checks = [{renamed.get(name, name): value for name, value in check.items()} for check in data["checks"]]
     built = {key: tuple(cls(**one) for one in {**data, "checks": checks}[key]) for key, cls in parts.items()}
-    # What a newer version kept besides is left out.
+    # Additional fields of a newer version are ignored.
     known = {name: data[name] for name in (field.name for field in fields(HostResult)) if name in data}
     drain = Drain(**data["drain"]) if data.get("drain") else None
     return HostResult(**{**known, **built, "drain": drain, "exit_code": ExitCode(data["exit_code"])})
 
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
-    """Return JSON with every secret, and every password in a URL, blotted out of its texts."""
+    """Return JSON with every secret, and every password in a URL, masked in its texts."""
     hidden = sorted({secret for secret in secrets if len(secret) >= _SHORTEST_SECRET}, key=len, reverse=True)
 
     def clean(part: Any) -> Any:
@@ -193,7 +193,7 @@ def _usage(what: str, evidence: str, next_step: str) -> GpuprovError:
 
 @dataclass(frozen=True)
 class Difference:
-    """One change and the hosts that it happened to; `kind`: good, bad or nothing, as it got better or worse."""
+    """One change and its hosts; `kind`: good, bad or nothing, as it improved or worsened."""
 
     sentence: str
     kind: str
@@ -201,7 +201,7 @@ class Difference:
 
 
 def differences(before: Run, now: Run) -> tuple[Difference, ...]:
-    """Return what changed, what got worse first."""
+    """Return the changes, the worsened first."""
     hosts: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     earlier = {result.host: result for result in before.results}
     for result in now.results:

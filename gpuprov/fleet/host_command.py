@@ -1,6 +1,6 @@
-"""The user's commands about one host, run on the controller before the host is disturbed and after it: no shell.
+"""Run the user's commands about one host on the controller, before and after the host is disturbed: no shell.
 
-They come from the command line alone: an inventory must not be able to run anything here.
+They come only from the command line: an inventory must not be able to run anything here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostCommands:
 
 
 def parse_host_commands(before: str, after: str, timeout: float) -> HostCommands:
-    """Return the commands that the command line names. Raises GpuprovError (exit code 2) for one that can't be run."""
+    """Return the commands from the command line. Raises GpuprovError (exit code 2) for an invalid one."""
     if after and not before:
         raise _usage("--after-host needs --before-host", "", "add --before-host 'kubectl drain {host} …'")
     return HostCommands(_parsed("--before-host", before), _parsed("--after-host", after), timeout)
@@ -90,7 +90,7 @@ def require_safe_hosts(commands: HostCommands, targets: Sequence[HostTarget]) ->
 
 
 def for_host(words: Sequence[str], target: HostTarget) -> tuple[str, ...]:
-    """Return the command for this host; each place is filled within its argument."""
+    """Return the command for this host; each placeholder is filled within its argument."""
     values = _values(target)
     return tuple(_PLACE.sub(lambda found: values[found[1]], word) for word in words)
 
@@ -101,16 +101,16 @@ def _values(target: HostTarget) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: `trouble` is empty if it went well; `said` is the end of what it said."""
+    """The result of a command: `trouble` is empty on success; `said` is the end of its output."""
 
     trouble: str = ""
     said: str = ""
 
 
 def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> Ended:
-    """Run a command to its end, its timeout, or until `stop` is true; then its whole process group is killed.
+    """Run a command to its end, its timeout, or until `stop` is true; then kill its whole process group.
 
-    It has a session of its own: Ctrl-C at the terminal does not reach it, for the run decides what Ctrl-C ends.
+    It has its own session, so Ctrl-C at the terminal does not reach it: the run decides what Ctrl-C ends.
     """
     try:
         process = subprocess.Popen(
@@ -130,7 +130,7 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
 def _watch(
     process: subprocess.Popen[bytes], out: _Tail, err: _Tail, deadline: float, stop: Callable[[], bool]
 ) -> str | None:
-    """Read what the process says until it ends. Return None then; "" after its timeout; else why it was killed."""
+    """Read the process's output until it ends. Return None then; "" after its timeout; else why it was killed."""
     assert process.stdout is not None and process.stderr is not None
     with process.stdout, process.stderr, selectors.DefaultSelector() as pipes:
         for pipe, tail in ((process.stdout, out), (process.stderr, err)):
@@ -171,7 +171,7 @@ def _ending(code: int) -> str:
 
 
 class _Tail:
-    """The end of what a process says; it may say much more than is kept."""
+    """The end of a process's output; it may print much more than is stored."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)

@@ -1,7 +1,7 @@
-"""Server keys: which are known, and what becomes of one that is not; as OpenSSH's known_hosts files say (sshd(8)).
+"""Check server keys against OpenSSH's known_hosts files (sshd(8)), and handle unknown ones.
 
-Fabric and paramiko accept every unknown key if left alone, and paramiko reads neither patterns nor markers in
-known_hosts; here an unknown key is refused unless the user says otherwise, and a changed one always.
+By default Fabric and paramiko accept every unknown key, and paramiko ignores patterns and markers in known_hosts. Here
+an unknown key is refused unless the user allows it, and a changed one always.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KnownKey:
 
 
 class HostKeyRefusedError(Exception):
-    """The server's key is not one that we may accept."""
+    """The server's key must not be accepted."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.what)
@@ -62,15 +62,15 @@ class _Line:
 
 @dataclass(frozen=True)
 class _File:
-    """A known_hosts file, so arranged that a thousand hosts need not go through a thousand lines each."""
+    """A known_hosts file, indexed so that a thousand hosts need not search a thousand lines each."""
 
     by_name: Mapping[str, tuple[_Line, ...]]
-    # Lines with patterns or hashed names: each has to be tried.
+    # Lines with patterns or hashed names: each must be tried.
     others: tuple[_Line, ...]
 
 
 def _keys_for(file: _File, name: str, path: str) -> tuple[KnownKey, ...]:
-    """Return the keys that a known_hosts file holds for `name`; lines that make no sense are passed over."""
+    """Return the keys that a known_hosts file has for `name`; invalid lines are skipped."""
     lines = (*file.by_name.get(name.lower(), ()), *(line for line in file.others if _names(line.patterns, name)))
     found = []
     for line in sorted(lines, key=lambda line: line.number):
@@ -99,7 +99,7 @@ def _arranged(text: str) -> _File:
 
 
 def _names(patterns: str, name: str) -> bool:
-    """Say whether the first field of a known_hosts line means this name."""
+    """Say whether the first field of a known_hosts line matches this name."""
     if patterns.startswith("|1|"):
         salt, _, digest = patterns[3:].partition("|")
         try:
@@ -114,7 +114,7 @@ def _names(patterns: str, name: str) -> bool:
 
 
 def _glob(pattern: str, name: str) -> bool:
-    # In OpenSSH's patterns a bracket is a bracket (`[host]:port`), in fnmatch it is a class.
+    # In OpenSSH's patterns a bracket is literal (`[host]:port`), in fnmatch it begins a class.
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
@@ -157,7 +157,7 @@ def _keys_in(path: str, name: str) -> Iterable[KnownKey]:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _changed: int, _size: int) -> _File:
-    """Return a file as it was at that moment, with that size; both only tell one state from the next."""
+    """Return a file with the given modification time and size; both only serve to detect a change."""
     return _arranged(path.read_text("utf-8", "replace"))
 
 
@@ -204,9 +204,9 @@ def _refused(name: str, key_type: str, key: bytes, known: Sequence[KnownKey], wh
 
 
 def preferred_key_types(known: Sequence[KnownKey], supported: Sequence[str]) -> tuple[str, ...]:
-    """Return the key algorithms in the order to ask for: those of known keys first, as ssh(1) does.
+    """Return the key algorithms in order of preference: those of known keys first, as ssh(1) does.
 
-    Otherwise a server with several keys would offer one that we do not know.
+    Otherwise a server with several keys would offer one that is not known.
     """
     types = {entry.key_type for entry in known if not entry.revoked}
     signing = {*types, *(("rsa-sha2-512", "rsa-sha2-256") if "ssh-rsa" in types else ())}

@@ -1,4 +1,4 @@
-"""Ansible inventories, read by ansible-core itself, as HostTargets; never connects to a host.
+"""Read Ansible inventories with ansible-core itself, as HostTargets; never connects to a host.
 
 ansible-core costs half a second to import, so every import of it stands inside a function.
 """
@@ -50,7 +50,7 @@ def read_inventory(
     """Return the hosts that the sources (files, directories, `a,b,` lists) and the limit name.
 
     `extra_vars` are written as for Ansible's -e: key=value, @file.yml, JSON or YAML; they win over all others.
-    Raises GpuprovError (exit code 2) for what cannot be read, and for wrong or unknown gpuprov_ variables of all hosts
+    Raises GpuprovError (exit code 2) for an unreadable source, and for wrong or unknown gpuprov_ variables of all hosts
     at once.
     """
     one_file.require_whole_program("--hosts")
@@ -69,7 +69,7 @@ def read_inventory(
 
 
 def _require_there(source: str) -> None:
-    """Raise GpuprovError for no file; an empty name would be the working directory, with all files in it."""
+    """Raise GpuprovError for a missing file; an empty name would mean the working directory, with all files in it."""
     hint = "name a file, a directory or hosts with a comma: --hosts a, or --hosts a,b"
     if not source.strip():
         raise _usage("--hosts names no inventory", f"it is {source!r}: an empty variable of a shell?", hint)
@@ -78,7 +78,7 @@ def _require_there(source: str) -> None:
 
 
 def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
-    """Return this machine as the one host, described by extra variables alone. Raises GpuprovError (exit code 2)."""
+    """Return this machine as the only host, described by extra variables. Raises GpuprovError (exit code 2)."""
     require_files(extra_vars)
     values: Mapping[str, Any]
     values, other = plain_extra_vars(extra_vars)
@@ -99,7 +99,7 @@ def read_extra_vars(extra_vars: Sequence[str]) -> HostTarget:
 def _load(
     sources: Sequence[str], limit: str, extra_vars: Sequence[str], vault_password_file: str, said: list[str]
 ) -> tuple[list[tuple[str, Mapping[str, Any]]], frozenset[str]]:
-    """Return (name, variables that concern us, templates resolved) of every host, and the names that -e sets."""
+    """Return (name, relevant variables, templates resolved) of every host, and the names that -e sets."""
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.template import Templar
@@ -107,7 +107,7 @@ def _load(
     _find_plugins()
     loader = DataLoader()
     _give_vault_password(loader, vault_password_file)
-    # Parsed one by one, to know which one fails; group_vars are looked for beside all that the manager has been given.
+    # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
     places = [_expanded(source) if "," in source else str(Path(source).absolute()) for source in sources]
     manager = InventoryManager(loader=loader, sources=places, parse=False)
     for source, place in zip(sources, places):
@@ -121,7 +121,7 @@ def _load(
     if not manager.get_hosts():
         raise _usage(f"the inventory {', '.join(sources)} names no host", "", ask_ansible(sources[0]))
     manager.subset(limit or None)
-    if limit and not manager._subset:  # Ansible makes no pattern of "[" or "," and would take all hosts
+    if limit and not manager._subset:  # Ansible ignores a pattern of "[" or "," and would take all hosts
         raise _usage("--limit names no host", repr(limit), ask_ansible(sources[0]))
     hosts = manager.get_hosts()
     if not hosts:
@@ -173,15 +173,15 @@ def _load_extra_vars(loader: Any, extra_vars: Sequence[str]) -> dict[str, Any]:
     from ansible.utils.vars import load_extra_vars
 
     context.CLIARGS = ImmutableDict(extra_vars=tuple(map(_trusted(), extra_vars)))
-    load_extra_vars.extra_vars = None  # Ansible keeps the first answer for the life of the process
+    load_extra_vars.extra_vars = None  # Ansible caches the first answer for the life of the process
     loaded: dict[str, Any] = load_extra_vars(loader=loader)
-    if "_raw_params" in loaded:  # Ansible takes what has no "=" as well, and forgets it
+    if "_raw_params" in loaded:  # Ansible also accepts words without "=", and drops them
         raise _usage("-e takes key=value, JSON or @file.yml", repr(loaded["_raw_params"]), EXTRA_VARS_HINT)
     return loaded
 
 
 def _trusted() -> Callable[[str], str]:
-    """Return what lets templates in a text be resolved; ansible-core has asked for that since 2.19."""
+    """Return a text whose templates may be resolved; ansible-core requires this since 2.19."""
     import ansible.template
 
     trust: Callable[[str], str] = getattr(ansible.template, "trust_as_template", str)
@@ -234,7 +234,7 @@ def _targets(
 
 
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
-    """Return the host that resolved inventory variables describe. Raises GpuprovError (exit code 2)."""
+    """Return the host described by resolved inventory variables. Raises GpuprovError (exit code 2)."""
     arguments = arguments or SshArguments()
     become_user = _first(values, "ansible_become_user") or "root"
     method = _first(values, "ansible_become_method") or "sudo"
@@ -288,7 +288,7 @@ def _first(values: Mapping[str, Any], *names: str) -> str:
 
 
 def _address(text: str) -> str:
-    # It becomes a pattern in an SSH configuration, and Fabric takes apart what looks like user@host:port.
+    # It becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
     if not _ADDRESS.fullmatch(text) or text.count(":") == 1:
         raise _usage(
             "ansible_host is neither a name nor an address",

@@ -1,4 +1,4 @@
-"""What is wrong with an inventory, made readable: what Ansible says, and the file and line that set a variable."""
+"""Make inventory errors readable: Ansible's messages, and the file and line that set a variable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARNING = "[WARNING]: "
 
 @contextlib.contextmanager
 def ansible_said() -> Iterator[list[str]]:
-    """Collect what Ansible would print: it belongs into our errors, not between the lines of a table."""
+    """Collect Ansible's output for gpuprov's errors, so that it does not appear between the lines of a table."""
     from ansible.utils.display import Display
 
     said: list[str] = []
@@ -36,7 +36,7 @@ def ansible_said() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ansible_temporary_folder() -> Iterator[None]:
-    """Give Ansible a folder for what it makes at its first import: its own is below HOME, needs that, and stays."""
+    """Give Ansible a folder for files of its first import: the default is below HOME, needs that, and stays."""
     if "ANSIBLE_LOCAL_TEMP" in os.environ:
         yield
         return
@@ -56,12 +56,12 @@ def ansible_error() -> type[Exception]:
 
 
 def worth_telling(said: Sequence[str]) -> list[str]:
-    """Return Ansible's own warnings: of groups that are none, files that are passed over, names that match no host."""
+    """Return Ansible's own warnings: invalid groups, skipped files, names that match no host."""
     return [clean(line) for line in said if line.startswith(_WARNING)]
 
 
 def _marked(text: str) -> str:
-    """Return what Ansible prints, with what makes a warning known kept at its beginning."""
+    """Return Ansible's output, keeping the prefix that identifies a warning."""
     cleaned = clean(text)
     return f"{_WARNING}{cleaned}" if _WARNING in text else cleaned
 
@@ -72,7 +72,7 @@ def clean(text: str) -> str:
 
 
 def explained(error: BaseException) -> str:
-    """Return Ansible's message with the place in a file that it is about, which it keeps apart, or deeper down."""
+    """Return Ansible's message with the place in a file, which Ansible stores separately, or in a nested error."""
     texts = [clean(str(error))]
     cause: BaseException | None = error
     while cause is not None:
@@ -88,7 +88,7 @@ def vault_hint(text: str) -> str:
 
 
 def ask_ansible(source: str) -> str:
-    """Return the command that shows what Ansible itself makes of an inventory."""
+    """Return the command that shows how Ansible itself reads an inventory."""
     return f"ansible-inventory -i {shlex.quote(source)} --graph  # what Ansible makes of it"
 
 
@@ -102,7 +102,10 @@ class Wrong:
 
 
 def with_origins(problems: Sequence[Wrong], sources: Sequence[str], extra_names: frozenset[str]) -> tuple[Problem, ...]:
-    """Return the problems with hosts and places; the same mistake of many hosts is one. `extra_names`: what -e sets."""
+    """Return the problems with hosts and places; a mistake of many hosts is listed once.
+
+    `extra_names`: names set by -e.
+    """
     by_problem: dict[Problem, list[Wrong]] = {}
     for wrong in problems:
         by_problem.setdefault(wrong.problem, []).append(wrong)
@@ -135,7 +138,7 @@ def _with_origin(
 def _places(
     name: str, wrongs: Sequence[Wrong], texts: Sequence[tuple[str, str]], extra_names: frozenset[str]
 ) -> tuple[str, ...]:
-    """Return where the variable has its value from: -e wins over all files; of several lines those with the value."""
+    """Return where the variable gets its value: -e wins over all files; of several lines those with the value."""
     if name in extra_names:
         return ("-e",)
     values = {str(wrong.values.get(name, "")) for wrong in wrongs} - {""}

@@ -1,4 +1,4 @@
-"""A run as metrics for node_exporter's textfile collector, so that drift, failures and known holes raise an alert."""
+"""Export a run as metrics for node_exporter's textfile collector, to alert on drift, failures and known holes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
 
 
 def write_metrics(run: Run, path: str, ended: float) -> None:
-    """Write the run's metrics, the whole file or nothing; `ended` is its end in seconds since the epoch.
+    """Write the run's metrics atomically; `ended` is its end in seconds since the epoch.
 
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""The one-file program `gpuprov-host.pyz`: what it leaves out, and what to install for that."""
+"""The one-file program `gpuprov-host.pyz`: the missing features, and what to install for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run as it goes: a live table on a terminal, prefixed lines in a pipe, JSON lines for programs. Decides nothing."""
+"""Show a run in progress: a live table on a terminal, prefixed lines in a pipe, JSON lines for programs.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ from gpuprov.wire.words import counted
 
 
 class Progress(Protocol):
-    """Takes the events of all hosts, from any thread."""
+    """Receives the events of all hosts, from any thread."""
 
     def __call__(self, host: str, event: Event) -> None: ...
 
 
 def words_for(event: Event, *, verbose: bool) -> str:
-    """Return the line that tells of an event; empty where there is nothing to tell."""
+    """Return the line for an event; empty if there is nothing to show."""
     if isinstance(event, Note):
         if event.level == "debug" and not verbose:
             return ""
@@ -64,7 +67,7 @@ def words_for(event: Event, *, verbose: bool) -> str:
 
 
 def _ending(event: Finished, *, examined: bool = False) -> str:
-    """Return how a run ended. `examined`: the doctor found causes, which is no failure of its own."""
+    """Return how a run ended. `examined`: the doctor found causes, which is not a failure of the run."""
     if event.problems and not (examined and event.summary):
         return f"failed: {event.problems[0].what}"
     return event.summary or ("done" if event.exit_code == ExitCode.DONE else f"ended with exit code {event.exit_code}")
@@ -108,7 +111,7 @@ class PlainLines:
 
 
 class Plans:
-    """Plans as text; the plan that another host has already shown is only named."""
+    """Plans as text; a plan that another host has already shown is only referenced."""
 
     def __init__(self, *, diff: bool, whole: bool = False) -> None:
         self._diff = diff
@@ -166,7 +169,7 @@ class _Row:
 class LiveTable(AbstractContextManager["LiveTable"]):
     """A table with one row for each host, redrawn as events come; plans and warnings scroll by above it.
 
-    Where not all hosts fit on the screen, it shows those at work and those that failed, and counts the others.
+    If not all hosts fit on the screen, it shows active and failed ones, and counts the others.
     """
 
     def __init__(self, console: Console, hosts: Sequence[str], *, verbose: bool = False, diff: bool = False) -> None:
@@ -194,7 +197,7 @@ class LiveTable(AbstractContextManager["LiveTable"]):
             row.begun = row.begun or time.monotonic()
             _update(row, event)
             above = self._above(host, event)
-        # Not under our lock: rich draws under its own and asks `_table` then, which takes ours.
+        # Outside of this class's lock: rich holds its own lock when it calls `_table`, which takes this one.
         if above is not None:
             self._console.print(above, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Waits for a host that reboots: until it answers again, in another boot, and that boot has come to its end."""
+"""Wait for a host that reboots: until it responds in another boot, and that boot has finished."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
 _COMMAND_SECONDS = 20.0
-# Engines that are still starting would be taken for stopped ones: the boot is waited for, but not for ever. A system
-# container that goes down may show the container host's boot id for a moment; systemd then says another word, or none.
+# Engines that are still starting would look stopped, so the boot is waited for, with a limit. A system container that
+# shuts down may briefly show the container host's boot id; systemd then reports another state, or none.
 _BOOT_STATE = "timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
 _UP = ("initializing", "starting", "running", "degraded", "maintenance")
 _BOOT_STATE_SECONDS = 330.0
@@ -36,7 +36,7 @@ def wait_for_boot(
 ) -> None:
     """Return once the host is up in another boot than `left_boot`, docker and all.
 
-    Raises GpuprovError, exit code 4, if it does not come back in `patience` seconds or nobody waits any more.
+    Raises GpuprovError, exit code 4, if it does not come back in `patience` seconds or the run is stopped.
     """
     deadline = time.monotonic() + patience
     seen = "it has not gone down"
@@ -60,5 +60,5 @@ def wait_for_boot(
 
 
 def _is_up(connection: Connection) -> bool:
-    """Wait for the end of the boot and say whether the host is there."""
+    """Wait for the end of the boot and say whether the host responds."""
     return remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.strip() in _UP

@@ -1,4 +1,4 @@
-"""Recorder: passes a host's events on, and makes its result of them."""
+"""Recorder: relay a host's events and build its result from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recorder:
         self._sink(self._host, event)
 
     def result(self, seconds: float) -> HostResult:
-        """Return what came of the host, which took that long as seen from here."""
+        """Return the result of the host, with the duration measured here."""
         last = self._finished or Finished(
             int(ExitCode.FAILED),
             problems=(Problem("the run ended without a result", "", "run the same command again"),),

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from fabric import Connection
 
 _CHUNK = 1 << 15
-# A plan full of diffs makes a long line, and a run tells much; but a host that never ends must not fill our memory.
+# A plan with many diffs is a long line, and a run has many lines; but an endless output must not fill the memory.
 _LONGEST_LINE = 4 << 20
 _MOST_OUTPUT = 64 << 20
 _MOST_OF_A_SHORT_COMMAND = 1 << 20
 _KEPT_LINES = 40
 _LONGEST_KEPT = 500
-# How long a host may take to accept a command, and to say how it ended after its last word.
+# How long a host may take to accept a command, and to report its end after its last output.
 ACCEPTANCE_SECONDS = 60
 CONNECTION_LOST = 255
 TOO_MUCH = 254
@@ -29,11 +29,11 @@ KILLED = 128  # by a signal; paramiko does not say which
 
 
 class TooMuchError(Exception):
-    """The host says more than we are willing to hear."""
+    """The host's output exceeds the limit."""
 
 
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
-    """Run a command to its end. `returncode` is one of the constants above if it does not come to it."""
+    """Run a command to its end. `returncode` is one of the constants above if it does not reach its end."""
     output: list[str] = []
     done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout, most=_MOST_OF_A_SHORT_COMMAND)
     return Completed((command,), done.returncode, "".join(f"{line}\n" for line in output), done.stderr)
@@ -49,11 +49,11 @@ def stream(
     timeout: float | None = None,
     most: int = _MOST_OUTPUT,
 ) -> Completed:
-    """Run a command and hand each line of its stdout to `on_line` as it comes; `stderr` in the result is its end.
+    """Run a command and pass each line of its stdout to `on_line` as it arrives; `stderr` in the result is its tail.
 
-    `stdin` comes in pieces, so that it may be longer than memory. `answer` sees each line of stderr and returns what to
-    write to stdin then; returning None gives up. `returncode` is 255 if the connection breaks, 253 after `timeout`
-    seconds of silence, 254 if there are more than `most` bytes.
+    `stdin` is an iterable, so it may exceed memory. `answer` sees each line of stderr and returns what to write to
+    stdin; None aborts. `returncode` is 255 if the connection breaks, 253 after `timeout` seconds of silence, 254 if the
+    output exceeds `most` bytes.
     """
     from paramiko.ssh_exception import SSHException
 
@@ -80,7 +80,7 @@ def stream(
         errors.append(str(error) or type(error).__name__)
         code = CONNECTION_LOST
     finally:
-        # A connection that breaks just now can't take leave.
+        # A connection that is breaking can't be closed cleanly.
         with contextlib.suppress(OSError, EOFError, SSHException):
             if channel is not None:
                 channel.close()
@@ -88,7 +88,7 @@ def stream(
 
 
 def _begin(channel: Any, command: str) -> None:
-    """Start the command; paramiko itself would wait for ever for the host to accept it."""
+    """Start the command; paramiko itself would wait without a limit for the host to accept it."""
     too_late = threading.Timer(ACCEPTANCE_SECONDS, channel.close)
     too_late.daemon = True
     too_late.start()
@@ -108,7 +108,7 @@ def _exit_code(connection: Connection, channel: Any) -> int:
 
 
 def _is_alive(connection: Connection) -> bool:
-    """Say whether the connection outlived its command; its thread may be just about to end."""
+    """Say whether the connection outlived its command; its thread may be about to end."""
     connection.transport.join(0.5)
     return bool(connection.transport.is_active())
 

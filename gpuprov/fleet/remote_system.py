@@ -17,7 +17,7 @@ _SECONDS = 30
 
 
 class RemoteSystem(System):
-    """The machine behind a connection. Raises GpuprovError where its account or its sudo refuses."""
+    """The machine behind a connection. Raises GpuprovError if its account or its sudo refuses."""
 
     def __init__(self, connection: Connection, target: HostTarget) -> None:
         super().__init__("/")

@@ -1,4 +1,4 @@
-"""What came of a run, for people: tables, problems by cause, and the one line that they want to read; renders only."""
+"""Print the results of a run for users: tables, problems by cause, and a final summary line; renders only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 def print_report(
     console: Console, command: str, results: Sequence[HostResult], *, check: bool, next_command: str, verbose: bool
 ) -> None:
-    """Print all that came of a run; the last line says it in short."""
+    """Print all results of a run; the last line summarises them."""
     parts: list[RenderableType] = []
     if command == "facts":
         parts += list(_facts(results, verbose=verbose))
@@ -60,7 +60,7 @@ def print_report(
 
 
 def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
-    """Return the last object of `--json`: the exit code of the run, and what came of each host."""
+    """Return the last object of `--json`: the exit code of the run, and the result of each host."""
     hosts = [
         {
             "host": result.host,
@@ -103,7 +103,7 @@ def _summary_table(results: Sequence[HostResult], *, foreseen: bool) -> Table:
 
 
 def _count_table(results: Sequence[HostResult]) -> Table:
-    """Return how many hosts ended in which way, and how long they took: what is left to read of a thousand hosts."""
+    """Return how many hosts ended in which state, and their durations: the summary for a thousand hosts."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("result", "hosts", "changes", "seconds", "slowest"):
         table.add_column(name, justify="left" if name in ("result", "slowest") else "right")
@@ -120,7 +120,7 @@ def _count_table(results: Sequence[HostResult]) -> Table:
 
 
 def _versions_table(found: Sequence[Spread]) -> list[Table]:
-    """Return what the hosts run; who runs something else is named."""
+    """Return the versions that the hosts run; hosts with other versions are named."""
     if not found:
         return []
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -136,7 +136,7 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
 
 
 def _holes_table(results: Sequence[HostResult]) -> list[Table]:
-    """Return the known security holes in what the hosts run, and on which hosts."""
+    """Return the known security holes of the installed versions, and their hosts."""
     found = hosts_by_hole(results, rows_of(advisories_table()))
     if not found:
         return []
@@ -152,7 +152,7 @@ def _holes_table(results: Sequence[HostResult]) -> list[Table]:
 
 
 def _checks_count_table(results: Sequence[HostResult]) -> Table:
-    """Return for each check on how many hosts it went well; where it failed, on which."""
+    """Return for each check the number of hosts that passed it, and the hosts that failed it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("check", "ok", "failed", "skipped", "failed on"):
         table.add_column(name, justify="left" if name in ("check", "failed on") else "right")
@@ -194,7 +194,7 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
 
 
 def problems_text(results: Iterable[HostResult]) -> Text:
-    """Return the problems and failed checks of all hosts; those with the same cause and cure stand together."""
+    """Return the problems and failed checks of all hosts, grouped by cause and next step."""
     text = Text()
     for cause in causes(results):
         names = listed(map(plain, cause.hosts))
@@ -217,7 +217,7 @@ def _indented(label: str, body: str) -> Text:
 
 
 def _facts(results: Sequence[HostResult], *, verbose: bool) -> Iterable[RenderableType]:
-    """Yield a table of what matters; with -v also all facts of each host."""
+    """Yield a table of the main facts; with -v also all facts of each host."""
     gathered = [(result.host, result.facts) for result in results if result.facts is not None]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("host", *_FACTS):
@@ -244,12 +244,12 @@ _FACTS = {
 
 
 def last_line(command: str, results: Sequence[HostResult], *, check: bool, next_command: str) -> str:
-    """Return what the whole run comes to, and what to type next."""
+    """Return the overall result, and the next command."""
     failed = [result for result in results if result.exit_code != ExitCode.DONE]
     if failed:
         by_word: dict[str, list[str]] = {}
         for result in failed:
-            # A command that came to its end has a summary; one that a lock or a broken host stopped found nothing.
+            # A finished command has a summary; a lock or a broken host leaves none.
             found = _FAILED_ON.get(command) if result.word == "failed" and result.summary else None
             by_word.setdefault(found or result.word, []).append(plain(result.host))
         reasons = "; ".join(f"{word}: {listed(hosts)}" for word, hosts in by_word.items())
@@ -291,7 +291,7 @@ _PARTICIPLES = {
 
 
 def _seen_by_containers(results: Sequence[HostResult]) -> str:
-    """Return how many GPUs containers were seen to have; where no check counted them, how many checks went well."""
+    """Return how many GPUs containers saw; without a count, how many checks passed."""
     counts = [count for result in results if (count := _gpu_count(result.checks)) is not None]
     if counts and len(counts) == len(results):
         engines = dict.fromkeys(check.engine for result in results for check in result.checks if _has_counted(check))

@@ -1,4 +1,4 @@
-"""`gpuprov report`: shows a run that is kept, again: as text, JSON or a page."""
+"""`gpuprov report`: show a stored run again, as text, JSON or a page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> Non
 
 
 def show_list(console: Console, *, as_json: bool) -> None:
-    """Print one line for each run that is kept, the latest first."""
+    """Print one line for each stored run, the latest first."""
     runs = []
     for identifier in history.identifiers():
         try:
@@ -64,11 +64,11 @@ def _counts(run: Run) -> dict[str, object]:
 
 
 def write_page(run: Run, path: str) -> None:
-    """Write the page, which compares with the last run of the same kind that is kept.
+    """Write the page, which compares with the last stored run of the same kind.
 
     Raises GpuprovError (exit code 2) if the file cannot be written.
     """
-    from gpuprov.fleet.page import render  # Jinja2 is loaded for a page alone
+    from gpuprov.fleet.page import render  # Jinja2 is loaded only for a page
 
     try:
         Path(path).expanduser().write_text(render(run, history.before(run)), "utf-8", "replace")
@@ -80,5 +80,5 @@ def write_page(run: Run, path: str) -> None:
 
 
 def summary(run: Run) -> dict[str, object]:
-    """Return the last object of `--json`, with the name under which the run is kept."""
+    """Return the last object of `--json`, with the identifier of the stored run."""
     return {**summary_json(run.command, run.results), "run": run.identifier}

@@ -1,4 +1,4 @@
-"""HostResult: what came of one host, as a value; and the words for it."""
+"""HostResult: the result of one host, as a value; and its texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DrainState = Literal["foreseen", "failed", "drained", "undrained"]
 
 @dataclass(frozen=True)
 class MadeChange:
-    """A change as it went; `seconds` is None where it did not come to its end."""
+    """A change and its duration; `seconds` is None if it did not finish."""
 
     key: str
     step: str
@@ -24,7 +24,7 @@ class MadeChange:
 
 @dataclass(frozen=True)
 class Drain:
-    """Whether a host was drained for the run (`--before-host`), and where that stands.
+    """Whether a host was drained for the run (`--before-host`), and its state.
 
     `state`: `foreseen` with --check; `failed`: the command before the change failed, the host may be drained in part;
     `drained`: it still is; `undrained`: it has work again. `before` and `after` are the commands for this host, `since`
@@ -39,16 +39,16 @@ class Drain:
 
     @property
     def lasts(self) -> bool:
-        """Say whether the host may still be without work, all of it or a part."""
+        """Say whether the host may still be drained, fully or partly."""
         return self.state in ("drained", "failed")
 
 
 @dataclass(frozen=True)
 class HostResult:
-    """What came of one host. `changed` counts the changes made, or foreseen with --check; `seconds` is wall time.
+    """The result of one host. `changed` counts the changes made, or predicted with --check; `seconds` is wall time.
 
-    `begun` is False where the run was stopped before this host's turn. `same_as`: another name of the same machine, of
-    which the run has a result too: what belongs to machines is counted once.
+    `begun` is False if the run stopped before this host. `same_as`: another name of the same machine, which also has a
+    result: values of machines are counted once.
     """
 
     host: str
@@ -76,7 +76,7 @@ class HostResult:
 
     @property
     def reason(self) -> str:
-        """The sentence that says most about the outcome."""
+        """The most informative sentence about the result."""
         if self.problems:
             return self.problems[0].what
         failed = next((check for check in self.checks if check.status == "failed"), None)
@@ -90,17 +90,17 @@ _WORDS = {
     ExitCode.REBOOT_NEEDED: "reboot needed",
     ExitCode.UNREACHABLE: "unreachable",
 }
-# The worst that happened decides, and something to fix on a host weighs more than a host that is away.
+# The worst result decides, and a problem on a host outranks an unreachable host.
 _PRECEDENCE = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNREACHABLE, ExitCode.REBOOT_NEEDED)
 
 
 def machines(results: Sequence[HostResult]) -> tuple[HostResult, ...]:
-    """Return the results without those of machines that are there under another name."""
+    """Return the results without duplicates of machines with several names."""
     return tuple(result for result in results if not result.same_as)
 
 
 def told(check: CheckDone) -> str:
-    """Return a check with its reason, as one tells of it."""
+    """Return a check with its reason as text."""
     return f"{check.name}: {check.reason}" if check.reason else check.name
 
 

@@ -1,4 +1,4 @@
-"""One host drained, changed, proved and given back: a look at its plan first, and no drain if nothing is disturbed."""
+"""Drain, change, verify and restore one host: examine its plan first, and do not drain it if nothing is disturbed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Event, Finished, Note, Planned, Sink
 from gpuprov.wire.request import Request
 
-# Carries a request out on the host; passes on every event but the last one, which it returns.
+# Carries a request out on the host; relays every event but the last one, which it returns.
 CarryOut = Callable[[Request, Sink], Finished]
 
 
 @dataclass
 class Rolling:
-    """The drain of one host. `keep` is called with each new state; `stopped` says why no further host may begin.
+    """The drain of one host. `keep` is called with each new state; `stopped` returns why no further host may start.
 
-    `cut` is true once running commands shall end too (the second Ctrl-C).
+    `cut` is true once running commands must end too (the second Ctrl-C).
     """
 
     target: HostTarget
@@ -33,9 +33,9 @@ class Rolling:
     cut: Callable[[], bool]
 
     def run(self, request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
-        """Carry the request out, with the host drained if its plan disturbs containers; return the last event.
+        """Carry the request out, draining the host if its plan disturbs containers; return the last event.
 
-        Raises GpuprovError if a command fails, or if the host does.
+        Raises GpuprovError if a command or the host fails.
         """
         look = _Look(sink if request.check else None)
         looked = carry_out(replace(request, check=True, diff=request.diff and request.check), look)
@@ -84,7 +84,7 @@ class Rolling:
     def _give_back(
         self, request: Request, sink: Sink, carry_out: CarryOut, finished: Finished, begun: float
     ) -> Finished:
-        """Verify the host and run the command after the change; return what came of it all."""
+        """Verify the host and run the command after the change; return the overall result."""
         sink(Note("verifying before the host gets work again"))
         try:
             verified = carry_out(replace(request, command="verify", steps=(), bundle="", bundle_digest=""), sink)

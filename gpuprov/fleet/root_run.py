@@ -1,7 +1,7 @@
-"""The agent inside another root file system (`--root`): an image that is mounted somewhere, and does not run.
+"""Run the agent inside another root file system (`--root`): a mounted image that does not run.
 
-It gets namespaces of its own for mounts and processes. What is mounted for it (/proc, /sys, /dev, /run), and what it
-has started, ends with it, however it ends.
+It gets separate mount and process namespaces. Its mounts (/proc, /sys, /dev, /run) and its processes end with it in
+every case.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _is_unshare(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class _Root:
-    """A root file system that was looked at. `resolver`: the file in it that names the name servers, or nothing."""
+    """An examined root file system. `resolver`: the file in it that names the name servers, or ""."""
 
     path: str
     resolver: str
@@ -193,7 +193,7 @@ def _line_with(words: str, text: str) -> str:
 
 
 def _looked_at(root: str) -> _Root:
-    """Return the root with what is needed of it. Raises GpuprovError for what is none: mounts must not leave it."""
+    """Return the root and the facts about it. Raises GpuprovError for an invalid one: mounts must not leave it."""
     path = os.path.realpath(root)
     wrong = [name for name in _FOLDERS if not _is_directory(f"{path}/{name}")]
     # A bind mount of this machine's root has another path.
@@ -257,7 +257,7 @@ def _is_directory(path: str) -> bool:
 
 
 def _resolver(root: str) -> str:
-    """Return where the root's resolv.conf lies, a path below the root; nothing where none can be put over it."""
+    """Return the path of the root's resolv.conf below the root; "" if none can be mounted over it."""
     place = Path(root, "etc/resolv.conf")
     if not place.is_symlink():
         return "etc/resolv.conf" if place.is_file() else ""

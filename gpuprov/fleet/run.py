@@ -1,4 +1,4 @@
-"""One request on many hosts, batch by batch, many at once; what happens on one never ends another."""
+"""Run one request on many hosts, batch by batch and in parallel; a failure on one never ends another."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from gpuprov.wire.request import Request
 from gpuprov.wire.spec import spec_to_json
 from gpuprov.wire.words import counted
 
-# A host that asks for more has a fault that reboots do not fix.
+# A host that requests more reboots has a fault that reboots do not fix.
 _MOST_REBOOTS = 3
-# What a run does with one host; a parameter, so that the fan-out can be tried without SSH.
+# Runs one host; a parameter, so that the fan-out can be tested without SSH.
 RunHost = Callable[[HostTarget, Sink], None]
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run over hosts needs besides the hosts and the request.
+    """Settings of a run over hosts besides the hosts and the request.
 
     `build` returns the agent; it is called once, and only if a host is reached by SSH. `tell` shows a sentence.
     """
@@ -64,7 +64,7 @@ class Fleet:
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.interruptions = 0
-        # Why no further host begins; None while hosts may.
+        # Why no further host starts; None while hosts may start.
         self.stopped: Problem | None = None
         self._connections: set[Any] = set()
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Fleet:
         self._drains: dict[str, Drain] = {}
 
     def interrupt(self) -> None:
-        """Start no further host; at the second call, close the connections of those that run."""
+        """Start no further host; at the second call, close the connections of running ones."""
         self.interruptions += 1
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
@@ -91,7 +91,7 @@ class Fleet:
             threading.Thread(target=close, args=(connection,), daemon=True).start()
 
     def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
-        """Return what runs the request on one host."""
+        """Return the function that runs the request on one host."""
 
         def run(target: HostTarget, sink: Sink) -> None:
             wanted = request_for(target, request, alone=self._alone)
@@ -123,7 +123,7 @@ class Fleet:
     def _through_reboots(
         self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
     ) -> Finished:
-        """Run the request, again after each reboot that it asks for; return the last event, which has all changes."""
+        """Run the request, again after each reboot that it needs; return the last event, with all changes."""
         made = 0
         for _ in range(1 + _MOST_REBOOTS):
             finished = self._run_agent(target, request, claims, agent, sink)
@@ -138,7 +138,7 @@ class Fleet:
     def _run_agent(self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink) -> Finished:
         """Run the request over one connection; return its last event, all others go to the sink.
 
-        `claims` is what the run is about: a look at its plan must find a machine with two names as well.
+        `claims` is the whole run's request: examining its plan must also find a machine with two names.
         """
         with self._held() as hold, connected(target, self.settings.options, hold) as connection:
             if self.interruptions > 1:
@@ -151,7 +151,7 @@ class Fleet:
             )  # fmt: skip
 
     def _claim(self, name: str, machine: str, request: Request, sink: Sink) -> None:
-        """Note that this host is this machine. Raises GpuprovError if another one is too, and it would be changed."""
+        """Record that this host is this machine. Raises GpuprovError if another host is too and it would be changed."""
         with self._lock:
             other = self._machines.setdefault(machine, name) if machine else name
         if other == name:
@@ -165,7 +165,7 @@ class Fleet:
 
     @contextmanager
     def _held(self) -> Iterator[Callable[[Any], None]]:
-        """Give what notes a connection, for `interrupt` to close it as long as it is in use."""
+        """Yield a function that records a connection, so that `interrupt` can close it while it is in use."""
         held: list[Any] = []
 
         def hold(connection: Any) -> None:
@@ -197,7 +197,7 @@ class Fleet:
         return tuple(results[target.name] for target in targets)
 
     def _one_of(self, batch: Batch, run_host: RunHost, sink: HostSink) -> Callable[[HostTarget], HostResult]:
-        """Return what runs one host of the batch; too many failures among them, and no further host begins."""
+        """Return the function that runs one host of the batch; after too many failures no further host starts."""
         failed: list[str] = []
 
         def run_one(target: HostTarget) -> HostResult:
@@ -227,7 +227,7 @@ class Fleet:
             cut_drain = drain is not None and drain.state == "failed"
             error = _left() if self.interruptions > 1 and not cut_drain else error
             recorder(Finished(int(error.exit_code), problems=error.problems))
-        except Exception as error:  # a defect on one host must not end the others; the log has it all
+        except Exception as error:  # an internal error on one host must not end the others; the log has the traceback
             from gpuprov.fleet.crash import write_log
 
             recorder(Finished(int(ExitCode.FAILED), problems=(write_log(error),)))
@@ -239,7 +239,7 @@ class Fleet:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let Ctrl-C call `interrupt`, instead of raising an exception wherever the main thread happens to be."""
+        """Make Ctrl-C call `interrupt`, instead of raising an exception anywhere in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -265,7 +265,7 @@ class Fleet:
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
     """Return the request with this host's own spec; `alone`: it is the only host of the run.
 
-    This machine must not reboot while it runs others: their runs would end with it. To those one can come back.
+    This machine must not reboot while it runs others: their runs would end with it. A run can return to other hosts.
     """
     here = target.connection == "local"
     spec = replace(target.spec, reboot="never") if here and not alone else target.spec
@@ -289,9 +289,9 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 
 
 def _with_agent(request: Request) -> Request:
-    """Return the request with the agent's file, if the host is to keep it (gpuprov_watch) and one can be built here.
+    """Return the request with the agent's file, if the host keeps it (gpuprov_watch) and it can be built here.
 
-    The one file for one machine carries no sources to build it from: the plan then says what is missing.
+    The one-file program has no sources to build it from: the plan then says what is missing.
     """
     if request.command != "install" or request.spec.get("watch", "off") == "off":
         return request

@@ -1,4 +1,4 @@
-"""SSH connections by Fabric, with the keys of servers checked; every way to fail becomes a Problem."""
+"""SSH connections by Fabric, with checked server keys; every failure becomes a Problem."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _KEEPALIVE_SECONDS = 15
 _SILENCE_MILLISECONDS = 60_000
-# Once a server has spoken: a thousand handshakes at a time keep this machine busy for longer than a connect timeout.
+# After the server's first bytes: a thousand handshakes at once take this machine longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
 
 
@@ -36,9 +36,9 @@ _HANDSHAKE_SECONDS = 120
 def connected(
     target: HostTarget, settings: SshSettings, made: Callable[[Connection], None] = lambda _: None
 ) -> Iterator[Connection]:
-    """Give an open connection and close it after use. `made` gets it before it is open, to close it from elsewhere.
+    """Yield an open connection and close it after use. `made` gets it before it opens, so that others can close it.
 
-    Raises GpuprovError, with exit code 4, if the host is not reached, its key is refused or we are.
+    Raises GpuprovError, exit code 4, if the host is unreachable or either side refuses the other.
     """
     connection = make_connection(target, settings)
     made(connection)
@@ -52,10 +52,10 @@ def connected(
 
 
 def make_connection(target: HostTarget, settings: SshSettings) -> Connection:
-    """Return the connection, not yet open, with the hosts that it goes through as its gateways."""
+    """Return the connection, not yet open, with its jump hosts as gateways."""
     from fabric import Config, Connection
 
-    # paramiko's own log would print tracebacks between the lines of a table; what matters reaches us as exceptions.
+    # paramiko's own log would print tracebacks between the lines of a table; its exceptions have the reasons.
     logging.getLogger("paramiko").propagate = False
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
     config = Config(ssh_config=config_for(target))
@@ -102,7 +102,7 @@ def _credentials(target: HostTarget) -> dict[str, Any]:
 
 
 def _check_key(connection: Connection, settings: SshSettings) -> None:
-    """Put our check of the server's key in the place of Fabric's, which accepts every key."""
+    """Replace Fabric's check of the server's key, which accepts every key, with gpuprov's."""
     options = connection.ssh_config
     # An alias stands in known_hosts without a port (ssh_config(5), HostKeyAlias).
     name = options.get("hostkeyalias") or known_hosts_name(connection.host, connection.port)
@@ -126,7 +126,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
         return made
 
-    # As ssh(1) does: what can't be read is passed over. If nothing else opens the door, it is named.
+    # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
     keys = [path for path in connection.connect_kwargs.get("key_filename", ()) if not key_fault(path)]
     connection.connect_kwargs = {
         **connection.connect_kwargs,
@@ -140,7 +140,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
 
 
 def _notice_silence(connection: Connection) -> None:
-    """Let a connection whose other end is gone break after a minute instead of hanging until TCP gives up."""
+    """Make a dead connection break after a minute instead of hanging until TCP gives up."""
     connection.transport.set_keepalive(_KEEPALIVE_SECONDS)
     if hasattr(connection.transport.sock, "setsockopt"):
         connection.transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)

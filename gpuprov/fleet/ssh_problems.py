@@ -1,4 +1,4 @@
-"""Why a connection was not made, as a Problem for people: the network, a proxy, a jump host, a key, the login."""
+"""Explain why a connection failed, as a Problem: the network, a proxy, a jump host, a key, the login."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROXY_SECONDS = 2
 
 
 def key_fault(path: str) -> str:
-    """Return why a private key's file can't be read, nothing if it can."""
+    """Return why a private key's file can't be read, "" if it can."""
     place = os.path.expanduser(path)  # noqa: PTH111 (Path raises where there is no home)
     try:
         with open(place, "rb") as file:  # noqa: PTH123
@@ -36,7 +36,7 @@ def key_fault(path: str) -> str:
 
 @contextlib.contextmanager
 def explained(target: HostTarget, connection: Connection, settings: SshSettings) -> Iterator[None]:
-    """Let what fails in opening the connection become a GpuprovError with exit code 4."""
+    """Convert failures of opening a connection to a GpuprovError with exit code 4."""
     from paramiko.ssh_exception import AuthenticationException, ChannelException, ProxyCommandFailure, SSHException
 
     try:
@@ -70,7 +70,7 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
 
 
 def _failing_hop(connection: Connection) -> Connection:
-    """Return the connection itself, or the jump host on the way to it that was not reached."""
+    """Return the connection itself, or the jump host on the way that was not reached."""
     hop = connection
     while hop.gateway and not isinstance(hop.gateway, str) and not hop.gateway.is_connected:
         hop = hop.gateway
@@ -86,7 +86,7 @@ def _beyond_the_jump_host(hop: Connection, error: Exception) -> Problem:
 
 
 def _proxy_problem(hop: Connection, settings: SshSettings, error: Exception) -> Problem:
-    """Return why the connection through a ProxyCommand failed: in its own words, where it has any."""
+    """Return why the connection through a ProxyCommand failed, with the command's own error if any."""
     transport = hop.client.get_transport()
     process = getattr(getattr(transport, "sock", None), "process", None)
     spoke = transport is not None and transport.remote_version
@@ -128,9 +128,9 @@ def _protocol_problem(
 
 
 def _handshake_problem(place: str, connection: Connection, settings: SshSettings, error: Exception) -> Problem:
-    """Tell a server that says nothing from one that hangs up and from one that is no SSH server.
+    """Distinguish a silent server, one that closes the connection, and one that is no SSH server.
 
-    paramiko has one sentence for all three; why it gave up stands in the exception's context.
+    paramiko has one message for all three; the exception's context has the reason.
     """
     if isinstance(error.__context__, TimeoutError):
         return _silence(place, "the port is open, but nothing there says a word", settings)
@@ -153,7 +153,7 @@ def _silence(place: str, what: str, settings: SshSettings) -> Problem:
 
 
 def _reasons(error: Exception) -> str:
-    """Return why a connection failed: paramiko's own sentence names none of the reasons that it holds."""
+    """Return why a connection failed: paramiko's own message names none of its reasons."""
     errors = getattr(error, "errors", None)
     if not isinstance(errors, dict):
         return str(error)

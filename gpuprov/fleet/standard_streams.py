@@ -15,7 +15,7 @@ from gpuprov.wire.errors import from_os_error
 
 
 class _Lasting(io.FileIO):
-    """A descriptor for writing; what nobody takes any more is dropped, and why is kept."""
+    """A descriptor for writing; data that can't be written is dropped, and the reason is stored."""
 
     refusal: OSError | None = None
 
@@ -29,9 +29,9 @@ class _Lasting(io.FileIO):
 
 @contextmanager
 def lasting_outputs() -> Iterator[None]:
-    """Let standard output and error last. Raises GpuprovError, after the work, if what it said could not be written.
+    """Protect standard output and error. Raises GpuprovError, after the work, if output could not be written.
 
-    A reader that has seen enough is no failure. Characters that the locale lacks become question marks.
+    A reader that closed early is not a failure. Characters that the locale lacks become question marks.
     """
     _open_closed()
     kept = [_made_lasting(name) for name in ("stdout", "stderr") if getattr(sys, name) is not None]
@@ -46,9 +46,9 @@ def lasting_outputs() -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Give closed streams (`>&-`) something that takes and says nothing: libraries write without looking.
+    """Open closed streams (`>&-`) on /dev/null: libraries write without checking.
 
-    In this order the new files take the numbers 0 to 2, which no connection must ever get.
+    In this order the new files get the numbers 0 to 2, which no connection must ever get.
     """
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_WRONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
@@ -64,7 +64,7 @@ def _made_lasting(name: str) -> _Lasting:
 
 
 def percentage(label: str) -> Callable[[int, int], None]:
-    """Return what shows, given (done, total), how far a long work is: on standard error, if that is a terminal."""
+    """Return a function that shows, given (done, total), the progress on standard error, if that is a terminal."""
     shown = ""
 
     def show(done: int, total: int) -> None:
@@ -79,7 +79,7 @@ def percentage(label: str) -> Callable[[int, int], None]:
 
 
 def standard_input(what: str) -> bytes:
-    """Return all of standard input; at a terminal, say what is waited for."""
+    """Return all of standard input; at a terminal, print what is expected."""
     if sys.stdin is None:  # closed, and nobody has called lasting_outputs
         return b""
     if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""HostTarget: one host of an inventory, how to reach it and what it shall be."""
+"""HostTarget: one host of an inventory, how to reach it and its desired state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostTarget:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The hosts of a run, in the inventory's order, and what is worth a warning about them."""
+    """The hosts of a run, in the inventory's order, and warnings about them."""
 
     hosts: tuple[HostTarget, ...]
     warnings: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which versions a fleet runs, and which hosts are exceptions. Pure."""
+"""The versions in a fleet, and the hosts that are exceptions. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Spread:
 
 
 def spreads(results: Sequence[HostResult]) -> tuple[Spread, ...]:
-    """Return how versions spread over the hosts that told theirs; empty if fewer than two did."""
+    """Return how versions spread over the hosts that reported theirs; empty if fewer than two did."""
     told = [result for result in machines(results) if result.versions]
     if len(told) < 2:
         return ()
@@ -59,7 +59,7 @@ def _spread(name: str, results: Sequence[HostResult]) -> Spread:
 
 
 def versions_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions in a host's facts, under the names that a run uses; facts come from hosts: any shape may."""
+    """Return the versions in a host's facts, under a run's names; facts come from hosts and may have any form."""
     places = {
         "os": ("os", "name"), "kernel": ("kernel", "release"), "driver": ("driver", "library_version"),
         "docker": ("docker", "version"), "gpus": ("gpus",), "toolkit": ("packages", "installed", TOOLKIT_PACKAGE),
@@ -81,7 +81,7 @@ def mig_instances(text: str) -> dict[int, tuple[str, ...]]:
 
 
 def fact(facts: Mapping[str, Any], path: tuple[str, ...]) -> str:
-    """Return a fact as text, of a list its length; empty if it is not there."""
+    """Return a fact as text, for a list its length; empty if it is missing."""
     value: Any = facts
     for key in path:
         value = value.get(key, "") if isinstance(value, Mapping) else ""

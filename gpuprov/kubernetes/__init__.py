@@ -1,1 +1,1 @@
-"""The cluster's side of Kubernetes: manifests for it, and the proof that its pods have the GPUs. The controller's."""
+"""The Kubernetes cluster: manifests for it, and the verification that its pods have the GPUs. Controller only."""

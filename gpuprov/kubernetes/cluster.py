@@ -1,4 +1,4 @@
-"""What the API server says of nodes, pods and events, parsed with limits: its text is not trusted. Pure."""
+"""Parse the API server's nodes, pods and events with limits: its text is not trusted. Pure."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Node:
 
     @property
     def count(self) -> int:
-        """How many devices pods can be given."""
+        """The number of devices that pods can get."""
         return sum(self.offered.values())
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the node offers GPUs, or a label says that it has some."""
+        """Whether the node offers GPUs, or a label says that it has GPUs."""
         return bool(self.capacity) or self.labelled
 
 
@@ -62,7 +62,7 @@ class PodState:
 
 
 def text(value: Any, longest: int = _LONGEST) -> str:
-    """Return a text of the API server's as one line without control characters, cut at `longest`."""
+    """Return a text of the API server as one line without control characters, cut at `longest`."""
     if not isinstance(value, str):
         return ""
     line = one_line(value[: 4 * longest])
@@ -70,7 +70,7 @@ def text(value: Any, longest: int = _LONGEST) -> str:
 
 
 def uid_of(thing: Any) -> str:
-    """Return an object's uid, nothing if it has none that could be one."""
+    """Return an object's uid, "" if it has no valid one."""
     uid = _map(_map(thing).get("metadata")).get("uid")
     return uid if isinstance(uid, str) and _UID.fullmatch(uid) else ""
 
@@ -82,13 +82,13 @@ def items(answer: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def next_page(answer: Any) -> str:
-    """Return the token of a list's next page, nothing after the last one."""
+    """Return the token of a list's next page, "" after the last one."""
     token = _map(_map(answer).get("metadata")).get("continue")
     return token if isinstance(token, str) and len(token) < _LONGEST_TOKEN else ""
 
 
 def parse_node(thing: Mapping[str, Any]) -> Node | None:
-    """Return a node, None if its name is none."""
+    """Return a node, None if its name is invalid."""
     metadata, status = _map(thing.get("metadata")), _map(thing.get("status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -118,7 +118,7 @@ def parse_node(thing: Mapping[str, Any]) -> Node | None:
 
 
 def used_resources(pods: Any) -> Mapping[str, int]:
-    """Return which of nvidia.com's resources the pods of a node hold: those that have not ended."""
+    """Return which of nvidia.com's resources the pods of a node use; ended pods do not count."""
     used: dict[str, int] = {}
     for pod in items(pods):
         if _map(pod.get("status")).get("phase") in _DONE:
@@ -130,7 +130,7 @@ def used_resources(pods: Any) -> Mapping[str, int]:
 
 
 def parse_pod(thing: Mapping[str, Any]) -> PodState | None:
-    """Return where a pod stands, None if its name is none."""
+    """Return the state of a pod, None if its name is invalid."""
     metadata, status = _map(thing.get("metadata")), _map(thing.get("status"))
     name = metadata.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -167,7 +167,7 @@ def _said(thing: Mapping[str, Any]) -> str:
 
 
 def _resources(value: Any) -> dict[str, int]:
-    """Return how many there are of each of nvidia.com's resources; 0 says that a device plugin was there."""
+    """Return the quantity of each of nvidia.com's resources; 0 means that a device plugin was there."""
     return {
         key: int(count)
         for key, count in _map(value).items()

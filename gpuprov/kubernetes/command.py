@@ -32,7 +32,7 @@ Chosen = tuple[Node, "HostList | None"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the command line says of the cluster; empty texts for kubectl's and gpuprov's own choices."""
+    """The command line's options for the cluster; empty texts mean the defaults of kubectl and gpuprov."""
 
     context: str = ""
     kubeconfig: str = ""
@@ -44,7 +44,7 @@ class Cluster:
 
 
 def verify_cluster(options: Options, cluster: Cluster) -> ExitCode:
-    """Verify a cluster's nodes and print what comes of it. Raises GpuprovError for a call that makes no sense."""
+    """Verify a cluster's nodes and print the results. Raises GpuprovError for an invalid call."""
     _require_sense(options, cluster)
     targets = inventory_of(options).hosts if options.hosts else ()
     kubectl = Kubectl(cluster.context, cluster.kubeconfig)
@@ -128,7 +128,7 @@ def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
 
 
 def _absent(name: str, error: GpuprovError, sink: HostSink) -> HostResult:
-    """Return the result of what could not be verified at all."""
+    """Return the result of a node or host that could not be verified at all."""
     recorder = Recorder(name, sink)
     problems: tuple[Problem, ...] = error.problems
     recorder(Finished(int(error.exit_code), problems=problems))

@@ -1,4 +1,4 @@
-"""What `nvidia-smi -L` lists: GPUs and their MIG devices. Pure; the text may come from a hostile image."""
+"""Parse `nvidia-smi -L`: GPUs and their MIG devices. Pure; the text may come from a hostile image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GpuList:
 
 
 def parse_list(text: str) -> GpuList | None:
-    """Return the list, None if the text is none: nvidia-smi prints at least one line that we know, or an error."""
+    """Return the list, None if the text is invalid: nvidia-smi prints at least one known line, or an error."""
     gpus: list[tuple[str, list[str]]] = []
     names: list[str] = []
     for line in text.splitlines()[:_MOST_LINES]:

@@ -1,4 +1,4 @@
-"""What the hosts of an inventory say of their own GPUs, over SSH; and which node of the cluster each of them is."""
+"""List the GPUs of an inventory's hosts over SSH, and match each host with its node of the cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = 120
 
 @dataclass(frozen=True)
 class NoList:
-    """A host whose list could not be had, and why."""
+    """A host whose list is unavailable, and the reason."""
 
     error: GpuprovError
 
@@ -30,7 +30,7 @@ HostList = Union[GpuList, NoList]
 
 
 def host_lists(targets: Sequence[HostTarget], options: Options) -> Mapping[str, HostList]:
-    """Return what `nvidia-smi -L` says on each host, by the host's name; many hosts at a time."""
+    """Return the output of `nvidia-smi -L` on each host, by the host's name; many hosts at a time."""
     if not targets:
         return {}
     with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
@@ -62,7 +62,7 @@ def listed(done: Completed) -> HostList:
 
 
 def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
-    """Return the node that a host is: by its name, else by its address, else by the first part of its name."""
+    """Return the node of a host: by its name, else by its address, else by the first part of its name."""
     nodes = tuple(nodes)
     address = target.address or target.name
     tests: tuple[Callable[[Node], bool], ...] = (

@@ -32,7 +32,7 @@ GONE = "(NotFound)"
 
 @dataclass(frozen=True)
 class _Failure:
-    """A pattern in what kubectl says, what it means, what to type, and the exit code."""
+    """A pattern in kubectl's output, its meaning, the next command, and the exit code."""
 
     pattern: str
     what: str
@@ -85,12 +85,12 @@ class Kubectl:
         return self._json(("get", "--raw", path), b"", doing)
 
     def find(self, path: str, *, doing: str) -> Any:
-        """Return the JSON at a path, None if there is nothing. Raises GpuprovError for all else."""
+        """Return the JSON at a path, None if it does not exist. Raises GpuprovError for any other failure."""
         done = self.run(("get", "--raw", path))
         return None if GONE in done.stderr else self._parsed(done, doing)
 
     def text(self, path: str, *, doing: str) -> str:
-        """Return what the API has at a path, as text. Raises GpuprovError."""
+        """Return the content of an API path as text. Raises GpuprovError."""
         done = self.run(("get", "--raw", path))
         if not done.ok:
             raise failure(done, doing)
@@ -101,7 +101,7 @@ class Kubectl:
         return self._json(("create", "--raw", path, "-f", "-"), json.dumps(content).encode(), doing)
 
     def delete(self, path: str, uid: str, *, doing: str) -> None:
-        """Delete the object of this uid and no other; nothing if it is gone. Raises GpuprovError."""
+        """Delete the object with exactly this uid; no effect if it is gone. Raises GpuprovError."""
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, "gracePeriodSeconds": 5}
         done = self.run(("delete", "--raw", path, "-f", "-"), json.dumps(body).encode())
         if not done.ok and GONE not in done.stderr:
@@ -132,8 +132,8 @@ class Kubectl:
 
 
 def failure(done: Completed, doing: str) -> GpuprovError:
-    """Return what a failed call of kubectl means."""
-    # Without credentials kubectl asks for a name, on stdout, and finds nobody.
+    """Return the meaning of a failed call of kubectl."""
+    # Without credentials kubectl prompts for a name on stdout, and no one answers.
     lines = (*done.stderr.splitlines(), *done.stdout[:_LONGEST_LINE].splitlines()[:1])
     said = [one_line(line)[:_LONGEST_LINE] for line in lines if line.strip()] or ["(silent)"]
     found = first_match(_FAILURES, lambda row: row.pattern, said)

@@ -25,7 +25,10 @@ _CLAIM = "gpuprov-gpu"
 
 @dataclass(frozen=True)
 class Choice:
-    """What is asked for. `namespace`: empty for the mode's own. `node_selector`: empty for nodes with NVIDIA GPUs."""
+    """The requested manifest. `namespace`: empty for the mode's own.
+
+    `node_selector`: empty for nodes with NVIDIA GPUs.
+    """
 
     mode: str = "plugin"
     strategy: str = "environment"
@@ -59,7 +62,7 @@ class Manifest:
 
 
 def manifest(choice: Choice) -> Manifest:
-    """Return what the choice stands for. Raises GpuprovError (exit code 2) for a choice that can't be."""
+    """Return the manifest of a choice. Raises GpuprovError (exit code 2) for an invalid one."""
     place = choice.namespace or _NAMESPACES[choice.mode]
     require_namespace(place)
     if choice.mode == "operator":
@@ -68,7 +71,7 @@ def manifest(choice: Choice) -> Manifest:
 
 
 def require_namespace(name: str) -> None:
-    """Raise GpuprovError (exit code 2) if this is no name of a namespace (RFC 1123)."""
+    """Raise GpuprovError (exit code 2) if this is not a valid namespace name (RFC 1123)."""
     if not _LABEL.fullmatch(name):
         raise GpuprovError(
             "this is no name of a namespace", f"--namespace {name[:100]}",

@@ -1,4 +1,4 @@
-"""The checks of one node: what it offers against what the host has, and what a pod on it sees. Pure but for events."""
+"""The checks of one node: compare its offer, the host's GPUs, and a pod's view. Pure except for events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_PLUGIN = "gpuprov kubernetes manifest | kubectl apply -f -; kubectl -n kube-
 class NodeChecks:
     """One node under verification; `host` is what the host itself lists, None if it was not asked.
 
-    `whole`: the pod asks for all that the node offers. `pod`: its name, once it was created.
+    `whole`: the pod requests everything that the node offers. `pod`: its name, once it was created.
     """
 
     node: Node
@@ -48,24 +48,24 @@ class NodeChecks:
 
     @property
     def pod_check(self) -> str:
-        """The name of the check of what the pod sees."""
+        """The name of the check of the pod's view."""
         return ALL if self.whole else FREE
 
     def note(self, message: str) -> None:
-        """Tell what happens now, to those who watch."""
+        """Report the current action to the user."""
         self._recorder(Note(message, "debug"))
 
     def passed(self, name: str, on_host: str = "", in_container: str = "") -> None:
-        """Say that a check went well."""
+        """Report a passed check."""
         self._emit(CheckDone(name, "ok", on_host, in_container, engine=ENGINE))
 
     def skip(self, names: tuple[str, ...], reason: str) -> None:
-        """Say of each of these checks that it was left out, and why."""
+        """Report each of these checks as skipped, and why."""
         for name in names:
             self._emit(CheckDone(name, "skipped", reason=reason, engine=ENGINE))
 
     def fail(self, name: str, problem: Problem, on_host: str = "", in_container: str = "") -> None:
-        """Say that a check failed."""
+        """Report a failed check."""
         self.problems.append(problem)
         self._emit(CheckDone(name, "failed", on_host, in_container, problem.what, ENGINE))
 
@@ -84,7 +84,7 @@ class NodeChecks:
         return self._recorder.result(time.monotonic() - self._began)
 
     def offers(self) -> bool:
-        """Check what the node offers; say whether a pod can be tried on it."""
+        """Check the node's offer; return whether a pod can be tried on it."""
         node = self.node
         if not node.ready:
             self.fail(READY, Problem("the node is not Ready", "", f"kubectl describe node {node.name}"))

@@ -1,4 +1,4 @@
-"""Why a test pod did not print its GPUs: the sentence, the evidence and what to type. Pure."""
+"""Explain why a test pod did not print its GPUs: the sentence, the evidence and the next command. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MISSING = re.compile(r"executable file not found|no such file or directory", re
 
 @dataclass(frozen=True)
 class _Cause:
-    """A pattern in what waits and happens, what it means, what to do."""
+    """A pattern in waiting reasons and events, its meaning, the next step."""
 
     pattern: str
     what: str

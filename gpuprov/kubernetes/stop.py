@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that the run looks for between its steps, so that it can remove what it made first."""
+"""Turn Ctrl-C and SIGTERM into a flag that the run checks between steps, so that it can clean up first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:
-    """Whether a stop was asked for; `tell` gets a sentence at the first signal."""
+    """Whether a stop was requested; `tell` gets a sentence at the first signal."""
 
     def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
         self._asked = threading.Event()
@@ -24,20 +24,20 @@ class Stop:
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Ask for a stop."""
+        """Request a stop."""
         self._asked.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for that long, or until a stop is asked for."""
+        """Wait for that long, or until a stop is requested."""
         self._asked.wait(seconds)
 
     def pause(self, seconds: float) -> None:
-        """Wait for that long, stop or not: for the removal."""
+        """Wait for that long even after a stop request: for the removal."""
         time.sleep(seconds)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals meanwhile."""
+        """Handle the signals during the block."""
 
         def take(number: int, frame: FrameType | None) -> None:
             if not self._asked.is_set():

@@ -1,4 +1,4 @@
-"""One verification's pods in a cluster: made, watched, read and removed; deletes nothing that it did not create.
+"""The pods of one verification in a cluster: created, watched, read and removed; deletes only its own objects.
 
 Every object bears the run's random name in its name and in a label, and is deleted by its uid.
 """
@@ -28,7 +28,7 @@ _NO_ACCOUNT = "serviceaccount"
 # kubelets confirm the end of a pod; a node that is down does not.
 _REMOVAL_SECONDS = 60
 _MOST_FAILED_LOOKS = 5
-# Waiting for these can't help: somebody must change something first.
+# Waiting can't resolve these: a person must change something first.
 _HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError",
              "CreateContainerError", "RunContainerError", "CrashLoopBackOff")  # fmt: skip
 
@@ -104,7 +104,7 @@ class Trial:
     def watch(self, names: Collection[str]) -> Iterator[PodState]:
         """Yield each pod once: when it has ended or can't start; those that wait at the deadline then.
 
-        Ends early if a stop is asked for. Raises GpuprovError if the API server stops to answer.
+        Ends early if a stop is requested. Raises GpuprovError if the API server stops responding.
         """
         waiting = set(names)
         deadline = self.now() + self.wanted.pod_seconds
@@ -128,7 +128,7 @@ class Trial:
                 self.stop.wait(self.wanted.interval)
 
     def log(self, name: str) -> str:
-        """Return what the pod printed. Raises GpuprovError."""
+        """Return the pod's output. Raises GpuprovError."""
         path = f"{self._pods_path}/{name}/log?container={CONTAINER}&limitBytes={_MOST_LOG}"
         return self.kubectl.text(path, doing=f"read the log of {self.namespace}/{name}")[:_MOST_LOG]
 
@@ -141,7 +141,7 @@ class Trial:
         return ()
 
     def close(self) -> Mapping[str, Problem]:
-        """Delete the pods, and the namespace if it is ours; return pod → why it is not known to be gone.
+        """Delete the pods, and the namespace if the run made it; return pod → why its removal is not confirmed.
 
         Under the empty name: what holds for all of them, such as a namespace that is still there.
         """
@@ -161,7 +161,7 @@ class Trial:
         return problems
 
     def _ours(self) -> Iterator[PodState]:
-        """Return the pods that this run created and that are there. Raises GpuprovError."""
+        """Return the existing pods that this run created. Raises GpuprovError."""
         selector = quote(f"{INSTANCE}={self.run}", safe="")
         path = f"{self._pods_path}?labelSelector={selector}"
         answer = self.kubectl.find(path, doing=f"look at the test pods in {self.namespace}")
@@ -184,7 +184,7 @@ class Trial:
             self._delete(path, self.namespace_uid, what, "", problems)
 
     def _await_removal(self, problems: dict[str, Problem]) -> None:
-        """Wait until all that was deleted is gone; add what is still there, or can't be seen."""
+        """Wait until everything deleted is gone; add what still exists, or can't be seen."""
         deadline = self.now() + _REMOVAL_SECONDS
         failed = 0
         while True:

@@ -1,4 +1,4 @@
-"""Which row of the table a machine is, and what follows from it for a kernel. Never asks the machine anything."""
+"""Find a machine's row in the table, and what it means for a kernel. Never queries the machine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parent_row(parent: str, os: OperatingSystem) -> Distribution | None:
 
 
 def derivative_note(os: OperatingSystem) -> str:
-    """Return a warning where a machine is taken for its parent, or nothing."""
+    """Return a warning if a machine is treated as its parent distribution, or ""."""
     row = distribution_of(os)
     if row is None or row.id == os.id:
         return ""
@@ -81,7 +81,7 @@ def derivative_note(os: OperatingSystem) -> str:
 
 
 def machine_problems(os: OperatingSystem, architecture: str) -> tuple[Problem, ...]:
-    """Return why this distribution, or this architecture of it, is not supported; nothing if it is."""
+    """Return why this distribution, or this architecture of it, is not supported; empty if it is."""
     row = distribution_of(os)
     if refused := _refusal(os):
         reason, next_step = refused
@@ -112,7 +112,7 @@ def _refusal(os: OperatingSystem) -> tuple[str, str] | None:
 
 
 def _ended(os: OperatingSystem) -> tuple[str, str] | None:
-    """Return when updates ended for this release, or for the one that it is made of, and what to do."""
+    """Return when updates ended for this release, or its parent release, and what to do."""
     major = os.version.partition(".")[0]
     return next((_ENDED[one, major] for one in (os.id, *os.like) if (one, major) in _ENDED), None)
 
@@ -132,13 +132,13 @@ def kernel_headers(row: Distribution, kernel: str) -> tuple[str, ...]:
 
 
 def kernel_compiler(row: Distribution, kernel: str) -> str:
-    """Return the folder of the compiler that builds a kernel's modules, nothing where it is the host's own `gcc`."""
+    """Return the folder of the compiler that builds a kernel's modules, "" if it is the host's own `gcc`."""
     rule = next((rule for rule in row.kernel_headers if re.fullmatch(rule.pattern, kernel)), None)
     return rule.compiler if rule is not None else ""
 
 
 def next_kernel_headers(row: Distribution, kernel: str, installed: Collection[str]) -> tuple[str, ...]:
-    """Return the packages that bring headers with the kernels to come; none that is there in any version."""
+    """Return the packages that bring headers with later kernels; empty if one is installed in any version."""
     names = packages_for_kernels(row.next_kernel_headers, kernel, installed)
     return tuple(name for name in names if name.partition("=")[0] not in installed)
 
@@ -156,7 +156,7 @@ def _matching(rule: KernelPackages, text: str, kernel: str) -> tuple[str, ...]:
 
 
 def nvidia_folder(row: Distribution, architecture: str) -> str:
-    """Return the folder of a machine in NVIDIA's CUDA repositories, such as `rhel9/sbsa`; nothing if there is none."""
+    """Return the folder of a machine in NVIDIA's CUDA repositories, such as `rhel9/sbsa`; "" if there is none."""
     name, kind = row.nvidia_repository, _NVIDIA_ARCHITECTURES.get(architecture, "")
     if not name or not kind or (kind == "sbsa" and _WITHOUT_SBSA.fullmatch(name)):
         return ""
@@ -183,7 +183,7 @@ class ExtraRepository:
 
 
 def docker_repository(row: Distribution, architecture: str) -> ExtraRepository | None:
-    """Return Docker's own repository for a machine, or None where Docker has none (docs.docker.com/engine/install)."""
+    """Return Docker's own repository for a machine, None if Docker has none (docs.docker.com/engine/install)."""
     if not row.docker_repository:
         return None
     base = f"{_DOCKER_DOWNLOADS}/{row.docker_repository}"

@@ -1,4 +1,4 @@
-"""What says that a machine is a copy of an image: one without a GPU is not broken then."""
+"""The mark of an image's copies: on such a machine, a missing GPU is not an error."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ MARK = "/etc/gpuprov/image"
 
 
 def is_copy(system: System) -> bool:
-    """Say whether this machine is one that built an image, or a copy of one."""
+    """Say whether this machine built an image or is a copy of one."""
     return system.status(MARK) is not None

@@ -1,4 +1,4 @@
-"""What kind of machine this is: its operating system, its kernel, its displays."""
+"""Facts about the machine: its operating system, its kernel, its displays."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def parse_secure_boot(variable: bytes | None, *, efi: bool) -> str:
 
 
 def _container(system: System) -> str:
-    """Return the container manager: systemd writes it down as process 1; docker and podman leave marker files."""
+    """Return the container manager: systemd records it as process 1; docker and podman leave marker files."""
     named = (system.read_text("/run/systemd/container") or "").strip()
     if named:
         return named

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs on the PCI bus. It needs Python alone: each boot asks it (boot/program_main.py)."""
+"""NVIDIA's GPUs on the PCI bus. Standard library only, because each boot uses it (boot/program_main.py)."""
 
 from __future__ import annotations
 

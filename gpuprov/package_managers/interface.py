@@ -1,4 +1,4 @@
-"""What gpuprov asks of a package manager. No code outside this folder compares the name of one."""
+"""The interface of a package manager. No code outside this folder compares the name of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpuprov.wire.spec import HostSpec
 
 @dataclass(frozen=True)
 class Commands:
-    """What a person types; the names of packages follow. `versions` shows what repositories have of a package.
+    """The commands that a user types; package names follow. `versions` shows what repositories have of a package.
 
     `script` installs a package from a shell script, with nobody to answer a question.
     """
@@ -70,29 +70,29 @@ class PackageManager(Protocol):
     any_release: str
 
     def gather(self, system: System) -> PackageFacts:
-        """Return what is installed and what is held."""
+        """Return the installed and the held packages."""
 
     def lock_holder(self, system: System) -> str:
-        """Return `NAME (pid N: COMMAND LINE)` of the process that works with packages now, or nothing."""
+        """Return `NAME (pid N: COMMAND LINE)` of the process that uses the package manager now, or ""."""
 
     def missing(self, packages: PackageFacts, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `names` that are not installed, or not in the version that is asked for."""
+        """Return those of `names` that are not installed, or not in the requested version."""
 
     def version_names(self, version: str) -> set[str]:
-        """Return all that a user may write for the version of a package in a repository."""
+        """Return every form in which a user may write the version of a package in a repository."""
 
     def bundled_versions(self, package: BundlePackage) -> set[str]:
-        """Return the same for a package in a bundle."""
+        """Return the same forms for a package in a bundle."""
 
     def typed(self, name: str) -> str:
-        """Return `NAME=VERSION` as a person types it."""
+        """Return `NAME=VERSION` in the syntax of the command line."""
 
     def offered(
         self, system: System, names: Sequence[str], planned: Sequence[Change], lock_timeout: int
     ) -> Mapping[str, tuple[str, ...]]:
         """Return name → versions in the repositories, after the `planned` changes to these.
 
-        Raises GpuprovError, as a refresh of the index does, if a repository can't be asked.
+        Raises GpuprovError, as a refresh of the index does, if a repository can't be queried.
         """
 
     def repository_problems(
@@ -103,25 +103,25 @@ class PackageManager(Protocol):
     def plan_repositories(
         self, host: Host, spec: HostSpec, extra: tuple[ExtraRepository, ...] = ()
     ) -> tuple[Change, ...]:
-        """Return the keys and sources to write, and what is in conflict with them to remove."""
+        """Return the keys and sources to write, and the conflicting ones to remove."""
 
     def plan_installation(self, packages: PackageFacts, wanted: Installation) -> tuple[Change, ...]:
         """Return one refresh and one installation of all that is missing, and the holds; nothing if all is there."""
 
     def unowned(self, system: System, paths: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the paths that no package has brought."""
+        """Return those of the paths that no package owns."""
 
     def needed_by(self, system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-        """Return name → other installed packages that need it, those of `names` left out."""
+        """Return name → other installed packages that need it, except those in `names`."""
 
     def removal(self, names: tuple[str, ...], keep: tuple[str, ...], lock_timeout: int) -> Change:
         """Return the change that removes packages; the files of `keep` stay, and undo brings the packages back."""
 
     def plan_retired(self, host: Host, spec: HostSpec) -> tuple[Change, ...]:
-        """Return the changes that remove what `plan_repositories` leaves of nvidia-docker's repositories and key."""
+        """Return the changes that remove remains of nvidia-docker's repositories and key after `plan_repositories`."""
 
     def hold_packages(self, row: Distribution) -> tuple[str, ...]:
-        """Return the packages that holding needs on this distribution."""
+        """Return the packages needed to hold packages on this distribution."""
 
     def open_bundle(self, system: System, manifest: Manifest) -> None:
         """Make the unpacked bundle a source of packages."""

@@ -1,4 +1,4 @@
-"""What the repositories of a host offer, including those that a plan adds; the host is not changed."""
+"""The packages in the repositories of a host, including repositories that a plan adds; the host is not changed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gpuprov.wire.errors import GpuprovError, Problem
 
 @dataclass(frozen=True)
 class Offers:
-    """Package name → the versions that any repository has of it, as the package manager of this name answered.
+    """Package name → its versions in the repositories, as reported by this package manager.
 
-    `problems`: why a repository could not be asked.
+    `problems`: why a repository could not be queried.
     """
 
     manager: str
@@ -43,8 +43,8 @@ def ask(
 ) -> Offers:
     """Return what the repositories have of `names`, which may be patterns (fnmatch(3)) for dnf.
 
-    `planned` are the changes of sources and keys that the host gets first: they are made in a copy. apt's copy has an
-    index of its own, brought up to date; dnf and zypper keep the host's own cache as fresh as they are configured to.
+    `planned` are the planned changes of sources and keys: they are made in a copy. apt's copy has its own, refreshed
+    index; dnf and zypper keep the host's cache as fresh as they are configured to.
     """
     plain = tuple(dict.fromkeys(name.partition("=")[0] for name in names))
     try:

@@ -1,7 +1,7 @@
-"""Components of the distribution's own archive that a driver comes from, as a source of our own. Pure.
+"""Components of the distribution's archive that a driver needs, as a separate source. Pure.
 
-The host's sources stay as they are: ours names the same mirrors and suites with the components that they lack. apt
-wants equal options for all sources of one URI and suite (Signed-By, Check-Valid-Until, …), so ours takes over theirs.
+The host's sources stay as they are: gpuprov's source names the same mirrors and suites with the missing components. apt
+requires equal options for all sources of one URI and suite (Signed-By, Check-Valid-Until, …), so gpuprov copies them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 PATH = f"{SOURCES}/{OURS}driver-components.sources"
 _HEAD = "# By gpuprov: components that the distribution's NVIDIA driver comes from.\n"
 _ALIASES = "stable|oldstable|oldoldstable"
-# A source that is trusted without a signature stays the host's own: gpuprov writes none.
+# A source that is trusted without a signature stays with the host: gpuprov writes none.
 _UNSAFE = ("trusted", "allow-insecure", "allow-weak", "allow-downgrade-to-insecure")
 
 
 def source(files: Mapping[str, FileFact], codename: str, components: Sequence[str], keyrings: Sequence[str]) -> str:
-    """Return the text of our source, nothing if the host's own sources have all these components.
+    """Return the text of gpuprov's source, "" if the host's own sources have all these components.
 
-    `keyrings`: where the distribution's own keyring may lie; used where the host's source names no key itself.
+    `keyrings`: possible paths of the distribution's keyring; used if the host's source names no key.
     """
     keyring = next((path for path in keyrings if path in files), "")
     groups: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], list[str]] = {}
@@ -37,7 +37,7 @@ def source(files: Mapping[str, FileFact], codename: str, components: Sequence[st
 
 
 def problems(files: Mapping[str, FileFact], name: str, codename: str, components: Sequence[str]) -> tuple[Problem, ...]:
-    """Return why these components can't be had from the host's mirrors; `name` is the distribution's, for messages."""
+    """Return why the host's mirrors can't provide these components; `name` is the distribution's, for messages."""
     if not list(_archives(files, codename)):
         read = ", ".join(path for path, _ in foreign_sources(files)) or "there is none"
         return (

@@ -1,4 +1,4 @@
-"""apt asked what its repositories have, in a copy of the host's sources with an index of its own."""
+"""Query apt for the packages in its repositories, in a copy of the host's sources with a separate index."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpuprov.packaging.pgp import dearmored
 
 _REFRESH_SECONDS = 600
 _SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d")
-# A host's hooks (command-not-found, appstream) would write into the host (apt.conf(5), APT::Update). Nobody reads
-# descriptions here, which are as large as all the rest.
+# A host's hooks (command-not-found, appstream) would write to the host (apt.conf(5), APT::Update). Descriptions are not
+# needed, and are as large as all the rest.
 _CONFIGURATION = """\
 #clear APT::Update::Pre-Invoke;
 #clear APT::Update::Post-Invoke;
@@ -29,9 +29,9 @@ Dir::Etc::sourceparts "{work}/sources.list.d";
 
 
 def ask(system: System, names: Sequence[str], planned: Sequence[Change]) -> Mapping[str, tuple[str, ...]]:
-    """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be asked.
+    """Return name → versions. Raises GpuprovError, as a refresh of the index would, if a repository can't be queried.
 
-    It takes no lock: all that it writes is in a folder of its own.
+    It takes no lock, because it writes only to its own folder.
     """
     work = system.temporary_directory("/var/tmp")
     try:
@@ -59,7 +59,7 @@ def ask(system: System, names: Sequence[str], planned: Sequence[Change]) -> Mapp
 
 
 def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
-    """Lay the host's sources and its index below `work`, with what is planned for the sources done to them."""
+    """Copy the host's sources and index below `work`, with the planned changes of sources applied."""
     for place in ("sources.list.d", "lists", "lists/partial", "cache", "keys"):
         system.make_directory(f"{work}/{place}")
     # What has not changed since the host's last refresh need not be fetched again.

@@ -1,7 +1,7 @@
-"""Headers of a kernel that the host's repositories have no longer: which package of which place, what to type. Pure.
+"""Headers of a kernel that the host's repositories no longer have: their packages, their sources, the commands. Pure.
 
-Distributions keep the newest kernels alone in their repositories. Where older ones lie, differs, and mostly needs a
-decision (a subscription, a repository without updates), so gpuprov says it and adds nothing unless it is asked to.
+Distributions keep only the newest kernels in their repositories. The source of older ones differs, and mostly needs a
+decision (a subscription, a repository without updates). So gpuprov reports it and adds nothing unless requested.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ _ROWS = (
 
 
 def advice(row: Distribution, kernel: str, architecture: str) -> Advice | None:
-    """Return what to say where no repository has the headers of the running kernel, or None for a kernel of no row."""
+    """Return the advice if no repository has the headers of the running kernel, None for a kernel without a row."""
     found = _found(row, kernel, architecture)
     if found is None:
         return None
@@ -154,7 +154,7 @@ def require_known(done: Completed, said: Iterable[str], advice: Advice | None, w
 
 
 def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[ExtraRepository, ...]:
-    """Return the repositories of the running kernel's own release, nothing if there is no public archive.
+    """Return the repositories of the running kernel's own release, empty if no public archive exists.
 
     Their packages are signed by the distribution's key.
     """
@@ -172,7 +172,7 @@ def past_releases(row: Distribution, kernel: str, architecture: str) -> tuple[Ex
 
 
 def problems(row: Distribution, kernel: str, architecture: str) -> tuple[Problem, ...]:
-    """Return why gpuprov_kernel_archive can't be had here, where it is asked for."""
+    """Return why gpuprov_kernel_archive is not possible on this host, if it is requested."""
     if past_releases(row, kernel, architecture):
         return ()
     said = advice(row, kernel, architecture)

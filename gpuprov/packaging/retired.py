@@ -1,4 +1,4 @@
-"""What NVIDIA has retired: the packages and repositories of nvidia-docker 1 and 2, and the repositories' key. Pure."""
+"""What NVIDIA has retired: packages, repositories and key of nvidia-docker 1 and 2. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPOSITORY = re.compile(
 )
 _ANY_OF_NVIDIAS = re.compile(r"https?://nvidia\.github\.io/")
 TRUSTED = "/etc/apt/trusted.gpg"
-# What apt trusts for every repository: a key that no repository needs is better not there.
+# apt trusts it for every repository: a key that no repository needs should be removed.
 _FOR_ALL = re.compile(r"/etc/apt/trusted\.gpg|/etc/apt/trusted\.gpg\.d/[A-Za-z0-9_.-]+\.(gpg|asc)")
 # What the installation guides of these packages called their keys.
 _NAMED = re.compile(
@@ -44,7 +44,7 @@ _REASON = "the key of NVIDIA's retired repositories"
 
 
 def retired_packages(installed: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the packages of nvidia-docker 1 and 2 that are installed, without NVIDIA's toolkit."""
+    """Return the installed packages of nvidia-docker 1 and 2, without NVIDIA's toolkit."""
     return tuple(name for name in (*WRAPPERS, *RUNTIMES) if name in installed)
 
 
@@ -67,7 +67,7 @@ def retired_sources(files: Mapping[str, FileFact]) -> tuple[str, ...]:
 
 
 def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...]:
-    """Return the keyrings with the key of the retired repositories that no other source of apt's needs."""
+    """Return the keyrings with the key of the retired repositories that no other apt source needs."""
     keyrings = [path for path in files if _FOR_ALL.fullmatch(path) or _NAMED.fullmatch(path)]
     holding = [path for path in keyrings if fingerprint in _fingerprints(files[path].content)]
     left = [
@@ -84,7 +84,7 @@ def key_files(files: Mapping[str, FileFact], fingerprint: str) -> tuple[str, ...
 
 
 def plan_keys(files: Mapping[str, FileFact], fingerprint: str) -> tuple[Change, ...]:
-    """Return the changes that take the key out of these keyrings; a keyring that has no other goes."""
+    """Return the changes that remove the key from these keyrings; a keyring without another key is removed."""
     changes: list[Change] = []
     for path in key_files(files, fingerprint):
         file = files[path]

@@ -33,7 +33,7 @@ _KEY_QUERY = "%{NAME}-%{VERSION}-%{RELEASE}\\n%{DESCRIPTION}\\n"
 
 
 class RpmProgram(Protocol):
-    """What changes need to know of dnf or zypper; package_managers/rpm.py explains the fields."""
+    """The facts about dnf or zypper that changes need; package_managers/rpm.py explains the fields."""
 
     name: str
     refresh: tuple[str, ...]
@@ -47,7 +47,7 @@ class RpmProgram(Protocol):
 def gather_packages(system: System, program: RpmProgram) -> PackageFacts:
     """Return what is installed and which keys are trusted, by two queries.
 
-    Raises GpuprovError if rpm's database can't be read: on that no plan may be built.
+    Raises GpuprovError if rpm's database can't be read: no plan may be based on it.
     """
     if system.which("rpm") is None or system.which(program.name) is None:
         return PackageFacts("", {})
@@ -68,7 +68,7 @@ def parse_rpm(text: str) -> tuple[Mapping[str, str], frozenset[str]]:
         if len(words) < 2 or words[0] == "gpg-pubkey":
             continue
         installed[words[0]] = f"{installed[words[0]]} {words[1]}" if words[0] in installed else words[1]
-        # A user never names libraries, files and capabilities with brackets.
+        # Users never name libraries, files and capabilities with brackets.
         provided.update(name for name in words[2:] if not re.search(r"[(/]", name))
     return installed, frozenset(provided - set(installed))
 
@@ -93,7 +93,7 @@ def parse_keys(text: str) -> Mapping[str, str]:
 
 
 def missing(packages: PackageFacts, names: Iterable[str], *, rebuilds: bool) -> tuple[str, ...]:
-    """Return those of `names` (`NAME` or `NAME=VERSION`) that are not installed, or not in that version."""
+    """Return those of `names` (`NAME` or `NAME=VERSION`) that are not installed, or not in the requested version."""
     return tuple(dict.fromkeys(name for name in names if not _is_installed(packages, name, rebuilds=rebuilds)))
 
 
@@ -106,7 +106,7 @@ def _is_installed(packages: PackageFacts, wanted: str, *, rebuilds: bool) -> boo
 
 
 def versions(installed: str, *, rebuilds: bool) -> set[str]:
-    """Return all that a user may write for `EPOCH:VERSION-RELEASE.ARCH`.
+    """Return every form in which a user may write `EPOCH:VERSION-RELEASE.ARCH`.
 
     With `rebuilds` also without the last number of the release, which SUSE increments with each build of a package.
     """
@@ -211,7 +211,7 @@ def installed_rpms(system: System) -> set[str]:
 
 
 def added(before: set[str], after: set[str]) -> set[str]:
-    """Return the packages that came, without those that only replaced an older version of theirs."""
+    """Return the new packages, without those that only replaced an older version."""
     replaced = {package_name(package) for package in before - after}
     return {package for package in after - before if package_name(package) not in replaced}
 

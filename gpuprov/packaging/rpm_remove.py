@@ -1,4 +1,4 @@
-"""Remove packages, and a trusted key, of rpm's such that they can come back: copies are fetched before."""
+"""Remove rpm packages, or a trusted key, so that an undo can restore them: copies are fetched first."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SECONDS = 600
 
 
 class RpmProgram(Protocol):
-    """What removing needs to know of dnf or zypper; package_managers/rpm.py explains it."""
+    """The facts about dnf or zypper that a removal needs; package_managers/rpm.py explains the fields."""
 
     def copies(self, folder: str, names: Sequence[str]) -> tuple[str, ...]: ...
 
 
 def unowned(system: System, paths: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the paths that no package has brought."""
+    """Return those of the paths that no package owns."""
     return tuple(path for path in paths if not system.run(("rpm", "--query", "--file", path)).ok)
 
 
 def needed_by(system: System, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return name → other installed packages that need it, those of `names` left out."""
+    """Return name → other installed packages that need it, except those in `names`."""
     return {name: others for name in names if (others := _needing(system, name, names))}
 
 
@@ -46,7 +46,7 @@ def _needing(system: System, name: str, names: Sequence[str]) -> tuple[str, ...]
 
 @dataclass(frozen=True)
 class RemoveRpms(Change):
-    """These packages shall be gone; the files of `keep` stay as they are."""
+    """Remove these packages; the files of `keep` stay as they are."""
 
     program: RpmProgram
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class RemoveRpms(Change):
         system.make_directory(COPIES, 0o700)
         for package in before["packages"]:
             tell(f"keeping a copy of {package}", 0, 0)
-            # What no repository has any more is told by `lasting`.
+            # `lasting` reports packages that no repository has any more.
             run_rpm(system, self.program.copies(COPIES, (package,)), tell, _SECONDS, self.lock_timeout)
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _SECONDS, self.lock_timeout)
@@ -126,7 +126,7 @@ def _files_below(system: System, folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RemoveRpmKey(Change):
-    """rpm shall no longer trust this key."""
+    """Make rpm stop trusting this key."""
 
     fingerprint: str
 

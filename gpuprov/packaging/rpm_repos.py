@@ -28,7 +28,7 @@ _KEY_PREFIX = f"{KEYS}/RPM-GPG-KEY-{_OURS}"
 
 
 class RepositoryProgram(Protocol):
-    """What repositories need to know of dnf or zypper; package_managers/rpm.py explains the fields."""
+    """The facts about dnf or zypper that repositories need; package_managers/rpm.py explains the fields."""
 
     repository_directory: str
     package_check: str
@@ -38,7 +38,7 @@ class RepositoryProgram(Protocol):
 
 
 class Host(Protocol):
-    """What repositories need to know of a host."""
+    """The facts about a host that repositories need."""
 
     @property
     def architecture(self) -> str: ...
@@ -54,7 +54,7 @@ class Host(Protocol):
 class RpmRepository:
     """A signed rpm repository; `str()` is its .repo file (dnf.conf(5), zypper(8)).
 
-    Something must be signed: its metadata, which holds the digest of every package; or every package; best both.
+    The metadata, which has the digest of every package, or every package must be signed; ideally both.
     `only`: patterns of the packages that may come from it; none means all.
     """
 
@@ -166,7 +166,7 @@ def _key_is_there(file: FileFact | None, fingerprint: str, trusted: frozenset[st
 def _doubles(
     program: RepositoryProgram, host: Host, wanted: tuple[RpmRepository, ...]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield (path, URI, section, is it alone in its file) of foreign definitions of the repositories of `wanted`."""
+    """Yield (path, URI, section, whether it is alone in its file) of other definitions of the `wanted` repositories."""
     ours = {_plain(one.uri, host.architecture): one.uri for one in wanted}
     pattern = re.compile(rf"{program.repository_directory}/(?!{_OURS})[^/]+\.repo")
     for path, file in host.files.items():
@@ -180,7 +180,7 @@ def _doubles(
 
 
 def _sections(text: str, architecture: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield each enabled section of a .repo file with its URIs; nothing of a file that can't be read."""
+    """Yield each enabled section of a .repo file with its URIs; none for an unreadable file."""
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read_string(text)

@@ -1,4 +1,4 @@
-"""What a driver needs of repositories, known before anything is changed: headers of the running kernel, or modules."""
+"""What a driver needs from repositories, checked before any change: headers of the running kernel, or modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Container images out of a bundle: which of them docker or podman has, and the change that loads one."""
+"""Container images in a bundle: which of them docker or podman has, and the change that loads one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOAD_SECONDS = 1800
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the loading of each image of the bundle that the host's engine does not have."""
+    """Return the changes that load each image of the bundle that the host's engine lacks."""
     if facts.bundle is None:
         return ()
     return tuple(
@@ -32,7 +32,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 @dataclass(frozen=True)
 class LoadImage(Change):
-    """Docker, or podman, shall have this image, from a file that `docker save` wrote."""
+    """Load this image into docker or podman, from a file in `docker save` format."""
 
     reference: str
     identity: str
@@ -66,7 +66,7 @@ class LoadImage(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        """Give the name back to the image that had it; one that nothing else names goes."""
+        """Give the name back to the image that had it; an image without another name is removed."""
         # Journals of older versions know docker alone.
         engine = before.get("engine", "docker")
         if before["id"]:

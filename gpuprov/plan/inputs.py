@@ -1,4 +1,7 @@
-"""What a plan is made from: the resolved spec, the facts of the host, and what else the spec needs. Reads only."""
+"""Gather a plan's inputs: the resolved spec, the facts of the host, and additional facts that the spec needs.
+
+Reads only.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,12 @@ from gpuprov.wire.spec import HostSpec
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
-    """Return the spec with all that it leaves to others: .run files of a bundle or a mirror, the branch of packages.
+    """Return the spec with everything resolved: .run files of a bundle or a mirror, the branch of packages.
 
     Done once per run, before the plan; the spec never changes afterwards.
 
-    A bundle replaces the network, so a mirror is asked only without one. What the user pinned stays, and is checked
-    against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
+    A bundle replaces the network, so a mirror is queried only without one. Values that the user pinned stay, and are
+    checked against the bundle later. Raises GpuprovError if the mirror's index can't be read, or lacks the branch.
     """
     if manifest is None:
         spec = mirror.resolved(system, spec, system.architecture())
@@ -75,7 +78,7 @@ def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
     fabric = gather_fabric(system, managed="blackwell" in spec.image_gpus) if spec.image_nvswitch else FabricFacts()
     unit = facts.docker.unit
     if system.offline and facts.docker.installed:
-        # Links alone say so where systemd does not run.
+        # Without systemd, only links show it.
         unit = replace(unit, load="loaded", enabled=system.run(("systemctl", "is-enabled", UNIT)).stdout.strip())
     return replace(
         facts, image=image, kernel=kernel_to_come(system.kernel), fabric=fabric, displays=(),
@@ -86,9 +89,9 @@ def _as_image(system: System, facts: HostFacts, spec: HostSpec) -> HostFacts:
 def gather_for(
     system: System, spec: HostSpec, bundle: OpenBundle | None, steps: Sequence[str], sink: Sink
 ) -> HostFacts:
-    """Return the facts for a plan of these steps (none: all), the repositories asked if it depends on what they have.
+    """Return the facts for a plan of these steps (none: all). Repositories are queried if the plan depends on them.
 
-    Questions to the network are told, for they take a while.
+    Network queries are announced, because they take a while.
     """
     facts = _as_image(system, gather(system, other_engines.names(system, spec)), spec)
     facts = replace(facts, engines=other_engines.with_coming(facts.engines, spec))
@@ -110,10 +113,10 @@ def gather_for(
 
 
 def _with_obstacles(system: System, facts: HostFacts, spec: HostSpec, steps: Sequence[str]) -> HostFacts:
-    """Return the facts with what would leave the host as it is after an installation that seems to go well."""
+    """Return the facts with obstacles that would defeat an installation that seems to succeed."""
     installs = driver_run.installs(facts, spec)
     if installs or facts.driver_installed_version != facts.driver_loaded_version:
-        # Most hosts have the driver that they shall have.
+        # Most hosts have the desired driver.
         from gpuprov.verify.cuda.hiding import gather_hiding
 
         version = spec.driver_version if installs else facts.driver_loaded_version

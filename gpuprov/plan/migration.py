@@ -1,4 +1,4 @@
-"""The migration from nvidia-docker 1 and 2: what a run removes, what stays and why, and what it says. Pure."""
+"""The migration from nvidia-docker 1 and 2: what a run removes, what stays and why, and its messages. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VARIABLE = "gpuprov_migrate_nvidia_docker"
 _REASON = "left by nvidia-docker"
 # The packages that bring /usr/bin/nvidia-container-runtime-hook.
 _WITH_HOOK = ("nvidia-container-toolkit", "nvidia-container-runtime-hook")
-# What gpuprov registers an engine's runtime instead of; an engine's other runtimes stay as they are.
+# NVIDIA's programs that gpuprov's runtime replaces in an engine; an engine's other runtimes stay as they are.
 _USUAL = re.compile(r"(.*/)?nvidia-container-runtime")
 _ENGINE_OF = {"/etc/containerd": "containerd", "/etc/crio": "crio", "/etc/containers": "podman"}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Something of nvidia-docker's that stays, why, and what to type that it can go."""
+    """A part of nvidia-docker that stays, why, and the command after which it can be removed."""
 
     what: str
     why: str
@@ -40,13 +40,13 @@ class Kept:
 
 
 def removed_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages that nobody uses and that a migration removes."""
+    """Return the unused packages, which a migration removes."""
     kept = {name for name, _ in _kept_packages(facts, spec)}
     return tuple(name for name in _candidates(facts, spec) if name not in kept)
 
 
 def kept(facts: HostFacts, spec: HostSpec) -> tuple[Kept, ...]:
-    """Return what a migration leaves, for it is used."""
+    """Return what a migration leaves because it is used."""
     found = facts.leftovers
     packages: dict[tuple[str, str], list[str]] = {}
     for name, (why, step) in _kept_packages(facts, spec):
@@ -74,7 +74,7 @@ def _candidates(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _kept_packages(facts: HostFacts, spec: HostSpec) -> list[tuple[str, tuple[str, str]]]:
-    """Return those of the candidates that stay: name, and why with what to type."""
+    """Return the candidates that stay: name, reason, next command."""
     names = _candidates(facts, spec)
     if spec.docker == "none" and facts.docker.installed:
         why = "docker may use it, and gpuprov_docker is none"
@@ -101,7 +101,7 @@ def _kept_packages(facts: HostFacts, spec: HostSpec) -> list[tuple[str, tuple[st
 
 
 def _program_user(facts: HostFacts, spec: HostSpec) -> tuple[str, str] | None:
-    """Return who uses the programs of the packages, and what ends that; None if nobody does.
+    """Return who uses the programs of the packages, and how to end that; None if nobody does.
 
     NVIDIA's current toolkit has programs of the same names, which take over.
     """
@@ -120,7 +120,7 @@ def _program_user(facts: HostFacts, spec: HostSpec) -> tuple[str, str] | None:
 
 
 def _plugin_user(facts: HostFacts, spec: HostSpec) -> tuple[str, str] | None:
-    """Return who needs nvidia-docker 1's plugin, and what ends that."""
+    """Return who needs nvidia-docker 1's plugin, and how to end that."""
     found = facts.leftovers
     if spec.docker == "none" and facts.docker.installed:
         return "docker may use it, and gpuprov_docker is none", "run again with another gpuprov_docker"
@@ -142,7 +142,7 @@ def plan_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the removal of all that is not used: what is undone first comes last."""
+    """Return the removal of everything unused; the changes to undo first come last."""
     if not spec.migrate_nvidia_docker:
         return ()
     found = facts.leftovers
@@ -164,7 +164,7 @@ def _packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     names = removed_packages(facts, spec)
     if not names:
         return ()
-    # It is a configuration file of nvidia-docker2's, and of nobody else's.
+    # It is a configuration file of nvidia-docker2 only.
     keep = [DAEMON_JSON] if "nvidia-docker2" in names else []
     keep += [NVIDIA_SETTINGS_PATH] if facts.leftovers.settings_count else []
     return (facts.package_manager.removal(names, tuple(keep), spec.lock_timeout),)
@@ -180,7 +180,7 @@ def _files(facts: HostFacts) -> tuple[Change, ...]:
 
 
 def _settings(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return the removal of old copies, and of config.toml where it says nothing and nothing reads it."""
+    """Return the removal of old copies, and of config.toml if it has no settings and no program reads it."""
     found = facts.leftovers
     left = set(retired.TOOLKIT) & set(facts.packages.installed) - set(removed_packages(facts, spec))
     used = found.settings_count or spec.toolkit == "nvidia" or left
@@ -188,7 +188,7 @@ def _settings(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def without_removed(facts: HostFacts, spec: HostSpec) -> HostFacts:
-    """Return the facts as a migration leaves them: without old programs whose places gpuprov's take in the same run.
+    """Return the facts after a migration: without old programs that gpuprov's replace in the same run.
 
     These are the hook of `docker run --gpus` and the command nvidia-docker.
     """
@@ -203,7 +203,7 @@ def without_removed(facts: HostFacts, spec: HostSpec) -> HostFacts:
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what prevents a migration: only docker knows which containers refer to a volume."""
+    """Return what prevents a migration: only docker knows which containers use a volume."""
     found, docker = facts.leftovers, facts.docker
     is_asked = spec.migrate_nvidia_docker and spec.docker != "none" and docker.installed and not docker.active
     traces = (*found.unseen, *found.files, *((PLUGIN,) if PLUGIN in facts.packages.installed else ()))
@@ -219,7 +219,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return what is there and how to remove it, in one line; nothing on most hosts, and where it is asked for."""
+    """Return one line about the remains and how to remove them; "" if there are none, or if removal is requested."""
     found = () if spec.migrate_nvidia_docker else tuple(_found(facts, spec))
     how = f"gpuprov install -e {VARIABLE}=true --check --diff"
     return f"nvidia-docker has left {'; '.join(found)}. To see what can be removed: {how}" if found else ""

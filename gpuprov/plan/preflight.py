@@ -1,4 +1,4 @@
-"""All that prevents a run, found before anything is changed: the host, its repositories, known security holes. Pure."""
+"""All problems that prevent a run, found before any change: the host, its repositories, known security holes. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from gpuprov.wire.driver_releases import support_end
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
 
-# Less than this and a run is not begun; what the driver needs besides is checked once its file is there.
+# The minimum free space of a run; the driver's additional need is checked once its file is available.
 _LEAST_FREE_BYTES = 100 << 20
-# 2026-01-01: no host that this gpuprov runs on lives before it.
+# 2026-01-01: no host that this gpuprov runs on has an earlier clock.
 _EARLIEST_CLOCK = 1767225600
 # 2041-01-01: fifteen years later, as systemd bounds a clock (CLOCK_VALID_RANGE_USEC_MAX).
 _LATEST_CLOCK = 2240611200
@@ -47,7 +47,7 @@ _VARIABLES = {DRIVER: "driver_version", TOOLKIT: "toolkit_version"}
 
 
 def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return everything that stands in the way, before anything is changed."""
+    """Return every problem that prevents the run, before anything is changed."""
     # On a machine of the wrong kind the rest would only be noise.
     return (
         _machine_problems(facts)
@@ -81,7 +81,7 @@ def preflight(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def host_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """Return what prevents any run on a host, whatever it is to install."""
+    """Return what prevents any run on a host, whatever it installs."""
     return (*_room_problems(facts), *_clock_problems(facts))
 
 
@@ -117,7 +117,7 @@ def _machine_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def _room_problems(facts: HostFacts) -> tuple[Problem, ...]:
-    """A disk that fills up in the middle leaves half of everything: better not begin."""
+    """Return the problems of disk space: a disk that fills up during a run leaves everything incomplete."""
     return tuple(
         Problem(
             f"not enough room on the file system of {place}",
@@ -205,7 +205,7 @@ def _gpu_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def security_warnings(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return a sentence for each product that would be installed with known holes, or past its support."""
+    """Return a sentence for each product to be installed with known holes, or past its support."""
     version = _installed_driver(facts, spec)
     end, now = support_end(version), time.strftime("%Y-%m", time.gmtime(facts.clock))
     ended = (f"driver {version}: the support of branch {version.partition('.')[0]} ended in {end}",) if end else ()
@@ -213,7 +213,7 @@ def security_warnings(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return why what would be installed is refused, where gpuprov_refuse_advisories says so."""
+    """Return why the products are refused, if gpuprov_refuse_advisories says so."""
     return tuple(
         Problem(
             f"{one.product} {one.version} is refused for its known security holes",
@@ -226,7 +226,7 @@ def _security_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _fix(one: Holes, spec: HostSpec) -> str:
-    """Return the settings that install the release without these holes; a distribution has its own releases alone."""
+    """Return the settings that install the release without these holes; a distribution has only its own releases."""
     wanted = f'gpuprov_{_VARIABLES[one.product]}: "{one.fixed_in}"'
     from_distribution = one.product == DRIVER and spec.driver == "distribution"
     return f"gpuprov_driver: runfile and {wanted}" if from_distribution else wanted
@@ -238,7 +238,7 @@ def _installed_with(facts: HostFacts, spec: HostSpec) -> tuple[Holes, ...]:
 
 
 def _installed_driver(facts: HostFacts, spec: HostSpec) -> str:
-    """Return the driver release that would be installed, nothing if none would be, or only the repository knows."""
+    """Return the driver release to be installed, "" if none is, or only the repository knows it."""
     if spec.driver == "packages" and not facts.driver_installed_version:
         compiled = precompiled.chosen(facts, spec)
         return compiled.driver if compiled else spec.driver_version if "." in spec.driver_version else ""

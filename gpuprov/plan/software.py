@@ -1,4 +1,4 @@
-"""Which packages a host needs, in one transaction: engine, build tools, toolkit, the site's own."""
+"""The packages that a host needs, in one transaction: engine, build tools, toolkit, the site's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DOCKER_CE = ("docker-ce", "docker-ce-cli", "containerd.io", "docker-buildx-plug
 
 
 def note(facts: HostFacts) -> str:
-    """Return the sentence on packages whose installation was cut off, or nothing: a run that installs finishes them."""
+    """Return a sentence about partly installed packages, or "": a run that installs packages finishes them."""
     found = ", ".join(f"{name} is {status}" for name, status in sorted(facts.packages.unfinished.items()))
     return (
         f"{found}: dpkg was interrupted; the next installation finishes this first (dpkg --configure -a)"
@@ -49,7 +49,7 @@ def extra_repositories(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepositor
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
-    """Return what is missing and must not be installed."""
+    """Return which packages are missing but may not be installed."""
     return (
         *_manager_problems(facts),
         *_docker_problems(facts, spec),
@@ -114,7 +114,7 @@ def _no_engine_problems(facts: HostFacts) -> tuple[Problem, ...]:
 
 
 def engine_note(facts: HostFacts, spec: HostSpec) -> str:
-    """Return which engine of a Kubernetes node nobody names, or which one waits for a restart; or nothing."""
+    """Return a note on a Kubernetes node's engine that is not named, or that waits for a restart; or ""."""
     own = kubernetes.own_engines(facts.kubernetes) if spec.docker == "none" else ()
     unnamed = [name for name in own if name not in facts.engines]
     if unnamed:
@@ -127,7 +127,7 @@ def engine_note(facts: HostFacts, spec: HostSpec) -> str:
 
 
 def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages of docker from where it shall come, with its plugins; none without docker."""
+    """Return the packages of docker from its chosen source, with its plugins; none without docker."""
     if spec.docker in ("preinstalled", "none"):
         return ()
     if spec.docker == "docker-ce":
@@ -165,7 +165,7 @@ def lacking_packages(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
 
 
 def toolkit_packages(spec: HostSpec) -> tuple[str, ...]:
-    """Return NVIDIA's toolkit as packages, if it is asked for."""
+    """Return NVIDIA's toolkit as packages, if requested."""
     if spec.toolkit != "nvidia":
         return ()
     pin = f"={spec.toolkit_version}" if spec.toolkit_version else ""
@@ -197,7 +197,7 @@ def _advice(facts: HostFacts) -> past_kernels.Advice | None:
 
 
 def past_releases(facts: HostFacts, spec: HostSpec) -> tuple[ExtraRepository, ...]:
-    """Return the repositories that have the headers of the running kernel, where they are asked for."""
+    """Return the repositories with the headers of the running kernel, if requested."""
     row = facts.distribution
     if row is None or not spec.kernel_archive or not kernel.packages(facts, spec):
         return ()
@@ -212,7 +212,7 @@ def _archive_problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _held(spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages that shall stay at the version that is asked for. Never the kernel's."""
+    """Return the packages to hold at the requested version. Never the kernel's."""
     asked = pinned((*toolkit_packages(spec), *spec.packages)) if spec.hold_pinned else ()
     return tuple(name for name in asked if not re.match(r"kernel\b", name))
 

@@ -62,7 +62,7 @@ class StepChange:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. With problems, nothing is done; `urls` is what would be fetched, with problems or without."""
+    """The changes to make. With problems, nothing is done; `urls` is what would be fetched, even with problems."""
 
     changes: tuple[StepChange, ...]
     problems: tuple[Problem, ...] = ()
@@ -72,7 +72,7 @@ class Plan:
 
 
 def repository_changes(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
-    """Return what is to be done to a host's repositories and keys; what they offer then can be asked before."""
+    """Return the changes of a host's repositories and keys; their packages can then be queried in advance."""
     if facts.bundle:
         # A host with a bundle reaches no repository: its sources stay as they are.
         return ()
@@ -106,7 +106,7 @@ def _plan_docker(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _docker_proxy(facts: HostFacts, spec: HostSpec) -> Proxy:
-    """Return the proxy of docker's daemon; none where there is no docker, and none shall be installed."""
+    """Return the proxy of docker's daemon; an empty one without docker, present or planned."""
     has_docker = facts.docker.installed or spec.docker in ("distribution", "docker-ce")
     return Proxy(spec.proxy, spec.no_proxy) if has_docker else NO_PROXY
 
@@ -208,7 +208,7 @@ CHANGE_KINDS: dict[str, type[Change]] = {
 
 
 def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> Plan:
-    """Return what brings the host from `facts` to `spec`, which is resolved; all problems at once if it can't be done.
+    """Return the plan from `facts` to `spec`, which is resolved; if impossible, all problems at once.
 
     `steps` keeps the plan to the steps of these names; none means all. Raises GpuprovError (exit code 2) for a name
     that is no step's.
@@ -238,7 +238,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
 
 
 def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[str, ...]:
-    """Return what a plan that has problems would fetch: whether it can be had is told along with these."""
+    """Return what a plan with problems would fetch: unreachable URLs are reported together with the problems."""
     if facts.distribution is None or facts.bundle is not None:
         return ()
     fetching = (step for step in chosen if step.plan in (_plan_download, repository_changes))
@@ -246,7 +246,7 @@ def _urls(facts: HostFacts, spec: HostSpec, chosen: tuple[Step, ...]) -> tuple[s
 
 
 def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
-    """Return the changes, a key that several steps need with the first of them alone."""
+    """Return the changes; a key that several steps need appears only with the first of them."""
     found: list[StepChange] = []
     for one in changes:
         is_key = isinstance(one.change, rpm_repos.InstallRpmKey)

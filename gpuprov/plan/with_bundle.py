@@ -1,7 +1,7 @@
-"""A bundle on a host: opened and checked, held against the host, unpacked for a run and gone after it.
+"""Use a bundle on a host: open and check it, compare it with the host, unpack it for a run and remove it afterwards.
 
-Nothing of it is trusted before every digest was compared with the manifest's. Who trusts the manifest is decided where
-the command was typed: by a signature, or by having made it.
+No content is trusted before every digest was compared with the manifest. The controller decides whether to trust the
+manifest: by a signature, or because it made the bundle.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gather(system: System, manifest: Manifest, engine: str = "docker") -> Bundle
 def problems(
     facts: HostFacts, spec: HostSpec, packages: tuple[str, ...], *, installs_driver: bool, installs_cuda: bool = False
 ) -> tuple[Problem, ...]:
-    """Return why the bundle can't serve this host. `packages`: those that are to be installed."""
+    """Return why the bundle can't serve this host. `packages`: those to be installed."""
     if facts.bundle is None:
         return ()
     manifest = facts.bundle.manifest
@@ -108,12 +108,12 @@ def _driver_problems(manifest: Manifest, spec: HostSpec) -> tuple[Problem, ...]:
 
 
 def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str) -> tuple[Problem, ...]:
-    # What the bundle was asked for it has, be it under the name of what provides it.
+    # The bundle has what it was made for, possibly under the name of the package that provides it.
     asked = {str(name) for name in manifest.inputs.get("packages", ())}
     manager = bundle_manager(manifest)
     held = {f"{one.name}={version}" for one in manifest.packages for version in manager.bundled_versions(one)}
     held |= asked | {one.name for one in manifest.packages}
-    # The fabric manager is asked for by a pattern (apt).
+    # The fabric manager is requested by a pattern (apt).
     lacking = [name for name in packages if not any(fnmatchcase(one, name) for one in held)]
     if not lacking:
         return ()
@@ -128,7 +128,7 @@ def _package_problems(manifest: Manifest, packages: tuple[str, ...], kernel: str
 
 
 def _word(name: str, kernel: str) -> str:
-    """Return the option that brings a package into a bundle."""
+    """Return the option that adds a package to a bundle."""
     if name.startswith(("nvidia-fabricmanager", "nvidia-fabric-manager")):
         return "--fabric-manager"
     return f"--kernel {kernel}" if kernel in name else f"--package {name}"
@@ -151,8 +151,8 @@ def _room_problems(facts: HostFacts, manifest: Manifest, folders: tuple[str, ...
 
 @contextlib.contextmanager
 def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change]) -> Iterator[None]:
-    """Unpack what these changes need, and take it away after the run, however that ends."""
-    # What a killed run left there.
+    """Unpack what these changes need, and remove it after the run in every case."""
+    # Remains of a killed run.
     _remove(system)
     if bundle is None:
         yield
@@ -171,7 +171,7 @@ def unpacked(system: System, bundle: OpenBundle | None, changes: Iterable[Change
 
 
 def _takes_from_bundle(change: Change) -> bool:
-    """Say whether a change takes something from it: CUDA's gigabytes stay packed beside a file of the host's own."""
+    """Say whether a change uses the bundle: CUDA's gigabytes stay packed if the host has its own file."""
     own_file = isinstance(change, cuda_runfile.InstallCudaToolkit) and not change.path.startswith(f"{FOLDER}/")
     return bool(change.bundle_part) and not own_file
 

@@ -1,7 +1,7 @@
-"""Paths of the host that are not the driver's: whether root alone decides what is there.
+"""Check host paths outside the driver: whether only root controls their content.
 
-/tmp/nvidia-mps is in a folder where every user may make files: one who is first would have a folder or a link of his
-own mounted into other users' containers.
+/tmp/nvidia-mps is in a folder where every user may create files. A user could create it first, and have his own folder
+or link mounted into other users' containers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _FIRST_USER = 1000
 
 
 def is_trusted(path: str) -> bool:
-    """Say whether a file is there, is no link, and belongs to root with every folder above it.
+    """Say whether a file exists, is no link, and root owns it and every folder above it.
 
-    nvidia-persistenced's socket, and the folder that it is in, may belong to a service's account. A link on the way
-    counts if it is root's and nobody else may write where it is.
+    The owner of nvidia-persistenced's socket and its folder may be a service account. A link in the path is accepted if
+    root owns it and no other user may write to its folder.
     """
     todo = path.split("/")[::-1]
     real = ""

@@ -1,4 +1,4 @@
-"""What each running container was given: a file of root's for each, for `gpuprov hook explain`. Never fails a start.
+"""Record what each running container was given, in a root-owned file, for `gpuprov hook explain`. Never fails a start.
 
 config.json no longer says it: the runtime has rewritten it by then. No value of the container's environment is kept,
 for it may hold secrets: names of this host's devices and files alone. `delete` removes the file; so does the next start
@@ -28,7 +28,7 @@ _READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 
 
 def keep(container: str, bundle: str, decision: Decision, way: str) -> None:
-    """Write down what a container was given by `way` (runtime, hook), and remove the files of those that are gone."""
+    """Record what a container was given by `way` (runtime, hook), and remove the files of ended containers."""
     if not is_name(container):
         return
     bundle = bundle if bundle.startswith("/") else f"{posix.getcwd()}/{bundle}"
@@ -67,7 +67,7 @@ def _told(decision: Decision, way: str) -> dict[str, Any]:
 
 
 def read(container: str) -> dict[str, Any] | None:
-    """Return what is kept of a container, None for nothing. Raises OSError where it can't be read."""
+    """Return the record of a container, None if there is none. Raises OSError if it can't be read."""
     try:
         return parse(_content(f"{FOLDER}/{container}"))
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def parse(text: str) -> dict[str, Any] | None:
 
 
 def names() -> list[str]:
-    """Return the ids of all containers of which something is kept. Raises OSError where the folder can't be read."""
+    """Return the ids of all containers with a record. Raises OSError if the folder can't be read."""
     try:
         return sorted(name for name in posix.listdir(FOLDER) if is_name(name))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The checks of a verification, in their order; each later one is skipped where an earlier one leaves it no ground."""
+"""The checks of a verification, in order; a check is skipped if an earlier failure makes it impossible."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _SMI_HINTS = {
     127: "nvidia-smi is not installed: run gpuprov install",
 }
 
-# What the kernel does, which a system container has not.
+# Tasks of the kernel, which a system container does not have.
 _OF_KERNEL = re.compile(r"modprobe|dmesg|lspci|bus: reboot")
 
 
 def verify(system: System, spec: HostSpec, sink: Sink) -> Verdict:
-    """Verify the driver, and each engine with containers that have all GPUs, one, and none. Say whether all is well.
+    """Verify the driver, and each engine with containers that have all GPUs, one, and none. Return whether all passed.
 
     Emits one CheckDone a line, in a fixed order.
     """
@@ -99,7 +99,7 @@ def _host_smi(system: System, reports: list[SmiReport]) -> Shown:
 
 
 def _where(system: System, hint: str) -> str:
-    """Return the hint with where to type it: a system container's kernel is the container host's."""
+    """Return the hint with the place for its command: a system container's kernel belongs to the host."""
     manager = gather_kernel(system).container
     return f"{hint} (outside {manager}, on the container host)" if manager and _OF_KERNEL.search(hint) else hint
 
@@ -119,7 +119,7 @@ def _device_nodes(system: System) -> Shown:
 
 
 def _fabric_manager(system: System, fabric: FabricFacts) -> Shown:
-    """Without it, or with another version's, CUDA answers 802."""
+    """Check the fabric manager. Without it, or with another version's, CUDA returns error 802."""
     driver = discover(system).library_version
     if fabric.version != driver:
         found = fabric.version or "not installed"

@@ -42,7 +42,7 @@ class Bench:
 
 
 def all_gpus(bench: Bench) -> Shown:
-    """A container that asks for all GPUs must see what the host sees, field by field."""
+    """Check that a container that requests all GPUs sees the same as the host, field by field."""
     report = _smi(bench, "all")
     different = next((row for row in compare(bench.host, report) if not row.same), None)
     if different is not None:
@@ -53,7 +53,7 @@ def all_gpus(bench: Bench) -> Shown:
 
 
 def one_gpu(bench: Bench) -> Shown:
-    """A container that asks for one GPU must see only that one: the last by its UUID, an only one by its index."""
+    """Check that a container that requests one GPU sees only that one: the last by UUID, a single one by index."""
     wanted = bench.host.gpus[-1].uuid
     asked = wanted if len(bench.host.gpus) > 1 else "0"
     seen = [gpu.uuid for gpu in _smi(bench, asked).gpus]
@@ -64,7 +64,7 @@ def one_gpu(bench: Bench) -> Shown:
 
 
 def no_gpu(bench: Bench) -> Shown:
-    """A container that asks for nothing must get nothing: neither nodes nor files."""
+    """Check that a container that requests nothing gets neither nodes nor files."""
     for devices in bench.engine.nothing:
         done = bench.engine.run(bench.system, bench.image, ("sh", "-c", _LISTING), devices)
         if not done.ok:
@@ -78,7 +78,7 @@ def no_gpu(bench: Bench) -> Shown:
 
 
 def same_gpus(bench: Bench) -> Shown:
-    """Another of the engine's ways to all GPUs must show the same ones."""
+    """Check that another way of the engine to all GPUs shows the same ones."""
     done = bench.engine.run(bench.system, bench.image, ("nvidia-smi", "-q", "-x"), ALL)
     if _NO_HOOK in done.stderr and bench.engine == DOCKER_GPUS:
         raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
@@ -98,10 +98,10 @@ def _smi(bench: Bench, devices: str) -> SmiReport:
 
 
 def ended(bench: Bench, done: Completed) -> str:
-    """Return how a container ended, with what to do about it if that is known."""
+    """Return how a container ended, and the next step if known."""
     line = telling_line(done)
     hint = bench.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
-    # Our own runtime says itself what to do.
+    # gpuprov's own runtime suggests the next step itself.
     if "gpuprov:" in line:
         hint = ""
     return f"the container exited {done.returncode}: {line}" + (f"; {hint}" if hint else "")

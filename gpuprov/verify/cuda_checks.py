@@ -153,7 +153,7 @@ def _winner(found: Survey, name: str) -> Candidate | None:
 
 
 def _library(system: System, name: str, seen: _Seen) -> Shown:
-    """The library that a program in the container loads must be that of the host's driver, or a newer cuda-compat."""
+    """Check that a program in the container loads the host driver's library, or a newer cuda-compat."""
     ours, theirs = _winner(survey(system, "", Program()), name), seen.winner(name)
     loaded = _loaded(seen, name)
     if ours is None:
@@ -193,7 +193,7 @@ def _loaded(seen: _Seen, name: str) -> str:
 
 
 def _calls(bench: Bench, python: _Python, seen: _Seen) -> Shown:
-    """CUDA must give the same in a container as on the host: with all GPUs, with one, and with none."""
+    """Check that CUDA gives the same in a container as on the host: with all GPUs, with one, and with none."""
     if python.missing:
         raise LeftOut(python.missing)
     host = _on_host(bench.system)
@@ -264,7 +264,7 @@ def _listed(found: Calls) -> str:
 
 
 def _computes(found: Calls) -> Shown:
-    """A small kernel must give right results on each GPU."""
+    """Check that a small kernel computes right results on each GPU."""
     kernel = found.kernel
     if kernel is None:
         raise Failed("the program that runs the kernel printed nothing of it; gpuprov doctor")

@@ -1,4 +1,4 @@
-"""How a check ends: with two words to show, or as failed with its reason; nothing about what is checked."""
+"""The end of a check: two words to show, or a failure with its reason; independent of what is checked."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Sink
 
 _LONGEST_LINE = 400
-# What a check that went well has to show: of the host, of the container.
+# The values that a successful check shows: for the host, for the container.
 Shown = tuple[str, str]
 
 
 class Failed(Exception):  # noqa: N818 (carries a check's outcome)
-    """Ends a check: why, and what host and container showed."""
+    """Ends a check: the reason, and what host and container showed."""
 
     def __init__(self, reason: str, host: str = "", container: str = "") -> None:
         super().__init__(reason)
@@ -27,7 +27,7 @@ class Failed(Exception):  # noqa: N818 (carries a check's outcome)
 
 
 class LeftOut(Exception):  # noqa: N818 (carries a check's outcome)
-    """Ends a check that can't be made here, and says why: no failure."""
+    """Ends a check that is not possible here, with the reason; this is not a failure."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Verdict:
     """How a verification ended: `good` if no check failed, those of the host included.
 
     `proved`: engines whose containers have the GPUs; `configured`: those of which only the configuration was checked.
-    `unknown`: what to say instead, where no GPU is.
+    `unknown`: what to say instead, if there is no GPU.
     """
 
     good: bool
@@ -68,7 +68,7 @@ class Checks:
 
     @contextlib.contextmanager
     def about(self, engine: str) -> Iterator[None]:
-        """Say that the checks inside are about this engine."""
+        """Assign the checks inside to this engine."""
         self._engine = engine
         try:
             yield
@@ -90,7 +90,7 @@ class Checks:
         return True
 
     def skip(self, names: tuple[str, ...], reason: str) -> None:
-        """Say of each of these checks that it was left out, and why."""
+        """Report each of these checks as skipped, and why."""
         for name in names:
             self._emit(CheckDone(name, "skipped", reason=reason, engine=self._engine))
 
@@ -104,7 +104,7 @@ class Checks:
         return all(one.status != "failed" for one in self._done)
 
     def verdict(self) -> Verdict:
-        """Return how it has ended."""
+        """Return the verdict so far."""
         failed = _engines(one for one in self._done if one.status == "failed")
         good = _engines(one for one in self._done if one.status == "ok" and one.engine not in failed)
         proved = _engines(one for one in self._done if one.status == "ok" and one.name == all_gpus_check(one.engine))

@@ -15,10 +15,10 @@ COMMANDS = ("install", "verify", "facts", "doctor", "cuda", "rollback", "uninsta
 
 @dataclass(frozen=True)
 class Request:
-    """What an agent is asked to do. `spec` holds the options without prefix, as spec.spec_to_json gives them.
+    """The request to an agent. `spec` holds the options without prefix, as spec.spec_to_json returns them.
 
     `check`: say what would change and change nothing. `diff`: put diffs into the planned changes.
-    `fix`: the doctor does about the causes what gpuprov can do.
+    `fix`: the doctor fixes the causes that gpuprov can fix.
     `caller_returns`: the caller repeats the request after a reboot; otherwise the host resumes by itself.
     `wait_seconds`: how long to wait for a lock that another program (apt, say) holds.
     `steps`: names of plan.STEPS, to do this part of the plan alone; none means all.
@@ -27,7 +27,7 @@ class Request:
     manifest must have, empty for any. `tables`: tables that count instead of the agent's own (wire/tables.py).
     `arguments`: what the command itself takes; `cuda` takes `subject`, `variables` and `program`.
     `agent`: the path of the agent's own file on the host, which gpuprov_watch keeps; the agent names its own.
-    `undisturbed`: the host is not drained; an installation that would disturb containers ends before it does.
+    `undisturbed`: the host is not drained; an installation stops before it would disturb containers.
     """
 
     command: str

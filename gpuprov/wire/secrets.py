@@ -1,4 +1,4 @@
-"""Passwords stay out of what gpuprov prints, logs and reports: in URLs, and the proxy's wherever it appears. Pure."""
+"""Remove passwords from everything that gpuprov prints, logs and reports: in URLs, and the proxy's anywhere. Pure."""
 
 from __future__ import annotations
 

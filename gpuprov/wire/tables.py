@@ -1,4 +1,4 @@
-"""Tables that ship as data files beside this module, and what stands in for them in this process. Never fetches.
+"""Tables that ship as data files beside this module, and their replacements in this process. Never fetches.
 
 A process carries out one request. A request may bring newer tables: the site's releases, the controller's advisories.
 """
@@ -22,16 +22,16 @@ def packaged(name: str) -> Any:
 
 
 def table(name: str) -> Any:
-    """Return the table that counts in this process."""
+    """Return the table in use in this process."""
     return _in_use.get(name) or packaged(name)
 
 
 def is_replaced(name: str) -> bool:
-    """Say whether another table than the packaged one counts."""
+    """Say whether a table other than the packaged one is in use."""
     return name in _in_use
 
 
 def use(tables: Mapping[str, Any]) -> None:
-    """Let these tables count, and the packaged ones for all others. They must have passed their own check."""
+    """Use these tables, and the packaged ones for all others. They must have been validated."""
     _in_use.clear()
     _in_use.update(tables)

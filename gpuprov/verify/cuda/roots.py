@@ -1,7 +1,7 @@
-"""The root file system of a container or an image, with its environment: docker and podman are asked for it.
+"""Open the root file system and environment of a container or an image; docker and podman locate it.
 
-A running container is read through /proc/PID/root, with all its mounts. Of an image, and of a container that is
-stopped, the engine writes an archive: nothing of it runs.
+A running container is read through /proc/PID/root, with all its mounts. For an image or a stopped container, the engine
+writes an archive. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Subject:
 
 @contextlib.contextmanager
 def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
-    """Yield the host (no name), a container or an image; `call` stands over its own environment.
+    """Yield the host (no name), a container or an image; `call` overrides its environment.
 
-    Raises GpuprovError if there is neither container nor image, or if it can't be read.
+    Raises GpuprovError if neither container nor image exists, or if it can't be read.
     """
     if not name:
         with _root(str(system.path("/")), name, of_process=False) as tree:
@@ -64,7 +64,7 @@ def opened(system: System, name: str, call: Program) -> Iterator[Subject]:
     pid = (found.get("State") or {}).get("Pid") or 0
     if kind == "container" and pid:
         with _root(f"/proc/{pid}/root", name, of_process=True) as tree:
-            # The process may have ended meanwhile, and another one have its number.
+            # The process may have ended meanwhile, and its id may have been reused.
             if ((_inspected(system, name)[2].get("State") or {}).get("Pid") or 0) != pid:
                 raise GpuprovError(f"container {name} stopped while it was read", f"its first process was {pid}",
                                    "run the same command again")  # fmt: skip
@@ -99,7 +99,7 @@ def _root(path: str, name: str, *, of_process: bool) -> Iterator[Tree]:
 
 
 def _program_of(tree: Tree, pid: int) -> str:
-    """Return the program that a process runs, as its root file system has it; nothing if that is not known."""
+    """Return the program that a process runs, as a path in its root file system; "" if unknown."""
     try:
         path = str(Path(f"/proc/{pid}/exe").readlink())
     except OSError:
