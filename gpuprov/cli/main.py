@@ -87,7 +87,7 @@ def install(reboot: str | None, **options: Any) -> None:
 
 @cli.command(short_help="Compare what containers see with what the host has.")
 @text_option("--image", metavar="IMAGE", help="Run nvidia-smi in this image. Default: a tiny one of the "
-              "host's own.")  # fmt: skip
+              "host's own; with --kubernetes, ubuntu:22.04.")  # fmt: skip
 @text_option("--torch-image", metavar="IMAGE", help="Also ask PyTorch in this image for its GPUs.")
 @text_option("--tensorflow-image", metavar="IMAGE", help="Also ask TensorFlow in this image for its GPUs.")
 @click.option("--kubernetes", is_flag=True, help="Verify a cluster's nodes with a pod on each, by your own kubectl.")

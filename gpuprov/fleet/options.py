@@ -103,7 +103,7 @@ class RunOptions:
     )  # fmt: skip
     root: str = _option(
         "--root", type=FOLDER, metavar="DIR", commands=("install", "verify", "doctor", "rollback", "uninstall"),
-        help="Work in the root file system of an image that is mounted there. Implies --image.",
+        help="Work in the root file system of an image, mounted at DIR. Implies --image.",
     )  # fmt: skip
     check: bool = _option(
         "--check", "-C", "--dry-run", is_flag=True, commands=("install", "rollback", "uninstall", "doctor"),
