@@ -108,7 +108,7 @@ def test_containers_get_the_gpus_that_are_asked_for(host: Host, line: str, numbe
 def test_what_follows_the_image_and_every_other_command_is_left_alone(host: Host) -> None:
     echoed = host.ssh(f"{_RUN} small:1 sh -c 'echo \"$@\"' sh run --gpus all IMAGE").stdout
     assert echoed.strip() == "run --gpus all IMAGE"
-    for line in ("ps -a", "version", "images -q", "run --help", "--version"):
+    for line in ("ps -a", "version", "images -q small", "run --help", "--version"):
         assert host.ssh(f"nvidia-docker {line}").stdout == host.ssh(f"docker {line}").stdout
 
 
