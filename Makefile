@@ -64,7 +64,7 @@ test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
 	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
 
-test-all: test test-rest  ## Everything (45 minutes on 2 cores).
+test-all: test test-rest  ## Everything (an hour on 2 cores).
 
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit
