@@ -1,4 +1,4 @@
-"""What nvidia-smi says and where two reports differ; the checks and what becomes of the later ones."""
+"""The checks of verify, and what becomes of the later ones."""
 
 from __future__ import annotations
 
@@ -23,102 +23,12 @@ from gpuprov.engines import other_engines
 from gpuprov.verify import cuda_checks, verify
 from gpuprov.verify.containers import Bench
 from gpuprov.verify.outcome import Checks
-from gpuprov.verify.smi import SmiGpu, SmiReport, compare, parse_smi
-from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.events import CheckDone, Event
 from gpuprov.wire.spec import HostSpec
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
+from tests.unit.verify.test_smi import LAUGHS, REPORT
 
 pytestmark = pytest.mark.root
-
-# `nvidia-smi -q -x` of driver 550.163.01 on a host with two GPUs.
-REPORT = (Path(__file__).parents[1] / "data/nvidia-smi-q-x-2-gpus.xml").read_text()
-
-
-def test_a_real_report() -> None:
-    report = parse_smi(REPORT)
-    assert (report.driver, report.cuda) == ("550.163.01", "12.4")
-    assert report.gpus == tuple(
-        SmiGpu(
-            uuid=gpu(minor).uuid,
-            name="NVIDIA H100 80GB HBM3",
-            bus_id=gpu(minor).bus_id,
-            minor=str(minor),
-            memory=f"{gpu(minor).memory_mib} MiB",
-            mig="Disabled",
-        )
-        for minor in (0, 1)
-    )
-    assert all(row.same for row in compare(report, report))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "field"),
-    [
-        ("<driver_version>550.163.01", "<driver_version>535.216.03", "driver"),
-        ("<cuda_version>12.4", "<cuda_version>12.2", "CUDA"),
-        (f"<uuid>{gpu(0).uuid}", f"<uuid>{gpu(5).uuid}", "GPU 0 UUID"),
-        (f"<uuid>{gpu(1).uuid}", f"<uuid>{gpu(5).uuid}", "GPU 1 UUID"),
-        ("<product_name>NVIDIA H100 80GB HBM3", "<product_name>NVIDIA H200", "GPU 0 name"),
-        (f"<pci_bus_id>{gpu(0).bus_id}", f"<pci_bus_id>{gpu(5).bus_id}", "GPU 0 PCI bus id"),
-        ("<minor_number>1", "<minor_number>7", "GPU 1 minor number"),
-        (f"<total>{gpu(1).memory_mib} MiB", "<total>16 MiB", "GPU 1 memory"),
-        ("<current_mig>Disabled", "<current_mig>Enabled", "GPU 0 MIG mode"),
-    ],
-)
-def test_the_first_field_that_differs_is_named(old: str, new: str, field: str) -> None:
-    assert old in REPORT
-    rows = compare(parse_smi(REPORT), parse_smi(REPORT.replace(old, new, 1)))
-    first = next(row for row in rows if not row.same)
-    assert first.field == field
-    assert first.host in old and first.container in new
-
-
-def test_a_missing_gpu_is_named_before_its_fields() -> None:
-    whole = parse_smi(REPORT)
-    one = SmiReport(whole.driver, whole.cuda, whole.gpus[1:])
-    first = next(row for row in compare(whole, one) if not row.same)
-    assert (first.field, first.host, first.container) == ("GPU count", "2", "1")
-
-
-def test_what_changes_by_itself_is_no_difference() -> None:
-    changed = re.sub(r"<timestamp>[^<]*", "<timestamp>Mon Jan  1 00:00:00 2024", REPORT)
-    changed = re.sub(r"<used>[^<]*", "<used>77 MiB", changed)
-    assert changed != REPORT
-    assert compare(parse_smi(REPORT), parse_smi(changed)) == compare(parse_smi(REPORT), parse_smi(REPORT))
-
-
-LAUGHS = '<!DOCTYPE a [<!ENTITY b "{}"><!ENTITY c "{}">]><a>&c;</a>'.format("ha" * 1000, "&b;" * 1000)
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        (LAUGHS, "is no report"),
-        ('<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><a>&x;</a>', "is no report"),
-        ("<a>" + "x" * (8 << 20) + "</a>", "is no report"),
-        ("", "is no XML report"),
-        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "is no XML report"),
-        (REPORT[: len(REPORT) // 2], "is no XML report"),
-        ("<a>&undeclared;</a>", "is no XML report"),
-        ("<a>\x00</a>", "is no XML report"),
-        ("<a>\x1b[2J</a>", "is no XML report"),
-        ("<a>" * 100_000, "is no XML report"),
-    ],
-    ids=["laughs", "entity", "huge", "empty", "words", "torn", "undeclared", "nul", "escape", "deep"],
-)
-def test_hostile_output_is_a_plain_error(text: str, what: str) -> None:
-    with pytest.raises(GpuprovError) as caught:
-        parse_smi(text)
-    (problem,) = caught.value.problems
-    assert what in problem.what
-    assert len(problem.evidence) < 400
-
-
-def test_deep_and_foreign_xml_has_no_gpus() -> None:
-    assert parse_smi("<a>" * 100_000 + "</a>" * 100_000) == SmiReport("", "", ())
-    assert parse_smi("<nvidia_smi_log><gpu/></nvidia_smi_log>").gpus == (SmiGpu("", "", "", "", "", ""),)
-
 
 RUNTIME = toolkit.runtime_path(HostSpec())
 INFO = {
