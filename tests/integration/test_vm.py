@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,20 @@ class Machine:
         return self.vm.ssh("cat /sys/module/nvidia/version").stdout.strip()
 
 
+def machine_of(vm: Vm, variables: Mapping[str, str]) -> Machine:
+    """Return the machine with an inventory that says how to log in, and these variables."""
+    login = {
+        "ansible_host": "127.0.0.1",
+        "ansible_port": vm.port,
+        "ansible_user": "root",
+        "ansible_ssh_private_key_file": str(vm.key),
+        "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
+    }
+    inventory = vm.directory / "inventory.yml"
+    inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": {**login, **variables}}}}))
+    return Machine(vm, inventory)
+
+
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     directory = tmp_path_factory.mktemp("vm")
@@ -65,19 +79,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         for version in (_OLDER, DRIVER):
             run_file = simgpu.build_run(directory, version)
             vm.ssh(f"cat > /root/{version}.run", stdin=run_file.read_bytes())
-        variables = {
-            "ansible_host": "127.0.0.1",
-            "ansible_port": vm.port,
-            "ansible_user": "root",
-            "ansible_ssh_private_key_file": str(vm.key),
-            "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
+        wanted = {
             "gpuprov_driver_version": _OLDER,
             "gpuprov_driver_url": f"/root/{_OLDER}.run",
             "gpuprov_reboot": "if-needed",
         }
-        inventory = directory / "inventory.yml"
-        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
-        yield Machine(vm, inventory)
+        yield machine_of(vm, wanted)
     finally:
         vm.kill()
 

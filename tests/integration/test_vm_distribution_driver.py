@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.integration.test_vm import Machine
+from tests.integration.test_vm import Machine, machine_of
 from tests.lab.lab import CACHE
 from tests.lab.vm_driver import DriverVm
 
@@ -28,17 +27,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     vm = DriverVm(CACHE / "bases", directory)
     try:
         vm.start()
-        variables = {
-            "ansible_host": "127.0.0.1",
-            "ansible_port": vm.port,
-            "ansible_user": "root",
-            "ansible_ssh_private_key_file": str(vm.key),
-            "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
-            "gpuprov_driver": "distribution",
-        }
-        inventory = directory / "inventory.yml"
-        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
-        yield Machine(vm, inventory)
+        yield machine_of(vm, {"gpuprov_driver": "distribution"})
     finally:
         vm.kill()
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests import simgpu
-from tests.integration.test_vm import Machine
+from tests.integration.test_vm import Machine, machine_of
 from tests.lab.fixtures import DRIVER, gpuprov
 from tests.lab.lab import CACHE
 from tests.lab.vm import Vm
@@ -69,16 +68,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         (root / _HOST_KEY).write_bytes(key)
     try:
         vm.start()
-        variables = {
-            "ansible_host": "127.0.0.1",
-            "ansible_port": vm.port,
-            "ansible_user": "root",
-            "ansible_ssh_private_key_file": str(vm.key),
-            "ansible_ssh_common_args": f"-o UserKnownHostsFile={vm.known_hosts}",
-        }
-        inventory = directory / "inventory.yml"
-        inventory.write_text(yaml.safe_dump({"all": {"hosts": {"metal": variables}}}))
-        yield Installed(first, second, left, Machine(vm, inventory))
+        yield Installed(first, second, left, machine_of(vm, {}))
     finally:
         vm.kill()
 
