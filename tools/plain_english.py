@@ -1,4 +1,4 @@
-"""Fails on phrases that have a plainer form; prints file, line, phrase and the form to use.
+"""Fails on phrases that have a plainer form, also in names (`_` is a blank); prints file, line, phrase, form to use.
 
 python -m tools.plain_english
 """
@@ -49,7 +49,7 @@ def findings(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield (line number, phrase, plainer form) for each phrase in `text`."""
     forms = tuple(_PLAINER.values())
     for number, line in enumerate(text.splitlines(), 1):
-        for match in _ANY.finditer(line):
+        for match in _ANY.finditer(line.replace("_", " ")):
             yield number, match[0], forms[(match.lastindex or 1) - 1]
 
 

@@ -29,7 +29,7 @@ def specifications(x: Examined) -> dict[str, str]:
     return {path: text for path, text in named.items() if path == PATH or "nvidia" in text}
 
 
-def _anew(x: Examined, path: str) -> str:
+def _correction(x: Examined, path: str) -> str:
     """Return the command that corrects or removes a specification; gpuprov writes only its own."""
     if path == PATH:
         return words.refresh_specification(x)
@@ -63,7 +63,7 @@ def _broken(x: Examined) -> Finding | None:
             return Finding(
                 f"the CDI specification {path} is invalid JSON",
                 f"{path}:{error.lineno}: column {error.colno}: {error.msg}",
-                _anew(x, path),
+                _correction(x, path),
                 CERTAIN if path == PATH else LIKELY,
                 _OURS if path == PATH else (),
             )
@@ -85,7 +85,7 @@ def _names_absent(x: Examined) -> Finding | None:
     for path, text in specifications(x).items():
         absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
         if absent:
-            step = _anew(x, path)
+            step = _correction(x, path)
             ours = (remove(path),) if step == f"rm {path}" else ()
             return Finding(
                 f"the CDI specification {path} names files that do not exist: {len(absent)}",

@@ -127,7 +127,7 @@ def test_the_agent_is_the_command_lines_and_is_pushed_once(site: Site, twin: Hos
     assert [path.name for path in agents] == [f"agent-{build_agent().digest}.pyz"]
 
 
-def test_verify_fails_with_what_is_wrong_and_site_mends_that_part_alone(site: Site, twin: Host) -> None:
+def test_verify_names_the_fault_and_site_fixes_that_part_alone(site: Site, twin: Host) -> None:
     twin.ssh("echo '{}' > /etc/docker/daemon.json")
     done = play("verify", site.inventory("twin"))
     assert done.returncode != 0

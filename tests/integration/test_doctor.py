@@ -138,7 +138,7 @@ def test_nothing_is_wrong_with_a_host_that_was_just_set_up_and_nothing_changes(s
 
 
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.rule)
-def test_the_trouble_is_named_first_and_its_command_mends_it(site: Site, host: Host, trouble: Trouble) -> None:
+def test_the_trouble_is_named_first_and_its_command_fixes_it(site: Site, host: Host, trouble: Trouble) -> None:
     # systemd starts docker three times a minute, and then no more until this.
     host.ssh("systemctl reset-failed docker")
     host.ssh(trouble.breaking)

@@ -141,11 +141,11 @@ def cut_network(host: Host) -> None:
     host.ssh("iptables -I OUTPUT -p tcp --dport 8000 -j REJECT --reject-with tcp-reset")
 
 
-def mend_network(host: Host) -> None:
+def restore_network(host: Host) -> None:
     host.ssh("iptables -D OUTPUT -p tcp --dport 8000 -j REJECT --reject-with tcp-reset")
 
 
-NETWORK = (cut_network, mend_network)
+NETWORK = (cut_network, restore_network)
 # In which change, what happens and how it is fixed, and what the error says.
 FAULTS = (
     ("FetchRunfile", NETWORK, "can't be reached"),

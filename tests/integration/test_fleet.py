@@ -265,7 +265,7 @@ def started_and_heard(heard: Path) -> str:
     )
 
 
-def test_agent_is_uploaded_once_and_mended_if_it_changed(server: Server, target: HostTarget) -> None:
+def test_agent_is_uploaded_once_and_replaced_if_it_changed(server: Server, target: HostTarget) -> None:
     run(target)
     kept = server.folder / f"home/root/.cache/gpuprov/agent-{fake_agent(DONE).digest}.pyz"
     first = kept.stat()

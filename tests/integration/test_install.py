@@ -176,7 +176,7 @@ _SAMPLE = "device node deleted"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.sample] * (name == _SAMPLE)) for name in BREAKAGES]
 )
-def test_verify_fails_plainly_and_install_mends(site: Site, installed: Host, name: str) -> None:
+def test_verify_fails_plainly_and_install_fixes_it(site: Site, installed: Host, name: str) -> None:
     command, reason = BREAKAGES[name]
     installed.ssh(command)
     done = gpuprov("verify", "--hosts", site.inventory("main"))

@@ -57,7 +57,7 @@ def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab
     assert traces(lab.number) == []
 
 
-def test_up_leaves_running_hosts_alone_and_mends_a_dead_one(lab: Lab) -> None:
+def test_up_leaves_running_hosts_alone_and_restarts_a_dead_one(lab: Lab) -> None:
     requests = [HostRequest("one"), HostRequest("two")]
     first, second = lab.up(requests)
     before = first.boot_id()

@@ -91,7 +91,7 @@ def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None
         host.ssh("docker rm -f trainer")
 
 
-def test_an_uninstall_that_is_killed_is_gone_on_with(site: Site) -> None:
+def test_a_killed_uninstall_is_resumed(site: Site) -> None:
     """Early on one host, later on another, at once: much of a run is waiting."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name, undone: uninstall_killed_and_again(site, name, undone), ("main", "twin"), (1, 4)))

@@ -18,7 +18,7 @@ from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
 from tests.integration.doctor_cases import GROUPS
 from tests.integration.test_doctor import TROUBLES
-from tools import ansible_page, cli_page
+from tools import ansible_page, cli_page, plain_english
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +51,12 @@ def test_the_page_of_the_command_line_has_every_command_and_option() -> None:
 def test_the_reference_of_the_collection_is_its_own() -> None:
     text = ansible_page.PAGE.read_text()
     assert "| `reboot_needed` |" in text and ansible_page.page() == text, "next: make docs"
+
+
+def test_phrases_with_a_plainer_form_are_found_in_names_too() -> None:
+    phrase = "who" + "ever"  # apart, so that the check does not find it in this file
+    text = f"one line\n{phrase} reads\ndef test_{phrase}_reads() -> None:\n"
+    assert [number for number, _, _ in plain_english.findings(text)] == [2, 3]
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -51,7 +51,7 @@ def test_a_cut_connection_is_taken_up_where_it_broke(system: System, site: Site)
     assert told == ["connection lost, trying again (2 of 4)", "connection lost, trying again (3 of 4)"]
 
 
-def test_a_server_without_ranges_begins_anew(system: System, site: Site) -> None:
+def test_a_server_without_ranges_restarts_the_download(system: System, site: Site) -> None:
     site.files["/run"] = CONTENT
     site.cuts = [1_500_000]
     site.ranges = False
@@ -80,7 +80,7 @@ def test_a_connection_that_always_breaks_is_given_up_and_what_came_is_kept(syste
     ],
     ids=["its start", "all of it", "more than it", "another file", "nothing"],
 )
-def test_what_an_earlier_run_left_is_gone_on_with_or_thrown_away(
+def test_what_an_earlier_run_left_is_resumed_or_removed(
     system: System, site: Site, part: bytes, ranges: list[str]
 ) -> None:
     site.files["/run"] = CONTENT
@@ -279,7 +279,7 @@ def test_without_urls_nobody_is_asked(system: System) -> None:
 
 
 @pytest.mark.parametrize("troubles", [[503], [502, 500], [429, 504, 408], [0], [0, 503, 0]])
-def test_a_server_in_trouble_is_asked_again(system: Impatient, site: Site, troubles: list[int]) -> None:
+def test_a_server_in_trouble_is_retried(system: Impatient, site: Site, troubles: list[int]) -> None:
     site.files["/f"] = CONTENT
     site.troubles = list(troubles)
     told = download(system, f"{site.url}/f")

@@ -104,7 +104,7 @@ def test_room_is_named_in_mebibytes_and_by_its_folder(tmp_path: Path, site: Site
 # -- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_what_belongs_to_another_file_is_told_once_and_begun_anew(system: System, site: Site) -> None:
+def test_part_of_another_file_is_reported_once_and_downloaded_again(system: System, site: Site) -> None:
     site.files["/run"] = CONTENT
     system.write("/file.part", b"of another file")
     told = progress(Clocked(str(system.root)), f"{site.url}/run")

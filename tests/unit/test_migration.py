@@ -74,7 +74,7 @@ def test_all_of_nvidia_docker2_goes_and_daemon_json_stays(bare: HostFacts) -> No
     assert isinstance(change, RemovePackages) and change.keep == (DAEMON_JSON, NVIDIA_SETTINGS_PATH)
 
 
-def test_nothing_goes_unasked_and_one_line_says_what_is_there(bare: HostFacts) -> None:
+def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(bare: HostFacts) -> None:
     facts = with_packages(bare, SECOND, volumes=(Volume("nvidia_driver_375.26", "local"),))
     facts = replace(facts, files={**facts.files, "/etc/apt/sources.list.d/old.list": file(OLD)})
     plain = replace(ASKED, migrate_nvidia_docker=False)

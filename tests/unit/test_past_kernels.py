@@ -121,7 +121,7 @@ def planned(facts: HostFacts, **options: object) -> list[str]:
     return [one.path for one in changes if isinstance(one, (WriteFile, InstallRpmKey)) and "past-" in one.path]
 
 
-def test_no_archive_is_added_unasked(rocky: HostFacts) -> None:
+def test_no_archive_is_added_by_default(rocky: HostFacts) -> None:
     assert planned(rocky) == []
     assert planned(rocky, kernel_archive=True) == [
         "/etc/pki/rpm-gpg/RPM-GPG-KEY-gpuprov-past-baseos", "/etc/yum.repos.d/gpuprov-past-baseos.repo",

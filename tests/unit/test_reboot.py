@@ -83,7 +83,7 @@ def install(host: FakeHost, *, returns: bool = False, **values: Any) -> tuple[Fi
     return events[-1], events
 
 
-def test_unasked_the_run_ends_with_3_and_says_what_to_type(host: RebootingHost) -> None:
+def test_by_default_the_run_ends_with_3_and_says_what_to_type(host: RebootingHost) -> None:
     finished, _ = install(host)
     assert finished.exit_code == ExitCode.REBOOT_NEEDED
     (problem,) = finished.problems
@@ -161,7 +161,7 @@ def test_containers_that_stop_are_named(host: RebootingHost) -> None:
     assert change.summary().startswith(f"stop until somebody has rebooted this host ({BOUND})")
 
 
-def test_the_reboot_stands_before_the_driver_in_the_plan(host: RebootingHost) -> None:
+def test_the_reboot_precedes_the_driver_in_the_plan(host: RebootingHost) -> None:
     plan = make_plan(gather(host), parse_spec({"driver_version": "570.10"}))
     steps = [item.step for item in plan.changes]
     assert steps.index("nouveau") < steps.index("reboot") < steps.index("driver")

@@ -246,7 +246,7 @@ def test_a_run_that_is_stopped_says_so_in_its_journal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "state", "outcome"), [(Half, "undone", None), (Kept, "done", {"seen": True})])
-def test_what_a_kill_cut_off_is_undone_or_gone_on_with_as_its_kind_says(
+def test_a_killed_change_is_undone_or_resumed_as_its_kind_says(
     system: Recording, kind: type[Half], state: str, outcome: Json | None
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -260,7 +260,7 @@ def test_what_a_kill_cut_off_is_undone_or_gone_on_with_as_its_kind_says(
     assert (entry.state, entry.outcome, system.exists(MARK)) == (state, outcome, kind is Kept)
 
 
-def test_a_run_that_was_cut_off_between_two_changes_is_gone_on_with_in_silence(system: Recording) -> None:
+def test_a_run_that_was_cut_off_between_two_changes_is_resumed_in_silence(system: Recording) -> None:
     apply_changes([Half()], system, new_journal(system, "install"), ignore)
     notes: list[Event] = []
     journal = take_up(system, KINDS, notes.append)

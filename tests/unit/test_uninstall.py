@@ -188,7 +188,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 7, 11])
-def test_an_uninstall_that_is_killed_anywhere_is_gone_on_with(host: FakeHost, number: int) -> None:
+def test_an_uninstall_that_is_killed_anywhere_is_resumed(host: FakeHost, number: int) -> None:
     before = (whole_tree(host), dict(host.installed))
     install_in_two_runs(host)
     done_before = 0

@@ -115,7 +115,7 @@ def test_without_a_bundle_apt_has_the_hosts_own_sources(tmp_path: Path) -> None:
     assert not any(getattr(item.change, "options", ()) for item in plan.changes)
 
 
-def test_half_of_a_package_is_unpacked_anew_from_the_bundle(tmp_path: Path) -> None:
+def test_half_of_a_package_is_unpacked_again_from_the_bundle(tmp_path: Path) -> None:
     host = TornHost(tmp_path)
     write_test_bundle(tmp_path / "root/bundle.tar")
     finished = run(host)
@@ -151,7 +151,7 @@ def test_the_drivers_pin_comes_from_the_bundle_too(tmp_path: Path) -> None:
     assert "nvidia-driver-pinning-580" in str(problems[0])
 
 
-def test_a_run_goes_on_with_its_bundle_behind_a_reboot(tmp_path: Path) -> None:
+def test_a_run_uses_its_bundle_after_a_reboot(tmp_path: Path) -> None:
     class Host(RebootingHost, BundleHost):
         """Nouveau has the GPU; docker keeps images."""
 

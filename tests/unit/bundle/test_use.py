@@ -219,7 +219,7 @@ def test_another_bundle_than_the_one_that_was_asked_for_is_refused(host: BundleH
     assert "can't be read" in problem(run(host, bundle="/root/no-such.tar"))
 
 
-def test_an_upload_that_arrived_damaged_is_removed_so_that_the_next_run_brings_it_anew(host: BundleHost) -> None:
+def test_a_damaged_upload_is_removed_and_the_next_run_uploads_again(host: BundleHost) -> None:
     place = "/var/cache/gpuprov/bundle-1.tar"
     host.make_directory("/var/cache/gpuprov")
     host.path(place).write_bytes(tampered())

@@ -120,7 +120,7 @@ def test_odd_versions_are_named() -> None:
     assert "gpus    8                 10" in text
 
 
-def test_one_host_has_no_odd_ones_out() -> None:
+def test_one_host_has_no_exceptions() -> None:
     assert spreads([done("a", driver="1"), failed("b", "gone")]) == ()
 
 
@@ -150,7 +150,7 @@ def test_of_many_hosts_only_the_outcomes_are_counted() -> None:
     assert "gpu055" in report(*fleet, verbose=True)
 
 
-def test_host_whose_turn_never_came_is_not_called_failed() -> None:
+def test_a_host_that_was_never_started_is_not_called_failed() -> None:
     later = HostResult("b", ExitCode.FAILED, problems=(Problem("not run: too many"),), begun=False)
     assert report(failed("a", "full"), later).splitlines()[-1] == "0 of 2 hosts installed; failed: a; not run: b"
 

@@ -246,7 +246,7 @@ esac""",
     assert json.loads((tmp_path / "gone").read_text())["preconditions"] == {"uid": "u-1"}
 
 
-def test_an_answer_that_is_no_json_is_a_sentence(tmp_path: Path) -> None:
+def test_an_answer_in_invalid_json_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(GpuprovError, match="invalid JSON"):
         program(tmp_path, "echo '<html>'").get("/x", doing="look")
     assert program(tmp_path, f"echo '{json.dumps({'a': 1})}'").get("/x", doing="look") == {"a": 1}

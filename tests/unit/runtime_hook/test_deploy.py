@@ -175,7 +175,7 @@ def test_a_start_loads_all_modules_from_one_file(modules: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["main", "hook_main"])
-def test_a_start_that_reads_while_all_is_compiled_anew_has_a_whole_file(modules: Path, name: str) -> None:
+def test_a_start_during_compilation_reads_a_whole_file(modules: Path, name: str) -> None:
     compile_bytecode(str(modules))
     (bundle,) = [path for path in (modules / "__pycache__").glob(f"{name}.*") if path.suffix != ".pyc"]
     before = bundle.read_bytes()

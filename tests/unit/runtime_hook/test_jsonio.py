@@ -60,7 +60,7 @@ def test_any_text_is_a_value_or_a_value_error(text: str) -> None:
         "\ufeff1",
     ],
 )
-def test_what_is_no_json_is_a_value_error(text: str) -> None:
+def test_invalid_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         jsonio.loads(text)
 
@@ -77,6 +77,6 @@ def test_numbers_keep_what_a_configuration_needs() -> None:
     assert jsonio.dumps(jsonio.loads(text)) == "[9223372036854775807,18446744073709551615,-1,0,1.5,1000.0]"
 
 
-def test_what_is_no_json_value_is_not_written() -> None:
+def test_what_json_cannot_express_is_not_written() -> None:
     with pytest.raises(TypeError, match="set is not a JSON value"):
         jsonio.dumps({1})

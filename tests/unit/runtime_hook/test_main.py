@@ -226,7 +226,7 @@ def test_a_specification_that_is_none_is_refused(bundle: Bundle, edits: object, 
 
 
 @pytest.mark.parametrize("text", [f"{ASKS} x", ASKS[:-1], "\ufeff" + ASKS, "[" * 100_000])
-def test_what_is_no_json_is_refused_even_where_runc_would_take_it(bundle: Bundle, text: str) -> None:
+def test_invalid_json_is_refused_even_where_runc_accepts_it(bundle: Bundle, text: str) -> None:
     with pytest.raises(Refused, match=r"config\.json is not valid JSON"):
         bundle.prepare(text)
     assert bundle.is_untouched

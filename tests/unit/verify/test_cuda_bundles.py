@@ -142,7 +142,7 @@ def test_a_refusal_is_no_failure_of_the_explanation(bundle: Bundle) -> None:
     assert "libcuda        not looked for: the libraries of " in text
 
 
-def test_what_is_added_stands_before_what_the_tree_has(tmp_path: Path) -> None:
+def test_what_is_added_precedes_what_the_tree_has(tmp_path: Path) -> None:
     (tmp_path / "usr/lib").mkdir(parents=True)
     (tmp_path / "lib").symlink_to("usr/lib")
     (tmp_path / "usr/lib/a").write_bytes(b"old")
