@@ -62,7 +62,7 @@ def unfinished_problem(
 
 def no_probe_problem(done: Completed, *, ended: str = "") -> tuple[Problem, bool]:
     """Return why a host accepted the login but did not answer the probe, and whether its account can't run commands."""
-    found = account_problem(f"{done.stderr}\n{done.stdout}", done.returncode)
+    found = account_problem(done)
     if found is not None:
         return found, True
     return Problem(

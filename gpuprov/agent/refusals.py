@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpuprov.core.commands import Completed
 from gpuprov.wire.errors import Problem
 
 
@@ -58,13 +59,16 @@ def sudo_problem(said: str) -> Problem | None:
     return _found(_SUDO, said)
 
 
-def account_problem(said: str, returncode: int) -> Problem | None:
-    """Return why an account runs no command, from the text received instead of an answer; None if unknown."""
-    found = _found(_SHELL, said)
-    if found is None and not said.strip() and returncode == 1:
+def account_problem(done: Completed) -> Problem | None:
+    """Return why an account runs no command, from what came instead of the probe's answer; None if unknown.
+
+    A shell that runs the probe writes to stdout. stderr proves nothing: sshd complains there of a missing home.
+    """
+    found = _found(_SHELL, f"{done.stderr}\n{done.stdout}")
+    if found is None and not done.stdout.strip() and done.returncode == 1:
         return Problem(
             "the account's shell ends at once and runs nothing, as /bin/false does",
-            f"exit code {returncode}, no output",
+            "\n".join(["exit code 1, no output", *done.stderr.strip().splitlines()[-4:]]),
             f"on the host: getent passwd USER; as root: usermod -s /bin/sh USER; or {_OTHER_USER}",
         )  # fmt: skip
     return found

@@ -38,6 +38,7 @@ USERS = {
     "limited": User(4246, "{0} ALL=(ALL) /bin/ls"),
     "lapsed": User(4247, _FREE, changed=0),
     "barred": User(4248, _FREE, "/usr/sbin/nologin"),
+    # No home either, of which sshd itself complains on stderr.
     "silent": User(4249, _FREE, "/bin/false"),
 }
 
@@ -117,11 +118,14 @@ def _prepare(server: Server, path: str) -> None:
     (folder / "etc/sudoers").chmod(0o440)
     for name, user in USERS.items():
         shutil.chown(folder / "home" / name, user.uid, user.uid)
+    (folder / "home/silent").rmdir()
+    (folder / "banner").write_text("Authorized use only\n")
     Path("/run/sshd").mkdir(exist_ok=True)
     settings = (
         f"Port {server.port}", "ListenAddress 127.0.0.1", "PidFile none", f"HostKey {folder}/host_key",
         f"HostKey {folder}/other_host_key", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
         "PermitRootLogin yes", "MaxStartups 100", "LogLevel VERBOSE", f"SetEnv PATH={path}",
+        f"Banner {folder}/banner",
     )  # fmt: skip
     (folder / "sshd_config").write_text("\n".join(settings) + "\n")
 

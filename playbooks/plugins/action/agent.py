@@ -39,6 +39,8 @@ _MOST_RUNS = 3
 # Firmware that checks two terabytes of memory takes its time.
 _BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 3.0
+# ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
+_ERRORS_ALONE = " -o LogLevel=ERROR"
 
 
 class ActionModule(ActionBase):  # type: ignore[misc]
@@ -60,6 +62,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             }
         )[1]
         self._warnings: list[str] = []
+        self._quiet_ssh()
         agent, digest = _agent()
         from gpuprov.agent import playbook_task
         from gpuprov.wire.errors import GpuprovError
@@ -103,6 +106,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         warnings = [*answer.get("warnings", ()), *self._warnings]
         told = {**answer, "warnings": warnings} if warnings else answer
         return {**result, **self._told(told, task_vars or {})}
+
+    def _quiet_ssh(self) -> None:
+        """Make ssh print its errors alone: stderr is the host's then, without banners and notices of new host keys."""
+        option = "ssh_extra_args"
+        if self._connection.has_option(option):
+            others = (self._connection.get_option(option) or "").removesuffix(_ERRORS_ALONE)
+            self._connection.set_option(option, others + _ERRORS_ALONE)
 
     def _told(self, found: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         """Print the result's one line for people, and return the result; with -v Ansible shows all of it."""
