@@ -21,8 +21,20 @@ _CA_BUNDLES = (
 
 def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> None:
     """Raise GpuprovError for a redirect from https to http: anyone on the network could forge the response."""
-    target = response.headers.get("Location", "")
-    if response.is_redirect and response.url.startswith("https:") and target.lower().startswith("http:"):
+    if not response.is_redirect:
+        return
+    from urllib.parse import urlsplit
+
+    target = response.headers["Location"]
+    try:
+        # Read as requests reads it: urlsplit() drops tabs, and requests would follow "ht\ttp:".
+        scheme = urlsplit(target).scheme
+    except ValueError as error:
+        raise GpuprovError(
+            f"{masked(response.url)} leads to something that is not a URL",
+            f"HTTP {response.status_code}, Location: {masked(target)}: {error}", "check the URL, and the server",
+        ) from None  # fmt: skip
+    if response.url.startswith("https:") and scheme == "http":
         raise GpuprovError(
             f"{masked(response.url)} leads from https to http",
             f"HTTP {response.status_code}, Location: {masked(target)}", "use a URL that stays with https",

@@ -132,6 +132,9 @@ def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(tmp_
         (note,) = (one.message for one in events if isinstance(one, Note) and "holds" in one.message)
         assert f"(pid {holder.pid}" in note or "a process that can't be seen" in note
         assert note.endswith("holds the package manager's lock; a run waits up to 300 s for it")
+        # Nobody waits for it who installs no packages.
+        _, events = install(host, check=True, steps=("docker",))
+        assert not [one for one in events if isinstance(one, Note) and "holds" in one.message]
         before = sorted(host.root.rglob("*"))
         finished, events = install(host, lock_timeout=0)
         (problem,) = finished.problems
@@ -147,6 +150,8 @@ def test_the_lock_is_awaited_for_the_fabric_managers_packages_too(tmp_path: Path
     """They are installed in the step `driver`, for they must match it."""
     host = SwitchHost(tmp_path / "root")
     with held_by_another(host.root / "var/lib/dpkg/lock-frontend"):
+        _, events = install(host, check=True, steps=("download", "driver"))
+        assert [one for one in events if isinstance(one, Note) and "holds the package manager's lock" in one.message]
         finished, events = install(host, steps=("download", "driver"), lock_timeout=0)
     (problem,) = finished.problems
     assert problem.what == "another program holds the package manager's lock"

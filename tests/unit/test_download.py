@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import socket
 import ssl
@@ -15,6 +16,7 @@ import requests
 
 from gpuprov.core.download import fetch, fetch_small, published_sha256, trusted_sha256, unreachable
 from gpuprov.core.system import System
+from gpuprov.driver_run import FetchRunfile
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.secrets import masked
 from tests.unit.download_server import (
@@ -338,6 +340,26 @@ def test_over_http_no_digest_beside_the_file_counts(system: System, site: Site) 
     assert trusted_sha256(system, "file:///a.run") == DIGEST
 
 
+def test_a_digest_that_is_given_counts_more_than_the_mirrors(system: System) -> None:
+    system.make_directory("/mirror")
+    system.write("/mirror/a.run", b"of the mirror")
+    system.write("/mirror/a.run.sha256sum", hashlib.sha256(b"of the mirror").hexdigest().encode())
+    url = "file:///mirror/a.run"
+    with pytest.raises(GpuprovError, match=f"is not the file that was asked for(.|\\n)*expected {DIGEST}"):
+        FetchRunfile(url, "/cache/a.run", DIGEST).apply(system, lambda *_: None)
+    assert not system.exists("/cache/a.run")
+    FetchRunfile(url, "/cache/a.run", "").apply(system, lambda *_: None)
+    assert system.read_bytes("/cache/a.run") == b"of the mirror"
+
+
+def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:
+    site.files["/a.run"] = CONTENT
+    site.files["/a.run.sha256sum"] = DIGEST.encode()
+    with pytest.raises(GpuprovError, match="SHA-256 is not known"):
+        FetchRunfile(f"{site.url}/a.run", "/cache/a.run", "").apply(system, lambda *_: None)
+    assert (site.asked, system.exists("/cache")) == ([], False)
+
+
 class Redirecting(http.server.BaseHTTPRequestHandler):
     """Leads every question elsewhere."""
 
@@ -386,6 +408,14 @@ def test_a_redirect_from_https_to_http_is_refused(
         fetch(system, f"{url}/a.run", "/a.run", sha256=DIGEST, tell=lambda *_: None)
     (problem,) = unreachable(system, [f"{url}/a.run"])
     assert "leads from https to http" in problem.what
+    # As requests reads a URL: the scheme in any case, tabs and control characters dropped.
+    for scheme in ("HTTP:", "Http:", "ht\ttp:", "\thttp:"):
+        handler.target = f"{scheme}{site.url.partition(':')[2]}/a.run"
+        with pytest.raises(GpuprovError, match="leads from https to http"):
+            fetch_small(system, f"{url}/a.run")
+    handler.target = "https://[::1/a.run"
+    with pytest.raises(GpuprovError, match="leads to something that is not a URL"):
+        fetch_small(system, f"{url}/a.run")
     # From http anything may follow, and within https too: there it ends with what the second place says.
     handler.target = "/elsewhere"
     with pytest.raises(GpuprovError, match="can't be reached"):

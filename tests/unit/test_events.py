@@ -51,7 +51,9 @@ def test_what_goes_in_comes_out(event: Event) -> None:
         '{"event":"ChangeDone","key":"k","seconds":NaN}', '{"event":"ChangeDone","key":"k","seconds":-Infinity}',
         '{"event":"ChangeDone","key":"k","seconds":1e999}',
         f'{{"event":"ChangeDone","key":"k","seconds":1{"0" * 400}}}',
-        '{"event":"FactsGathered","facts":{"a":[NaN]}}', f'{{"event":"Finished","exit_code":1{"0" * 5000}}}',
+        '{"event":"FactsGathered","facts":{"a":[NaN]}}', '{"event":"FactsGathered","facts":{"a":[Infinity]}}',
+        '{"event":"FactsGathered","facts":{"a":{"b":-1e999}}}', '{"event":"CudaSurveyed","survey":{"a":-Infinity}}',
+        f'{{"event":"Finished","exit_code":1{"0" * 5000}}}',
     ],
 )  # fmt: skip
 def test_anything_else_is_no_event(line: str) -> None:

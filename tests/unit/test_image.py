@@ -148,13 +148,16 @@ def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -
         (host.root / name).write_text(text)
     (host.root / "etc/ssh/sshd_config").write_text("kept")
     paths = gather_identity(host)
+    # Made by the run itself, after the plan.
+    (host.root / "etc/ssh/ssh_host_ed25519_key").write_text("private")
     assert paths == ("/etc/cdi/nvidia.json", "/etc/machine-id", "/etc/ssh/ssh_host_rsa_key")
     change = clean.CleanImage(paths)
     noted = json.dumps(change.capture(host))
     assert not any(text in noted or base64.b64encode(text.encode()).decode() in noted for text in secrets.values())
     told: list[str] = []
     change.apply(host, lambda message, done, total: told.append(message))
-    assert told == ["remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_rsa_key"]
+    assert told == ["remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_ed25519_key",
+                    "remove /etc/ssh/ssh_host_rsa_key"]  # fmt: skip
     assert (host.root / "etc/machine-id").read_bytes() == b""
     assert (host.root / "etc/ssh/sshd_config").read_text() == "kept"
     assert gather_identity(host) == ()

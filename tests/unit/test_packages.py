@@ -404,6 +404,17 @@ def test_holds_are_seen_and_ours_among_them(tmp_path: Path) -> None:
     assert (set(facts.held), set(facts.held_here)) == ({"libc6"}, {"libc6"})
 
 
+def test_a_hold_that_was_in_the_way_comes_back_with_the_undo(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "root")
+    host.held = {"docker.io"}
+    change = InstallPackages(("site-gpu-tools",), unhold=("docker.io", "gone"))
+    before = change.capture(host)
+    outcome = change.apply(host, lambda *_: None)
+    assert (host.held, "site-gpu-tools" in host.installed) == (set(), True)
+    InstallPackages.undo(host, before, outcome)
+    assert (host.held, "site-gpu-tools" in host.installed) == ({"docker.io"}, False)
+
+
 HOLDS = PackageFacts("apt", {"a": "1", "b": "1", "c": "1"}, held=frozenset({"a", "c"}), held_here=frozenset({"a"}))
 
 

@@ -44,6 +44,7 @@ class Site:
         self.script.chmod(0o700)
         self.disturbing = "abcdef"
         self.ill = ""
+        self.lost = ""
         self.failing = ""
         self.reboots = ""
         self.told: list[str] = []
@@ -54,6 +55,8 @@ class Site:
         with self.calls.open("a") as file:
             file.write(f"{kind} {name}\n")
         if request.command == "verify":
+            if name in self.lost:
+                raise GpuprovError("the host can't be reached", exit_code=ExitCode.UNREACHABLE)
             sink(CheckDone("docker, all GPUs", "failed" if name in self.ill else "ok"))
             return Finished(int(name in self.ill), versions={"driver": "550"})
         sink(Planned((PlannedChange("k", "docker", "restart docker", disturbs=name in self.disturbing),)))
@@ -148,6 +151,16 @@ def test_host_that_is_not_green_stays_drained_with_the_command_to_type(site: Sit
     assert results[0].changed == 1
     assert f"once verify is green: {site.script} undrain a" in results[0].problems[0].next_step
     assert states(results) == ["drained", "undrained"]
+
+
+def test_host_that_is_lost_during_verify_stays_drained_and_keeps_its_result(site: Site) -> None:
+    site.lost = "a"
+    (result,) = site.run("a")
+    assert site.order() == ["look a", "drain a", "install a", "verify a"]
+    assert (result.exit_code, result.changed, states((result,))) == (ExitCode.FAILED, 1, ["drained"])
+    lost, drained = result.problems
+    assert lost.what == "the host can't be reached"
+    assert drained.next_step.endswith(f"once verify is green: {site.script} undrain a")
 
 
 @pytest.mark.parametrize("trouble", ["failing", "reboots"])

@@ -21,6 +21,8 @@ from gpuprov.agent.probe import (
     probe_problem,
     python_problem,
 )
+from gpuprov.agent.refusals import account_problem
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
 from gpuprov.fleet.ssh_arguments import SshArguments, parse_ssh_arguments
@@ -210,6 +212,22 @@ def test_probe_problems(probe: Probe, become: bool, has_password: bool, what: st
     problem = probe_problem(probe, become=become, has_password=has_password)
     assert (problem is None) == (what == "")
     assert problem is None or what in problem.what
+
+
+@pytest.mark.parametrize(
+    ("returncode", "said", "what"),
+    [
+        (1, " \n", "the account's shell ends at once and runs nothing, as /bin/false does"),
+        # A connection that broke, a shell that was killed, a shell that answers nothing.
+        (255, "", None), (-9, "", None), (0, "", None), (127, "", None),
+        (1, "Welcome!\n", None),
+        (1, "This account is currently not available.", "the account may not log in: its shell is nologin"),
+        (254, "Your account has expired; please contact your system administrator.", "the account has expired"),
+    ],
+)  # fmt: skip
+def test_an_account_that_runs_nothing(returncode: int, said: str, what: str | None) -> None:
+    problem = account_problem(Completed((), returncode, said, "Could not chdir to home directory /x"))
+    assert (problem and problem.what) == what
 
 
 def without_python(*os_release: str) -> Probe:

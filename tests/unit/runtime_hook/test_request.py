@@ -428,5 +428,8 @@ def test_a_container_itself_may_name_nvidias_devices_and_those_of_the_configurat
     if allowed:
         assert devices_of(config, settings)
         return
-    with pytest.raises(Refused, match="devices of nvidia\\.com alone: use the engine's --device "):
-        devices_of(config, settings)
+    # Privilege makes no difference.
+    for capabilities in ({}, SYS_ADMIN):
+        config["process"]["capabilities"] = capabilities
+        with pytest.raises(Refused, match="devices of nvidia\\.com alone: use the engine's --device "):
+            devices_of(config, settings)
