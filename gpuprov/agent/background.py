@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,8 +38,8 @@ class Job:
         return Path(self.folder).expanduser() / self.id
 
     def started(self) -> dict[str, Any]:
-        """Return the first answer to the controller."""
-        return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": str(self.path)}
+        """Return what the task answers while the job runs; the controller says it itself, whatever the host answers."""
+        return {"started": 1, "finished": 0, "ansible_job_id": self.id, "results_file": f"{self.folder}/{self.id}"}
 
 
 _REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
@@ -63,11 +62,9 @@ def job_from_line(line: str) -> Job:
 
 
 def begin(request: Request, job: Job, work: Work) -> None:
-    """Report on stdout that the job has started, and continue in a child process; returns in the parent only."""
+    """Continue in a child process; returns in the parent only."""
     job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(job.path, {"started": 1, "finished": 0, "ansible_job_id": job.id})
-    sys.stdout.write(json.dumps(job.started()) + "\n")
-    sys.stdout.flush()
+    _write(job.path, job.started())
     if os.fork() != 0:
         return
     # Close everything of the connection, or the controller waits for it.

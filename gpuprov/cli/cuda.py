@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from gpuprov.cli.passwords import password_options, take_passwords
-from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.options import options_of
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import plain
 
 # Variables of the caller's environment that apply on the host; engines set those of containers.
 _VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VERSION", "PATH", "VIRTUAL_ENV", "CONDA_PREFIX")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.cli.passwords import password_options, take_passwords
-from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.options import Options, options_of_hosts
 from gpuprov.fleet.standard_streams import standard_input
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import plain
 
 if TYPE_CHECKING:
     from gpuprov.runtime_hook.settings import Settings

@@ -266,7 +266,7 @@ def main() -> None:
         with lasting_outputs():
             cli.main(prog_name="gpuprov")
     except GpuprovError as error:
-        from gpuprov.fleet.display_text import plain
+        from gpuprov.wire.words import plain
 
         click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))

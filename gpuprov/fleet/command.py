@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuprov.fleet.batches import Rollout, parse_rollout
-from gpuprov.fleet.display_text import one_line
 from gpuprov.fleet.history import Run, moment, new_identifier, save
 from gpuprov.fleet.host_command import HostCommands, parse_host_commands, require_safe_hosts
 from gpuprov.fleet.inventory import read_extra_vars, read_inventory
@@ -27,6 +26,7 @@ from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.wire.words import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.fleet.display_text import listed, one_line, plain, shortened
+from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.result import Drain, HostResult
+from gpuprov.wire.words import one_line, plain
 
 _STATES = {
     "foreseen": ("would be drained", ""),

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
-from gpuprov.fleet.display_text import listed, plain, shortened
+from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.drains import command_of, drained, state_of
 from gpuprov.fleet.history import Run, differences
 from gpuprov.fleet.page_grid import CHECK_STATES, FEW_HOSTS, STATES, make_grid, steps_of
@@ -26,7 +26,7 @@ from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
-from gpuprov.wire.words import counted
+from gpuprov.wire.words import counted, plain
 
 _VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
 _MOST_NAMED = 30

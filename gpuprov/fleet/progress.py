@@ -20,7 +20,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpuprov.fleet.display_text import one_line, plain
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import (
     SCHEMA,
@@ -37,7 +36,7 @@ from gpuprov.wire.events import (
     Started,
     to_line,
 )
-from gpuprov.wire.words import counted
+from gpuprov.wire.words import counted, one_line, plain
 
 
 class Progress(Protocol):

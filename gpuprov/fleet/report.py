@@ -15,14 +15,14 @@ from rich.text import Text
 
 from gpuprov.core.site_tables import advisories_table
 from gpuprov.fleet.causes import causes
-from gpuprov.fleet.display_text import listed, one_line, plain, shortened
+from gpuprov.fleet.display_text import listed, shortened
 from gpuprov.fleet.drains import drains_table, still_drained
 from gpuprov.fleet.result import HostResult, machines, overall_exit_code
 from gpuprov.fleet.versions import Spread, fact, hosts_by_hole, spreads
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import SCHEMA, CheckDone
-from gpuprov.wire.words import counted
+from gpuprov.wire.words import counted, one_line, plain
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
            "not run": "yellow"}  # fmt: skip

@@ -11,11 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuprov.fleet import history
-from gpuprov.fleet.display_text import plain
 from gpuprov.fleet.history import Run
 from gpuprov.fleet.report import print_report, summary_json
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.words import counted
+from gpuprov.wire.words import counted, plain
 
 
 def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> None:

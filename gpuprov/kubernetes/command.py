@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuprov.fleet.command import conclude, inventory_of, make_console, make_progress, require_writable
-from gpuprov.fleet.display_text import listed, one_line
+from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.history import Run, moment, new_identifier
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.recorder import HostSink, Recorder
@@ -25,6 +25,7 @@ from gpuprov.kubernetes.trial import Wanted
 from gpuprov.kubernetes.verify import all_nodes, verify_nodes
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished
+from gpuprov.wire.words import one_line
 
 _ONE_AT_A_TIME = "--serial, --canary and --max-fail"
 Chosen = tuple[Node, "HostList | None"]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed, first_match
-from gpuprov.fleet.display_text import one_line
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import one_line
 
 _SECONDS = 40
 _REQUEST_SECONDS = 30

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpuprov.fleet.display_text import one_line
 from gpuprov.kubernetes.cluster import PodState
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.words import one_line
 
 _LONGEST = 400
 _MOST_LINES = 5

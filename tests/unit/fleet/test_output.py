@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from gpuprov.fleet import command
-from gpuprov.fleet.display_text import listed, one_line, plain
+from gpuprov.fleet.display_text import listed
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.progress import JsonLines, LiveTable, PlainLines
 from gpuprov.fleet.report import _ALL_GPUS, last_line, print_report, problems_text, summary_json
@@ -34,6 +34,7 @@ from gpuprov.wire.events import (
     PlannedChange,
     Started,
 )
+from gpuprov.wire.words import one_line, plain
 
 EVIL = "\x1b]0;owned\x07\x1b[31m[bold]red[/bold]\u202e\r\x9b2J\x08"
 
