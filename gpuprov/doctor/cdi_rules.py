@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import words
@@ -36,10 +37,10 @@ def _correction(x: Examined, path: str) -> str:
     if words.has_unit(x, NVIDIAS_REFRESH) and path == "/var/run/cdi/nvidia.yaml":
         return f"systemctl restart {NVIDIAS_REFRESH}"
     if PATH in x.there:
-        return f"rm {path}"
+        return f"rm {shlex.quote(path)}"
     if "/usr/bin/nvidia-ctk" in x.there:
-        return f"nvidia-ctk cdi generate --output={path}"
-    return f"rm {path}; {words.refresh_specification(x)}"
+        return f"nvidia-ctk cdi generate --output={shlex.quote(path)}"
+    return f"rm {shlex.quote(path)}; {words.refresh_specification(x)}"
 
 
 def _missing(x: Examined) -> Finding | None:
@@ -86,7 +87,7 @@ def _names_absent(x: Examined) -> Finding | None:
         absent = [(named, line) for named, line in host_paths(text) if named in x.absent]
         if absent:
             step = _correction(x, path)
-            ours = (remove(path),) if step == f"rm {path}" else ()
+            ours = (remove(path),) if step == f"rm {shlex.quote(path)}" else ()
             return Finding(
                 f"the CDI specification {path} names files that do not exist: {len(absent)}",
                 "\n".join(f"{path}:{line}: {named}" for named, line in absent[:4]),
@@ -117,7 +118,7 @@ def _conflict(x: Examined) -> Finding | None:
             return Finding(
                 f"two CDI specifications have the same devices, so engines take neither: {kind}={both[0]}",
                 f"{other}: {kind}={both[0]}\n{path}: {kind}={both[0]}",
-                f"rm {mine}",
+                f"rm {shlex.quote(mine)}",
                 LIKELY,
                 (remove(mine),),
             )
@@ -132,7 +133,7 @@ def _covered(x: Examined) -> Finding | None:
     if any(named in x.absent for named, _ in host_paths(x.texts[later[0]])):
         return None  # another rule reports this
     return Finding(
-        f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {later[0]}", ASIDE,
+        f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {shlex.quote(later[0])}", ASIDE,
         (remove(later[0]),),
     )  # fmt: skip
 
@@ -142,7 +143,7 @@ def _closed(x: Examined) -> Finding | None:
         return None
     folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
     files = [path for path in x.closed if path not in folders]
-    steps = (f"chmod a+rx {' '.join(folders)}" if folders else "", f"chmod a+r {' '.join(files)}" if files else "")
+    steps = (f"chmod a+rx {shlex.join(folders)}" if folders else "", f"chmod a+r {shlex.join(files)}" if files else "")
     return Finding(
         f"only root can read {' and '.join(x.closed)}: engines of other users (rootless docker) find no devices",
         "\n".join(f"stat -c %a {path}: {mode:o}" for path, mode in x.closed.items()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from gpuprov.cdi.loader_cache import CACHE
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
@@ -128,7 +130,7 @@ def _several(x: Examined) -> Finding | None:
     return Finding(
         f"libraries of several drivers lie here: {', '.join(versions)}",
         "\n".join(f"{path}: {version}" for path, version in x.library_files.items()),
-        f"rm {' '.join(old)}; ldconfig  # those that no package owns",
+        f"rm {shlex.join(old)}; ldconfig  # those that no package owns",
         sure,
     )
 

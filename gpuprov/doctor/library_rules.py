@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from gpuprov.doctor import words
 from gpuprov.doctor.examined import Examined
@@ -18,7 +19,10 @@ def _hidden(x: Examined) -> Finding | None:
         return None
     one = x.host.hiding[0]
     commands = x.host.package_manager.commands
-    seen = [f"{other.reason}: {', '.join(other.paths)}" for other in x.host.hiding]
+    seen = [
+        f"{other.reason}: {', '.join(other.paths)}" + (f"; {other.foreign}" if other.foreign else "")
+        for other in x.host.hiding
+    ]
     sure = LIKELY if one.is_by_environment or not (one.version or one.fault) else CERTAIN
     steps = dict.fromkeys(other.way_out(commands) for other in x.host.hiding)
     return Finding(
@@ -32,7 +36,8 @@ def _hidden(x: Examined) -> Finding | None:
 
 def _removal(x: Examined) -> tuple[Remedy, ...]:
     """Return the removal of the files, if nothing else is to be done."""
-    files = [other.paths for other in x.host.hiding if not (other.package or other.is_configured)]
+    ours = (one for one in x.host.hiding if not (one.package or one.is_configured or one.foreign))
+    files = [one.removable for one in ours if one.removable]
     whole = len(files) == len(x.host.hiding)
     return (remove(*(path for paths in files for path in paths)), LOADER_CACHE) if whole else ()
 
@@ -54,7 +59,7 @@ def _preload(x: Examined) -> Finding | None:
         f"the loader can't load {named[0]}, which {PRELOAD} names: every program complains, and docker starts no "
         "container whose shim does",
         f"/bin/true: {x.preload_said.splitlines()[0]}",
-        "; ".join(f"sed -i 's|{path}||' {PRELOAD}" for path in dict.fromkeys(named)),
+        "; ".join(f"sed -i {shlex.quote(f's|{path}||')} {PRELOAD}" for path in dict.fromkeys(named)),
     )
 
 
@@ -74,7 +79,7 @@ def _other_smi(x: Examined) -> Finding | None:
     if other is None:
         return None
     what = f"{other.path} hides the driver's own nvidia-smi, {x.smi_path}"
-    step = f"mv {other.path} {other.path}.old"
+    step = f"mv {shlex.join((other.path, f'{other.path}.old'))}"
     if other.smi.is_report or not x.smi.is_report:
         return Finding(what, f"command -v nvidia-smi: {other.path}", step, ASIDE)
     seen = f"{other.path} -q -x exited {other.smi.returncode}: {other.smi.first_line}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from gpuprov import toolkit
 from gpuprov.doctor import words
@@ -59,7 +60,7 @@ def _not_executable(x: Examined) -> Finding | None:
         return None
     return Finding(
         f"the container runtime {path} may not be executed", f"stat -c %a {path}: {x.not_executable[path]:o}",
-        f"chmod 0755 {path}", remedies=_OURS if path == LAUNCHER_PATH else (),
+        f"chmod 0755 {shlex.quote(path)}", remedies=_OURS if path == LAUNCHER_PATH else (),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from gpuprov.doctor.examined import Examined
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.boot_files import NODES, PERSISTENCE, REFRESH
@@ -88,7 +90,7 @@ def make_nodes(x: Examined) -> str:
 def comment_out(place: str) -> str:
     """Return the command that comments a line out, given as `file:line`."""
     path, _, line = place.rpartition(":")
-    return f"sed -i '{line}s/^/#/' {path}"
+    return f"sed -i '{line}s/^/#/' {shlex.quote(path)}"
 
 
 def driver_again(x: Examined) -> str:

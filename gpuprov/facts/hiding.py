@@ -5,6 +5,7 @@ This module holds data and commands; gpuprov.verify.cuda.hiding finds out which 
 
 from __future__ import annotations
 
+import shlex
 import struct
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class HidingLibrary:
     """A library that programs load in place of the driver's.
 
     `paths`: the name by which the loader opens it, and what its links lead to. `hides`: the driver's own, "" for none
-    yet. `reason`: what makes the loader take it, a file with its line where one says so. `package`: what owns it.
+    yet. `reason`: what makes the loader take it, a file with its line where one says so. `package`: what owns it. `removable`: the paths whose removal makes the loader take another library.
+    `foreign`: how a user other than root can replace their folder, "" if none can.
     """
 
     name: str
@@ -34,6 +36,8 @@ class HidingLibrary:
     hides: str = ""
     package: str = ""
     fault: str = ""
+    removable: tuple[str, ...] = ()
+    foreign: str = ""
 
     @property
     def is_by_environment(self) -> bool:
@@ -58,10 +62,10 @@ class HidingLibrary:
             return f"sed -i '/^[[:space:]]*{variable}=/d' {ENVIRONMENT}  # then log in again"
         if self.reason.startswith(PRELOAD):
             word = self.reason.rpartition(" ")[2]
-            return f"sed -i 's|{word}||' {PRELOAD}"
+            return f"sed -i {shlex.quote(f's|{word}||')} {PRELOAD}"
         if self.package:
             return f"{commands.remove} {self.package}; ldconfig"
-        return f"rm {' '.join(self.paths)}; ldconfig"
+        return f"rm {shlex.join(self.removable)}; ldconfig"
 
 
 def damage(system: System, driver: DriverFacts) -> str:

@@ -29,6 +29,7 @@ _CANDIDATES = (*(f"/usr/bin/{name}" for name in NAMES), PLATFORM_PYTHON)
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+-]{1,200}")
 _ALONE = ("-I", "-S", "-E", "-B")
 _SECONDS = 20
+_FIRST_GROUP = 1000
 _ASK = (
     "import os, sys; "
     "print('%d.%d.%d' % sys.version_info[:3], sys.implementation.cache_tag, os.path.dirname(os.__file__))"
@@ -86,7 +87,7 @@ def _sentences(faults: dict[str, str]) -> tuple[str, ...]:
 def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:
     """Return the version and the cache tag of the Python at a path without links, and what is wrong with it."""
     nothing = ("", "")
-    fault = _replaceable(system, path)
+    fault = replaceable(system, path)
     if fault:
         return nothing, fault
     if not _PLAIN_PATH.fullmatch(path):
@@ -99,12 +100,15 @@ def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:
     version = ".".join(numbers)
     if tuple(map(int, numbers)) < OLDEST:
         return nothing, f"it is Python {version}, older than {'.'.join(map(str, OLDEST))}"
-    fault = _replaceable(system, system.real_path(library))
+    fault = replaceable(system, system.real_path(library))
     return (version, tag), f"its standard library {library}: {fault}" if fault else ""
 
 
-def _replaceable(system: System, path: str) -> str:
-    """Return how a user other than root could replace the file at a path without links; "" if none could."""
+def replaceable(system: System, path: str, *, system_groups: bool = False) -> str:
+    """Return how a user other than root could replace the file at a path without links; "" if none could.
+
+    `system_groups`: trust the groups of the system (below 1000, login.defs(5)), as Debian's staff.
+    """
     place = path
     while True:
         status = system.status(place)
@@ -113,7 +117,7 @@ def _replaceable(system: System, path: str) -> str:
         if status.uid != 0:
             return f"{place} belongs to user {status.uid}, not to root"
         # /usr/local belongs to the group staff on Debian.
-        if status.mode & 0o002 or (status.mode & 0o020 and status.gid != 0):
+        if status.mode & 0o002 or (status.mode & 0o020 and status.gid >= (_FIRST_GROUP if system_groups else 1)):
             return f"{place} can be written by other users than root (mode {status.mode:04o})"
         if place == "/":
             return ""

@@ -6,6 +6,7 @@ import re
 
 from gpuprov.core.system import System
 from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
+from gpuprov.facts.interpreter import replaceable
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.verify.cuda.loader import find_loader, processor_levels
 from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Program, search
@@ -60,8 +61,15 @@ def _named(system: System, found: Found, own: str) -> HidingLibrary:
     paths = tuple(dict.fromkeys((one.path, *one.chain)))
     # /lib may be a link to /usr/lib: the same file by two names.
     shown = (paths[0], *(path for path in paths[1:] if system.real_path(_parent(paths[0])) + _base(paths[0]) != path))
-    reason = _reason(system, one)
-    return HidingLibrary(found.name, shown, one.version, reason, own, _owner(system, one.chain[-1]), one.fault)
+    # A link may lead to any file: only the library's own names in the folder that the loader searches are removed.
+    folder, stem = system.real_path(_parent(paths[0])), f"/{found.name.partition('.so')[0]}.so"
+    own_names = (path for path in shown if system.real_path(_parent(path)) == folder and _base(path).startswith(stem))
+    removable = tuple(own_names)
+    owner = _owner(system, removable[-1]) if removable else ""
+    foreign = replaceable(system, folder, system_groups=True)
+    return HidingLibrary(
+        found.name, shown, one.version, _reason(system, one), own, owner, one.fault, removable, foreign
+    )  # fmt: skip
 
 
 def _parent(path: str) -> str:

@@ -94,7 +94,7 @@ def _library(cuda: Found, kernel: str, kind: str, has_driver: bool) -> Iterator[
         return
     seen = f"{one.chain[-1]}: {one.reason}"
     if one.fault:
-        yield Finding((35,), f"the loader stops at {one.path}: {one.fault}", seen, f"remove {one.chain[-1]}")
+        yield Finding((35,), f"the loader stops at {one.path}: {one.fault}", seen, f"remove {one.path}")
     elif one.stub:
         yield Finding((34, 35), f"{one.path} is CUDA's stub, not the driver's library", seen, _way_out(one.reason))
     elif not one.version:
@@ -147,7 +147,7 @@ def _management(management: Found, kernel: str) -> Iterator[Finding]:
     one = management.winner
     if one is not None and one.fault:
         what = f"the loader stops at {one.path}: {one.fault}; nvidia-smi exits 12"
-        yield Finding((), what, f"{one.chain[-1]}: {one.reason}", f"remove {one.chain[-1]}")
+        yield Finding((), what, f"{one.chain[-1]}: {one.reason}", f"remove {one.path}")
         return
     if one is None or not one.version or not kernel or version_numbers(one.version) == version_numbers(kernel):
         return

@@ -164,7 +164,7 @@ def hidden(reason: str = "/etc/ld.so.conf.d/libc.conf:2 names /usr/local/lib", p
     """An older NVML in a folder that the loader searches before the driver's."""
     paths = tuple(f"/usr/local/lib/libnvidia-ml.so.{end}" for end in ("1", "535.261.03"))
     one = HidingLibrary(
-        "libnvidia-ml.so.1", paths, "535.261.03", reason, f"{LIBRARIES}/libnvidia-ml.so.1", package
+        "libnvidia-ml.so.1", paths, "535.261.03", reason, f"{LIBRARIES}/libnvidia-ml.so.1", package, removable=paths
     )  # fmt: skip
     return both(
         host(hiding=(one,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -90,6 +91,28 @@ def test_an_older_library_is_named_with_what_loads_it(root: Path, case: Case, na
     subprocess.run(("rm", *(f"{root}{path}" for path in paths)), check=True)
     ldconfig(root)
     assert found(root) == ()
+
+
+def test_the_target_of_a_link_is_not_removed(root: Path) -> None:
+    folder = root / "opt/a b/lib"
+    folder.mkdir(parents=True)
+    (root / "etc/precious").write_text("\x7fELF")
+    (root / "etc/ld.so.conf.d/a.conf").write_text("/opt/a b/lib\n")
+    stale(root, "/opt/a b/lib", "libcuda")
+    (folder / "libcuda.so.1").unlink()
+    (folder / f"libcuda.so.{STALE}").rename(root / "etc/precious")
+    (folder / "libcuda.so.1").symlink_to("/etc/precious")
+    ldconfig(root)
+    (one,) = found(root)
+    assert "/etc/precious" in one.paths and one.removable == ("/opt/a b/lib/libcuda.so.1",)
+    assert one.way_out(COMMANDS) == "rm '/opt/a b/lib/libcuda.so.1'; ldconfig"
+
+
+def test_a_library_in_a_users_folder_is_left_to_its_user(root: Path) -> None:
+    stale(root, "/usr/local/lib", "libcuda")
+    os.chown(root / "usr/local/lib", 1000, 1000)
+    (one,) = found(root)
+    assert one.foreign == "/usr/local/lib belongs to user 1000, not to root"
 
 
 def test_a_copy_without_a_version_in_its_name_hides_the_driver_too(root: Path) -> None:
