@@ -15,6 +15,9 @@ _CHUNK = 1 << 16
 # No configuration, log or list that is read whole is as large; another user's sparse file may be.
 _LARGEST_READ = 1 << 28
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# struct statx (statx(2)): the mode, and the device's major and minor.
+_STATX = struct.Struct("28xH98xII120x")
+_STATX_TYPE, _AT_STATX_DONT_SYNC, _AT_FDCWD = 0x1, 0x4000, -100
 _MOST_LINKS = 40  # the kernel's limit (path_resolution(7))
 
 
@@ -61,6 +64,23 @@ def status_of(place: Path) -> FileStatus | None:
         minor=os.minor(found.st_rdev),
         modified=found.st_mtime,
     )
+
+
+def device_number(place: Path) -> tuple[int, int] | None:
+    """Return major and minor of a character device, None for anything else. Follows links, also those of /proc/PID/fd.
+
+    Raises OSError. The place may lie in any user's file system: its server (FUSE) is not asked, so it can't block us.
+    """
+    # Most runs need no C library.
+    import ctypes
+
+    library = ctypes.CDLL(None, use_errno=True)
+    found = ctypes.create_string_buffer(_STATX.size)
+    if library.statx(_AT_FDCWD, os.fsencode(place), _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(place))
+    mode, major, minor = _STATX.unpack(found.raw)
+    return (major, minor) if stat_module.S_ISCHR(mode) else None
 
 
 def _kind(mode: int) -> str:

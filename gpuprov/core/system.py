@@ -95,6 +95,14 @@ class System:
         """Return the status of `path`, or None if it does not exist."""
         return files.status_of(self.path(path))
 
+    def device_number(self, path: str) -> tuple[int, int] | None:
+        """Return major and minor of the character device at `path`, links followed, None for another file.
+
+        Raises OSError. Never blocks, even on another user's file system.
+        """
+        # The links of /proc/PID/fd lead to open files, which their names may not.
+        return files.device_number(self.path(path if self.root == Path("/") else self.real_path(path)))
+
     def lock_holder(self, path: str) -> int | None:
         """Return the process that holds a record lock (fcntl(2)) on a file, or None; 0 for one that can't be seen."""
         return files.lock_holder(self.path(path))

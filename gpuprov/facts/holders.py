@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Optional
 
+from gpuprov.cdi.nodes import NVIDIA_MAJOR, parse_devices
 from gpuprov.core.system import System
 
 _DEVICE = "/dev/nvidia"
 # docker-ID.scope, /docker/ID, cri-containerd-ID.scope, crio-ID.scope, libpod-ID.scope, /kubepods/…/ID: 64 digits.
-_CONTAINER = re.compile(r"([0-9a-f]{64})")
+_CONTAINER = re.compile(r"/(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?(?=/|$)")
+# The outermost: a service may have cgroups of its own choice below.
 _UNIT = re.compile(r"/([^/]+\.service)(?=/|$)")
+_USERS = "/user.slice/"
+_Numbers = set[tuple[int, Optional[int]]]
 _LONGEST_COMMAND = 100
 
 
@@ -51,41 +56,63 @@ class RunningDriver:
 
 
 def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[GpuHolder, ...]:
-    """Return the processes that have one of the driver's devices open or mapped; `others`: more device nodes."""
-    devices = frozenset(others)
+    """Return the processes that have one of the driver's devices open or mapped; `others`: more device nodes.
+
+    The device's number decides: any user can have a file named /dev/nvidia0 in a mount namespace of their own.
+    """
+    majors = parse_devices(system.read_text("/proc/devices") or "")
+    numbers = {(major, None) for name, major in majors.items() if name.startswith("nvidia")} | {(NVIDIA_MAJOR, None)}
+    nodes = (system.status(path) for path in others)
+    numbers |= {(node.major, node.minor) for node in nodes if node is not None and node.kind == "char"}
     pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdigit())
-    found = (_holder(system, pid, devices) for pid in pids if pid != system.own_pid())
+    found = (_holder(system, pid, numbers) for pid in pids if pid != system.own_pid())
     return tuple(one for one in found if one is not None)
 
 
-def _holder(system: System, pid: int, others: frozenset[str]) -> GpuHolder | None:
+def _holder(system: System, pid: int, numbers: _Numbers) -> GpuHolder | None:
     # A process may end while it is examined: then it holds nothing.
     with contextlib.suppress(OSError):
-        device = _open_device(system, pid, others) or mapped_device(system.read_text(f"/proc/{pid}/maps") or "")
+        device = next((path for place, path in _devices(system, pid) if _is_one_of(system, place, path, numbers)), "")
         if device:
             unit, container = parse_cgroup(system.read_text(f"/proc/{pid}/cgroup") or "")
             return GpuHolder(pid, _command(system, pid), device, unit, container)
     return None
 
 
-def _open_device(system: System, pid: int, others: frozenset[str]) -> str:
+def _devices(system: System, pid: int) -> Iterator[tuple[str, str]]:
+    """Yield the links in /proc to what a process has open or mapped below /dev, with the paths that it sees."""
     for number in system.list_directory(f"/proc/{pid}/fd"):
         status = system.status(f"/proc/{pid}/fd/{number}")
-        if status is not None and (status.target.startswith(_DEVICE) or status.target in others):
-            return status.target
-    return ""
+        if status is not None and status.target.startswith("/dev/"):
+            yield f"/proc/{pid}/fd/{number}", status.target
+    for addresses, path in mapped_devices(system.read_text(f"/proc/{pid}/maps") or ""):
+        yield f"/proc/{pid}/map_files/{addresses}", path
 
 
-def mapped_device(text: str) -> str:
-    """Return the first of the driver's devices among the mappings in /proc/PID/maps, or nothing."""
-    found = re.search(rf"\s({_DEVICE}\S*)", text)
-    return found[1] if found else ""
+def _is_one_of(system: System, place: str, path: str, numbers: _Numbers) -> bool:
+    try:
+        found = system.device_number(place)
+    except PermissionError:
+        # In a container, what is mapped can't be examined (proc_pid_map_files(5)): its name must do.
+        return path.startswith(_DEVICE)
+    except OSError:
+        return False
+    return found is not None and not numbers.isdisjoint({found, (found[0], None)})
+
+
+def mapped_devices(text: str) -> list[tuple[str, str]]:
+    """Return addresses and path of each mapping below /dev in /proc/PID/maps."""
+    return re.findall(r"^([0-9a-f]+-[0-9a-f]+) .*?\s(/dev/.*?)(?: \(deleted\))?$", text, re.MULTILINE)
 
 
 def parse_cgroup(text: str) -> tuple[str, str]:
-    """Return the systemd service and the container's id that /proc/PID/cgroup tells (cgroups(7)), nothing for none."""
-    container = _CONTAINER.search(text)
-    units = _UNIT.findall(text)
+    """Return the system's service and the container's id that /proc/PID/cgroup tells (cgroups(7)), nothing for none.
+
+    Below user.slice users name their own cgroups: there, no name says anything about a container or a service.
+    """
+    paths = [line.split(":", 2)[-1] for line in text.splitlines()]
+    container = next(filter(None, (_CONTAINER.search(path.partition(_USERS)[0]) for path in paths)), None)
+    units = [found[1] for found in map(_UNIT.search, paths) if found]
     return (units[-1] if units and not container else ""), (container[1] if container else "")
 
 

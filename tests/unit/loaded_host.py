@@ -59,10 +59,16 @@ class LoadedHost(FakeHost):
 
     def process(self, pid: int, command: str, cgroup: str, *, mapped: bool = False) -> None:
         folder = self.root / f"proc/{pid}"
-        (folder / "fd").mkdir(parents=True)
+        for name in ("fd", "map_files"):
+            (folder / name).mkdir(parents=True)
+        for minor, name in ((0, "nvidia0"), (255, "nvidiactl")):
+            if not self.exists(f"/dev/{name}"):
+                self.make_directory("/dev")
+                self.make_node(f"/dev/{name}", 195, minor, 0o666)
         (folder / "cmdline").write_text(command.replace(" ", "\0") + "\0")
         (folder / "cgroup").write_text(f"0::{cgroup}\n")
         (folder / "maps").write_text("7f1c-7f1d rw-s 00000000 00:05 512    /dev/nvidia0\n" if mapped else "")
+        (folder / "map_files/7f1c-7f1d").symlink_to("/dev/nvidia0" if mapped else "/dev/null")
         (folder / "fd/0").symlink_to("/dev/null" if mapped else "/dev/nvidiactl")
 
     def container(self, name: str, pid: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gpuprov.core.places import STOPPED
 from gpuprov.core.system import System
 from gpuprov.driver.running_driver import parse_containers
 from gpuprov.driver.unload import Unloading, unload
-from gpuprov.facts.holders import GpuHolder, gather_holders, mapped_device, parse_cgroup
+from gpuprov.facts.holders import GpuHolder, gather_holders, mapped_devices, parse_cgroup
 from gpuprov.facts.reboot_state import IN_USE_MARK
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.wire.errors import ExitCode, GpuprovError
@@ -40,7 +41,13 @@ CGROUPS = {
         f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{CONTAINER}.scope\n", ("", CONTAINER),
     ),
     "podman": (f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", ("", CONTAINER)),
-    "a user's service": ("0::/user.slice/user-7.slice/user@7.service/app.slice/x.service\n", ("x.service", "")),
+    "a user's service": ("0::/user.slice/user-7.slice/user@7.service/app.slice/x.service\n", ("user@7.service", "")),
+    "a user's scope with a container's name": (
+        f"0::/user.slice/user-7.slice/user@7.service/app.slice/docker-{CONTAINER}.scope\n", ("user@7.service", ""),
+    ),
+    "a user's cgroup with a container's name": (f"0::/user.slice/user-7.slice/docker/{CONTAINER}\n", ("", "")),
+    "a user in a container": (f"0::/docker/{CONTAINER}/user.slice/user-7.slice\n", ("", CONTAINER)),
+    "a name that contains an id": (f"0::/system.slice/x{CONTAINER}y.scope\n", ("", "")),
     "nothing": ("", ("", "")),
 }  # fmt: skip
 
@@ -59,7 +66,7 @@ def test_open_and_mapped_devices_count_and_others_do_not(host: LoadedHost) -> No
     assert [(one.pid, one.device, one.unit) for one in found] == [
         (700, "/dev/nvidia0", PERSISTENCED), (701, "/dev/nvidiactl", DCGM),
     ]  # fmt: skip
-    assert mapped_device("7f-80 r-xp 0 08:01 1 /usr/lib/libnvidia-ml.so.1\n") == ""
+    assert mapped_devices("7f-80 r-xp 0 08:01 1 /usr/lib/libnvidia-ml.so.1\n") == []
     assert str(GpuHolder(9, "x", "/dev/nvidia0", container=CONTAINER)).endswith("open, in container 4f4f4f4f4f4f")
 
 
@@ -81,18 +88,31 @@ def test_containers_with_gpus_are_known_by_what_they_asked_for(name: str) -> Non
     assert parse_containers(text, {CONTAINER}) == {CONTAINER: "one"}
 
 
-def test_a_real_process_in_a_namespace_of_its_own_is_found_while_it_lives() -> None:
-    """As in a container: the device is the container's own node, and the kernel says its path there."""
-    script = "mount -t tmpfs none /dev && echo x > /dev/nvidia0 && exec 9</dev/nvidia0 && echo ready && read -r end"
-    command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", script)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+HOLDS = {
+    # As in a container: the device has another name there.
+    "the device by another name": ("touch /dev/gpu0; mount --bind $DEVICE /dev/gpu0; exec 9</dev/gpu0", "/dev/gpu0"),
+    "a mapping": (
+        "exec python3 -c 'import mmap, sys; f = open(sys.argv[1], \"r+b\"); "
+        "m = mmap.mmap(f.fileno(), 4096, mmap.MAP_PRIVATE); f.close(); print(\"ready\", flush=True); input()' $DEVICE", "/dev/zero",
+    ),
+    "a file with a GPU's name": ("mount -t tmpfs none /dev; echo x > /dev/nvidia0; exec 9</dev/nvidia0", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_real_processes_hold_a_device_by_its_number_and_not_by_its_name(name: str) -> None:
+    # /dev/zero stands for a GPU: without the driver, NVIDIA's devices can't be opened.
+    script, device = HOLDS[name]
+    command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", f"{script}; echo ready; read -r end")
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "DEVICE": "/dev/zero"}
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        (found,) = (one for one in gather_holders(System()) if one.pid == process.pid)
-        assert found.device == "/dev/nvidia0"
-        assert found.command.startswith("sh -c mount")
+        found = [one.device for one in gather_holders(System(), ["/dev/zero"]) if one.pid == process.pid]
         process.stdin.close()
-    assert [one for one in gather_holders(System()) if one.pid == process.pid] == []
+    assert found == ([device] if device else [])
+    assert [one for one in gather_holders(System(), ["/dev/zero"]) if one.pid == process.pid] == []
 
 
 # -- the way past it -------------------------------------------------------------------------------------------------
