@@ -133,8 +133,8 @@ def _covered(x: Examined) -> Finding | None:
     if any(named in x.absent for named, _ in host_paths(x.texts[later[0]])):
         return None  # another rule reports this
     return Finding(
-        f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}", f"rm {shlex.quote(later[0])}", ASIDE,
-        (remove(later[0]),),
+        f"{later[0]} overrides {PATH} and is not kept up to date", f"{later[0]}\n{PATH}",
+        f"rm {shlex.quote(later[0])}", ASIDE, (remove(later[0]),),
     )  # fmt: skip
 
 

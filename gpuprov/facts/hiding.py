@@ -25,8 +25,9 @@ class HidingLibrary:
     """A library that programs load in place of the driver's.
 
     `paths`: the name by which the loader opens it, and what its links lead to. `hides`: the driver's own, "" for none
-    yet. `reason`: what makes the loader take it, a file with its line where one says so. `package`: what owns it. `removable`: the paths whose removal makes the loader take another library.
-    `foreign`: how a user other than root can replace their folder, "" if none can.
+    yet. `reason`: what makes the loader take it, a file with its line where one says so. `package`: what owns it.
+    `removable`: the paths whose removal makes the loader take another library. `foreign`: how a user other than root
+    can replace their folder, "" if none can.
     """
 
     name: str

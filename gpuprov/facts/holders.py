@@ -61,7 +61,8 @@ def gather_holders(system: System, others: Iterable[str] = ()) -> tuple[GpuHolde
     The device's number decides: any user can have a file named /dev/nvidia0 in a mount namespace of their own.
     """
     majors = parse_devices(system.read_text("/proc/devices") or "")
-    numbers = {(major, None) for name, major in majors.items() if name.startswith("nvidia")} | {(NVIDIA_MAJOR, None)}
+    numbers: _Numbers = {(NVIDIA_MAJOR, None)}
+    numbers |= {(major, None) for name, major in majors.items() if name.startswith("nvidia")}
     nodes = (system.status(path) for path in others)
     numbers |= {(node.major, node.minor) for node in nodes if node is not None and node.kind == "char"}
     pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdigit())

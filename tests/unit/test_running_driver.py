@@ -93,7 +93,8 @@ HOLDS = {
     "the device by another name": ("touch /dev/gpu0; mount --bind $DEVICE /dev/gpu0; exec 9</dev/gpu0", "/dev/gpu0"),
     "a mapping": (
         "exec python3 -c 'import mmap, sys; f = open(sys.argv[1], \"r+b\"); "
-        "m = mmap.mmap(f.fileno(), 4096, mmap.MAP_PRIVATE); f.close(); print(\"ready\", flush=True); input()' $DEVICE", "/dev/zero",
+        "m = mmap.mmap(f.fileno(), 4096, mmap.MAP_PRIVATE); f.close(); print(\"ready\", flush=True); input()' $DEVICE",
+        "/dev/zero",
     ),
     "a file with a GPU's name": ("mount -t tmpfs none /dev; echo x > /dev/nvidia0; exec 9</dev/nvidia0", ""),
 }  # fmt: skip
