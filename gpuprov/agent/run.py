@@ -212,7 +212,7 @@ def _doctor(run: RunContext) -> Finished:
 
 
 def _cuda(run: RunContext) -> Finished:
-    from gpuprov.verify.cuda.request import examine
+    from gpuprov.verify.cuda.survey import examine
 
     return examine(run.system, run.request.arguments, run.sink)
 

@@ -119,7 +119,7 @@ def _of_running(container: str, kept: dict[str, Any]) -> Survey:
 
 def _of_bundle(config: dict[str, Any], bundle: str, settings: Settings) -> Survey:
     from gpuprov.core.system import System
-    from gpuprov.verify.cuda.bundles import survey_bundle
+    from gpuprov.verify.cuda.survey import survey_bundle
 
     return survey_bundle(System("/"), config, bundle, settings)
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.verify.cuda.judgement import Finding
-from gpuprov.verify.cuda.roots import ENGINES
 from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Survey, survey
+from gpuprov.verify.cuda.survey import ENGINES, Survey, survey
 from gpuprov.wire.errors import GpuprovError
 
 MOST = 20

@@ -37,7 +37,7 @@ from gpuprov.facts.watch import SERVICE as WATCH_SERVICE
 from gpuprov.facts.watch import TIMER as WATCH_TIMER
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH, read_settings
-from gpuprov.verify.cuda.hiding import gather_hiding
+from gpuprov.verify.cuda.judgement import gather_hiding
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec
 

@@ -17,7 +17,7 @@ from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel
 from gpuprov.machine.image_mark import is_copy
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
-from gpuprov.verify.cuda.hiding import gather_hiding
+from gpuprov.verify.cuda.judgement import gather_hiding
 from gpuprov.verify.engine_checks import Subject, check_engines
 from gpuprov.verify.outcome import Checks, Failed, Shown, Verdict
 from gpuprov.verify.smi import SmiReport, parse_smi

@@ -16,9 +16,8 @@ from gpuprov.facts.host import recorded_python
 from gpuprov.verify.containers import Bench, ended
 from gpuprov.verify.cuda.calls import KERNEL, OWN, Calls, command, parse_calls, parts_of_python
 from gpuprov.verify.cuda.judgement import Finding
-from gpuprov.verify.cuda.loader import GLIBC
 from gpuprov.verify.cuda.results import result_of
-from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Program
+from gpuprov.verify.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, Program
 from gpuprov.verify.cuda.survey import Survey, survey
 from gpuprov.verify.engines import ALL, DockerLike
 from gpuprov.verify.outcome import Checks, Failed, LeftOut, Shown

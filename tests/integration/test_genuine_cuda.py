@@ -20,10 +20,8 @@ import pytest
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.rootfs import Root
 from gpuprov.verify.cuda.judgement import least_driver
-from gpuprov.verify.cuda.loader import processor_levels
-from gpuprov.verify.cuda.roots import Subject
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Survey, as_lines, survey_of
+from gpuprov.verify.cuda.search import Program, processor_levels
+from gpuprov.verify.cuda.survey import Subject, Survey, as_lines, survey_of
 from gpuprov.verify.cuda.trees import RootTree
 from gpuprov.wire.versions import version_numbers
 from tests.genuine import BRANCHES, Driver, UnavailableError, driver, libcudart

@@ -14,8 +14,7 @@ import pytest
 
 from gpuprov.core.system import System
 from gpuprov.runtime_hook.rootfs import Root
-from gpuprov.verify.cuda.loader import find_loader, processor_levels
-from gpuprov.verify.cuda.search import LIBCUDA, Found, Program, search
+from gpuprov.verify.cuda.search import LIBCUDA, Found, Program, find_loader, processor_levels, search
 from gpuprov.verify.cuda.trees import RootTree
 
 pytestmark = pytest.mark.root

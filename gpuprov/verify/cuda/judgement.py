@@ -1,4 +1,4 @@
-"""What a chosen libcuda means for programs: its version against the kernel module's and the image's CUDA. Pure.
+"""What a chosen libcuda means for programs: its version against the kernel module's and the image's CUDA.
 
 Source: NVIDIA, "CUDA Compatibility": a libcuda of another version than the kernel module's works only if it comes from
 cuda-compat and from a newer branch (forward compatibility); a runtime of CUDA 11 or later works with each driver of its
@@ -7,14 +7,103 @@ major release (minor version compatibility), older runtimes need their own relea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from gpuprov.core.system import System
+from gpuprov.facts.hiding import ENVIRONMENT, PRELOAD, HidingLibrary
+from gpuprov.facts.interpreter import replaceable
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS, cuda_version_of_driver
-from gpuprov.verify.cuda.loader import GLIBC, MUSL, Loader
-from gpuprov.verify.cuda.runtimes import Runtime
-from gpuprov.verify.cuda.search import LIBCUDA, LIBNVIDIA_ML, Found
+from gpuprov.runtime_hook.rootfs import Root
+from gpuprov.verify.cuda.search import (
+    GLIBC,
+    LIBCUDA,
+    LIBNVIDIA_ML,
+    MUSL,
+    Candidate,
+    Found,
+    Loader,
+    Program,
+    find_loader,
+    processor_levels,
+    search,
+)
+from gpuprov.verify.cuda.trees import RootTree, Tree, chain, read_start
 from gpuprov.wire.versions import version_numbers
+
+_LARGEST_VERSION_FILE = 64 << 10
+# libcudart.so.12.4.127; the wheels' file is libcudart.so.12, torch's own libcudart-9335f6a2.so.11.0.
+_LIBCUDART = re.compile(r"libcudart(?:-[0-9a-f]+)?\.so\.(\d+(?:\.\d+)*)")
+_DISTRIBUTION = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+\.\d+)[\d.]*\.dist-info")
+_TORCH_CUDA = re.compile(r"^cuda(?:\s*:[^=\n]*)?\s*=\s*['\"](\d+\.\d+)", re.MULTILINE)
+_VERSION = re.compile(r"(\d+\.\d+)(?:\.\d+)*")
+_FOLDERS = (
+    "/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/opt/conda/lib",
+)  # fmt: skip
+_PREFIXES = ("/usr", "/usr/local", "/opt/conda", "/opt/venv")
+_PYTHON = re.compile(r"python3(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A CUDA runtime: its release (12.4, or 12 where no more is known), and what says so."""
+
+    version: str
+    source: str
+
+
+def find_runtimes(tree: Tree, environment: Mapping[str, str]) -> tuple[Runtime, ...]:
+    """Return the CUDA runtimes in the usual places, each file once, and what CUDA_VERSION says."""
+    found: dict[str, Runtime] = {}
+    stated = _VERSION.match(environment.get("CUDA_VERSION", ""))
+    if stated:
+        found["CUDA_VERSION"] = Runtime(stated[1], f"the variable CUDA_VERSION ({stated[0]})")
+    versions = [one for one in tree.names("/usr/local") if re.fullmatch(r"cuda-\d+\.\d+", one)]
+    libraries = environment.get("LD_LIBRARY_PATH", "").split(":")
+    folders = (*_FOLDERS, *(f"/usr/local/{one}/lib64" for one in versions), *(one for one in libraries if one))
+    for folder in folders:
+        found.update(_libraries(tree, folder))
+    for folder in dict.fromkeys(_python_folders(tree, environment)):
+        found.update(_in_python(tree, folder))
+    return tuple(found.values())
+
+
+def _libraries(tree: Tree, folder: str) -> Iterator[tuple[str, Runtime]]:
+    """Yield the runtimes of a folder, by their real path."""
+    for name in tree.names(folder):
+        links = chain(tree, f"{folder}/{name}") if _LIBCUDART.fullmatch(name) else ()
+        named = _LIBCUDART.fullmatch(links[-1].rpartition("/")[2]) if links else None
+        if named:
+            yield links[-1], Runtime(".".join(named[1].split(".")[:2]), links[-1])
+
+
+def _python_folders(tree: Tree, environment: Mapping[str, str]) -> Iterator[str]:
+    programs = environment.get("PATH", "").split(":")
+    named = (environment.get("VIRTUAL_ENV", ""), environment.get("CONDA_PREFIX", ""))
+    prefixes = (*_PREFIXES, *named, *(one.removesuffix("/bin") for one in programs if one.endswith("/bin")))
+    for prefix in dict.fromkeys(one.rstrip("/") for one in prefixes if one.startswith("/")):
+        for python in tree.names(f"{prefix}/lib"):
+            if _PYTHON.fullmatch(python):
+                for packages in ("site-packages", "dist-packages"):
+                    folder = tree.real_folder(f"{prefix}/lib/{python}/{packages}")
+                    if folder:
+                        yield folder
+
+
+def _in_python(tree: Tree, folder: str) -> Iterator[tuple[str, Runtime]]:
+    """Yield what Python's packages bring: NVIDIA's wheels, and PyTorch's."""
+    wheel = next((found for name in tree.names(folder) if (found := _DISTRIBUTION.fullmatch(name))), None)
+    below = (one for one in tree.names(f"{folder}/nvidia") if re.fullmatch(r"cuda_runtime|cu\d+", one))
+    for one in (f"{folder}/torch/lib", *(f"{folder}/nvidia/{name}/lib" for name in below)):
+        for path, runtime in _libraries(tree, one):
+            exact = wheel is not None and runtime.version == wheel[1].partition(".")[0]
+            yield path, Runtime(wheel[1], path) if exact and wheel is not None else runtime
+    path = f"{folder}/torch/version.py"
+    stated = _TORCH_CUDA.search(read_start(tree, path, _LARGEST_VERSION_FILE).decode("utf-8", "replace"))
+    if stated:
+        yield path, Runtime(stated[1], f"PyTorch's {path}")
+
 
 # CUDA 11 brought minor version compatibility, for drivers of its second release on (the page's table 1).
 _FIRST_COMPATIBLE = 11
@@ -154,3 +243,110 @@ def _management(management: Found, kernel: str) -> Iterator[Finding]:
     # cuda-compat brings no NVML: that library is the host's.
     what = f"{one.path} is of driver {one.version}, the loaded kernel module is {kernel}: nvidia-smi exits 18"
     yield Finding((), what, f"{one.chain[-1]}: {one.reason}", _way_out(one.reason))
+
+
+_SECONDS = 20
+_VARIABLES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+_CONFIGURATION = ("/etc/ld.so.conf", "/etc/ld.so.conf.d")
+# No driver is installed below these by its installer or by a distribution.
+_FOREIGN = ("/usr/local/", "/opt/", "/home/", "/root/", "/srv/", "/tmp/")
+
+
+def gather_hiding(system: System, version: str) -> tuple[HidingLibrary, ...]:
+    """Return the libraries that hide those of the driver of this version: the loaded one's, or the one to install."""
+    if not version:
+        return ()
+    root = Root(str(system.path("/")))
+    try:
+        tree = RootTree(root)
+        loader = find_loader(tree, processor_levels(system.read_text("/proc/cpuinfo") or ""))
+        program = Program(environment_of_logins(system.read_text(ENVIRONMENT) or ""))
+        found = [search(tree, loader, program, name) for name in (LIBNVIDIA_ML, LIBCUDA)]
+    finally:
+        root.close()
+    return tuple(_named(system, one, own) for one in found if (own := hidden(one, version)) is not None)
+
+
+def environment_of_logins(text: str) -> dict[str, str]:
+    """Return the loader's variables in /etc/environment (pam_env(8))."""
+    pairs = re.findall(r"""^\s*(?:export\s+)?(\w+)=["']?([^"'\n]*)""", text, re.MULTILINE)
+    return {name: value for name, value in pairs if name in _VARIABLES}
+
+
+def hidden(found: Found, version: str) -> str | None:
+    """Return the driver's library that another one hides, "" if it is not there yet; None if nothing hides it."""
+    one = found.winner
+    # CUDA's stubs and compatibility libraries are another matter: programs ask for them.
+    if one is None or one.stub or one.compat or (one.version == version and not one.fault):
+        return None
+    folder = _folder(one)
+    own = next((o.path for o in found.others if o.version == version and _folder(o) != folder), None)
+    return own if own is not None else "" if one.path.startswith(_FOREIGN) else None
+
+
+def _folder(one: Candidate) -> str:
+    return one.chain[-1].rpartition("/")[0]
+
+
+def _named(system: System, found: Found, own: str) -> HidingLibrary:
+    one = found.winner
+    assert one is not None
+    paths = tuple(dict.fromkeys((one.path, *one.chain)))
+    # /lib may be a link to /usr/lib: the same file by two names.
+    shown = (paths[0], *(path for path in paths[1:] if system.real_path(_parent(paths[0])) + _base(paths[0]) != path))
+    # A link may lead to any file: only the library's own names in the folder that the loader searches are removed.
+    folder, stem = system.real_path(_parent(paths[0])), f"/{found.name.partition('.so')[0]}.so"
+    own_names = (path for path in shown if system.real_path(_parent(path)) == folder and _base(path).startswith(stem))
+    removable = tuple(own_names)
+    owner = _owner(system, removable[-1]) if removable else ""
+    foreign = replaceable(system, folder, system_groups=True)
+    return HidingLibrary(
+        found.name, shown, one.version, _reason(system, one), own, owner, one.fault, removable, foreign
+    )  # fmt: skip
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _base(path: str) -> str:
+    return "/" + path.rpartition("/")[2]
+
+
+def _reason(system: System, one: Candidate) -> str:
+    """Return why the loader takes it, with the line of the file that makes it."""
+    source, _, rest = one.reason.partition(" ")
+    if source == PRELOAD:
+        return _line(system, PRELOAD, re.escape(rest.rpartition(" ")[2])) + f" names {rest.rpartition(' ')[2]}"
+    if source in _VARIABLES:
+        return _line(system, ENVIRONMENT, rf"\b{source}=") + f" sets {source}"
+    folder = _parent(one.path)
+    for path in (_CONFIGURATION[0], *(f"{_CONFIGURATION[1]}/{name}" for name in
+                                      sorted(system.list_directory(_CONFIGURATION[1])))):  # fmt: skip
+        place = _line(system, path, rf"^\s*{re.escape(folder)}/?\s*(?:#.*)?$")
+        if place != path:
+            return f"{place} names {folder}"
+    return one.reason
+
+
+def _line(system: System, path: str, pattern: str) -> str:
+    """Return `path:line` of the first line that matches, the path alone if none does."""
+    lines = (system.read_text(path) or "").splitlines()
+    number = next((number for number, line in enumerate(lines, 1) if re.search(pattern, line)), 0)
+    return f"{path}:{number}" if number else path
+
+
+def _owner(system: System, path: str) -> str:
+    """Return the package that owns a file, nothing if none does."""
+    if system.which("dpkg-query"):
+        # Packages from before the merge of /usr have their files below /lib.
+        for name in (path, path.removeprefix("/usr")):
+            done = system.run(("dpkg-query", "--search", name), timeout=_SECONDS)
+            # NAME[:ARCHITECTURE][, NAME…]: PATH
+            owner = re.search(rf"^([a-z0-9][a-z0-9.+-]+)[^ ]*(?:, .*)?: {re.escape(name)}$", done.stdout, re.MULTILINE)
+            if done.ok and owner:
+                return owner[1]
+    if system.which("rpm"):
+        done = system.run(("rpm", "--query", "--file", "--queryformat", "%{NAME}\n", path), timeout=_SECONDS)
+        return done.stdout.strip() if done.ok else ""
+    return ""

@@ -1,20 +1,190 @@
 """Where the dynamic loader looks for a library, in its order, and what it takes. Runs nothing.
 
-Source: glibc, elf/dl-load.c (_dl_map_object), elf/dl-cache.c; ld.so(8). Of programs with more rights than their caller,
-for which the loader ignores most variables, nothing is said.
+Source: glibc, elf/dl-load.c (_dl_map_object, open_verify), elf/dl-cache.c; ld.so(8); gABI, "Program Header" and
+"Dynamic Section". ELF is read by hand and not with pyelftools, which follows a file's own tables without a limit.
+Nothing is said of programs with more rights than their caller, for which the loader ignores most variables.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import BinaryIO
 
 from gpuprov.cdi.loader_cache import CACHE, parse_cache
-from gpuprov.verify.cuda.elf_file import ElfFile, read_elf
-from gpuprov.verify.cuda.loader import GLIBC, Loader
 from gpuprov.verify.cuda.trees import Tree, chain, read_start
+
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+_TAG = struct.Struct("<qQ")
+_LOAD, _DYNAMIC, _INTERPRETER = 1, 2, 3
+_NEEDED, _STRTAB, _SONAME, _RPATH, _RUNPATH, _FLAGS_1 = 1, 5, 14, 15, 29, 0x6FFFFFFB
+_NO_DEFAULT_FOLDERS = 0x800  # DF_1_NODEFLIB
+_MOST_NEEDED = 500
+_MOST_SEGMENTS = 64
+_LARGEST_DYNAMIC = 64 << 10
+_LONGEST = 4096
+MACHINES = {62: "x86_64", 183: "aarch64", 3: "i386", 40: "arm", 21: "ppc64le", 243: "riscv64"}
+_64_BIT, _LITTLE_ENDIAN = 2, 1
+
+
+@dataclass(frozen=True)
+class ElfFile:
+    """A library or program. `fault` is why the loader stops at it, "" for none; `machine` "" where it is not known.
+
+    `needed`: the libraries it is linked with; `no_defaults`: it is linked with `-z nodefaultlib`.
+    """
+
+    machine: str = ""
+    soname: str = ""
+    rpath: str = ""
+    runpath: str = ""
+    interpreter: str = ""
+    fault: str = ""
+    needed: tuple[str, ...] = ()
+    no_defaults: bool = False
+
+
+def read_elf(file: BinaryIO) -> ElfFile:
+    """Return what a file says of itself; never raises for what is in it."""
+    try:
+        return _read(file)
+    except (OSError, struct.error, ValueError, OverflowError):
+        return ElfFile(fault="the file is torn")
+
+
+def _read(file: BinaryIO) -> ElfFile:
+    start = file.read(_HEADER.size)
+    if len(start) < _HEADER.size:
+        return ElfFile(fault="file too short")
+    if start[:4] != b"\x7fELF":
+        return ElfFile(fault="invalid ELF header")
+    number = int.from_bytes(start[18:20], "little")
+    if start[4] != _64_BIT or start[5] != _LITTLE_ENDIAN:
+        return ElfFile(machine=MACHINES.get(number, "another machine") if number in (3, 40) else "another machine")
+    header = _HEADER.unpack(start)
+    machine = MACHINES.get(header[2], f"machine {header[2]}")
+    file.seek(header[5])
+    count = min(header[10], _MOST_SEGMENTS)
+    segments = [_SEGMENT.unpack(file.read(_SEGMENT.size)) for _ in range(count)]
+    interpreter = next((_text(file, one[2], one[5]) for one in segments if one[0] == _INTERPRETER), "")
+    found = ElfFile(machine, interpreter=interpreter)
+    for segment in segments:
+        if segment[0] == _DYNAMIC:
+            found = _with_dynamic(found, file, segment, segments)
+    return found
+
+
+def _with_dynamic(found: ElfFile, file: BinaryIO, segment: tuple[int, ...], segments: list[tuple[int, ...]]) -> ElfFile:
+    """Return what is known with what the dynamic section says."""
+    file.seek(segment[2])
+    content = file.read(min(segment[5], _LARGEST_DYNAMIC))
+    tags: dict[int, int] = {}
+    needed: list[int] = []
+    for tag, value in _TAG.iter_unpack(content[: len(content) // _TAG.size * _TAG.size]):
+        if tag == 0:
+            break
+        tags.setdefault(tag, value)
+        needed += [value] if tag == _NEEDED else []
+    place = tags.get(_STRTAB, 0)
+    offset = next(
+        (one[2] + place - one[3] for one in segments if one[0] == _LOAD and one[3] <= place < one[3] + one[5]), None
+    )
+    if offset is None:
+        return found
+    texts = {tag: _text(file, offset + tags[tag], _LONGEST) for tag in (_SONAME, _RPATH, _RUNPATH) if tag in tags}
+    return replace(
+        found,
+        soname=texts.get(_SONAME, ""),
+        # With both the loader ignores RPATH.
+        rpath="" if _RUNPATH in texts else texts.get(_RPATH, ""),
+        runpath=texts.get(_RUNPATH, ""),
+        needed=tuple(_text(file, offset + value, _LONGEST) for value in needed[:_MOST_NEEDED]),
+        no_defaults=bool(tags.get(_FLAGS_1, 0) & _NO_DEFAULT_FOLDERS),
+    )
+
+
+def _text(file: BinaryIO, offset: int, size: int) -> str:
+    file.seek(offset)
+    return file.read(min(size, _LONGEST)).partition(b"\0")[0].decode("utf-8", "replace")
+
+
+_GLIBC = (("/lib64/ld-linux-x86-64.so.2", "x86_64"), ("/lib/ld-linux-aarch64.so.1", "aarch64"))
+_MUSL = ("/lib/ld-musl-x86_64.so.1", "/lib/ld-musl-aarch64.so.1")
+_LARGEST_LOADER = 8 << 20
+_FOLDER_LIST = re.compile(rb"(?:/[\w.+/-]*lib[\w.+/-]*/\0){2,8}")
+# For a loader whose file names none: /usr/lib/MULTIARCH is Debian's, the others everybody's.
+_USUAL_FOLDERS = ("/lib/{0}-linux-gnu", "/usr/lib/{0}-linux-gnu", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
+GLIBC, MUSL = "glibc", "musl"
+# Which flags of /proc/cpuinfo each level adds (x86-64 psABI, "Microarchitecture levels").
+_LEVELS = (
+    ("x86-64-v2", frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))),
+    ("x86-64-v3", frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"))),
+    ("x86-64-v4", frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))),
+)
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A loader: `library` is glibc, musl or nothing; `variants` are subfolders that it tries in each folder first."""
+
+    path: str = ""
+    library: str = ""
+    machine: str = ""
+    folders: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    token_lib: str = ""
+
+    def tried(self, folder: str) -> Iterator[str]:
+        """Yield the folders that the loader tries for one of its search path."""
+        for variant in self.variants:
+            yield f"{folder.rstrip('/')}/{variant}"
+        yield folder
+
+
+def find_loader(tree: Tree, levels: tuple[str, ...]) -> Loader:
+    """Return the loader of 64-bit programs, glibc's first; `levels` are those that the processor has, best first."""
+    for path, machine in _GLIBC:
+        content = read_start(tree, path, _LARGEST_LOADER)
+        if content or chain(tree, path):
+            folders = _own_folders(content) or tuple(one.format(machine) for one in _USUAL_FOLDERS)
+            token = folders[0].lstrip("/")
+            return Loader(path, GLIBC, machine, folders, _variants(content, levels), token)
+    musl = next((path for path in _MUSL if chain(tree, path)), "")
+    return Loader(musl, MUSL) if musl else Loader()
+
+
+def processor_levels(cpuinfo: str) -> tuple[str, ...]:
+    """Return the x86-64 levels that a processor has, best first, from /proc/cpuinfo."""
+    found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    levels: list[str] = []
+    for name, needed in _LEVELS:
+        if not needed <= flags:
+            break
+        levels.insert(0, name)
+    return tuple(levels)
+
+
+def _own_folders(content: bytes) -> tuple[str, ...]:
+    found = _FOLDER_LIST.search(content)
+    return tuple(one.decode().rstrip("/") for one in found[0].split(b"\0") if one) if found else ()
+
+
+def _variants(content: bytes, levels: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the subfolders in their order: glibc-hwcaps since 2.33; until 2.36 others too.
+
+    Of these others, those that every x86-64 processor has. haswell and avx512_1 are left out: which processors count
+    differs from release to release.
+    """
+    found = [f"glibc-hwcaps/{level}" for level in levels if b"x86-64-v2" in content]
+    if b"xeon_phi\0" in content:
+        found += ["tls/x86_64/x86_64", "tls/x86_64", "tls", "x86_64/x86_64", "x86_64"]
+    return tuple(found)
+
 
 LIBCUDA, LIBNVIDIA_ML = "libcuda.so.1", "libnvidia-ml.so.1"
 _PRELOAD_FILE = "/etc/ld.so.preload"

@@ -15,13 +15,10 @@ import pytest
 from gpuprov.cdi.loader_cache import parse_cache
 from gpuprov.runtime_hook.ldcache import FLAGS, merge
 from gpuprov.runtime_hook.requirements import FIRST_DRIVERS
-from gpuprov.verify.cuda.elf_file import read_elf
 from gpuprov.verify.cuda.judgement import least_driver
-from gpuprov.verify.cuda.loader import processor_levels
 from gpuprov.verify.cuda.results import RESULTS, result_of
-from gpuprov.verify.cuda.roots import Subject
-from gpuprov.verify.cuda.search import Program
-from gpuprov.verify.cuda.survey import Survey, as_json, as_lines, from_json, results_markdown, survey_of
+from gpuprov.verify.cuda.search import Program, processor_levels, read_elf
+from gpuprov.verify.cuda.survey import Subject, Survey, as_json, as_lines, from_json, results_markdown, survey_of
 from gpuprov.verify.cuda.trees import ArchiveTree, chain, read_archive, read_start
 from gpuprov.wire.errors import GpuprovError
 

@@ -11,7 +11,7 @@ import pytest
 from gpuprov.agent.playbook_task import task_request, task_result
 from gpuprov.agent.run import run_request
 from gpuprov.core.system import System
-from gpuprov.verify.cuda import request
+from gpuprov.verify.cuda import survey as cuda_survey
 from gpuprov.verify.cuda.search import Program
 from gpuprov.verify.cuda.survey import Survey, as_json
 from gpuprov.wire.events import CheckDone, CudaSurveyed, Event, Finished, Note
@@ -28,7 +28,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Image:
         assert (name, call.path) == ("app", "/usr/bin/python3")
         return made.survey_with(call.environment, "550.163.01")
 
-    monkeypatch.setattr(request, "survey", survey)
+    monkeypatch.setattr(cuda_survey, "survey", survey)
     return made
 
 
@@ -75,7 +75,7 @@ def test_a_limit_is_a_warning(image: Image) -> None:
 def test_an_image_without_a_library_says_so(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bare").mkdir()
     bare = Image(tmp_path / "bare").survey()
-    monkeypatch.setattr(request, "survey", lambda *words: bare)
+    monkeypatch.setattr(cuda_survey, "survey", lambda *words: bare)
     checks = {one.name: one for one in asked() if isinstance(one, CheckDone)}
     assert (checks["libcuda.so.1"].status, checks["libcuda.so.1"].in_container) == ("failed", "none")
     assert checks["libnvidia-ml.so.1"] == CheckDone("libnvidia-ml.so.1", "skipped", reason="the loader finds none")
@@ -99,7 +99,7 @@ def test_a_request_of_another_version_asks_for_the_host(
         seen.append((name, call))
         return healthy(Image(tmp_path)).survey()
 
-    monkeypatch.setattr(request, "survey", survey)
+    monkeypatch.setattr(cuda_survey, "survey", survey)
     assert run_request(Request("cuda", arguments=arguments), lambda event: None) == 0
     assert seen == [("", Program({}, "/", ""))]
 
