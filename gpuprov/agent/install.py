@@ -87,7 +87,7 @@ def install(run: RunContext) -> Finished:
     elif interrupted is not None:
         interrupted.end("done")
     forget_asked(run.system)
-    summary = f"{end.made} changes made" if end.made else "0 changes: the host is as it should be"
+    summary = f"{counted(end.made, 'change')} made" if end.made else "0 changes: the host is as it should be"
     return Finished(int(ExitCode.DONE), changed=end.made, summary=summary, versions=_versions(end.facts))
 
 

@@ -25,6 +25,7 @@ from gpuprov.wire.events import (
 )
 from gpuprov.wire.request import COMMANDS, Request
 from gpuprov.wire.spec import spec_from_variables, spec_to_json
+from gpuprov.wire.words import counted
 
 PLAN, CUDA = "plan", "cuda"
 TASK_COMMANDS = (PLAN, *COMMANDS)
@@ -130,7 +131,7 @@ def one_line(result: Mapping[str, Any]) -> str:
     checks = result.get("checks", ())
     good = sum(check["status"] == "ok" for check in checks)
     parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
-    verified = [f"{good} of {len(checks)} checks ok"] if checks else []
+    verified = [f"{good} of {counted(len(checks), 'check')} ok"] if checks else []
     told = "; ".join((*parts, *verified))
     return f"{result.get('msg', '')} ({told})" if told else ""
 

@@ -23,6 +23,7 @@ from gpuprov.plan.steps import STEPS
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.events import CheckDone, Event, Finished
 from gpuprov.wire.request import Request
+from gpuprov.wire.words import counted
 
 _HOSTNAME = "/proc/sys/kernel/hostname"
 # A host that was installed from a bundle reaches no repository: these steps can't be checked without the bundle.
@@ -71,7 +72,8 @@ def watch(system: System) -> str:
     _write(system, str(spec["watch_metrics"]), text)
     troubles = [str(problem) for one in (plan, proof) for problem in one.problems]
     failed = [f"{check.name}: {check.reason}" for check in checks if check.status == "failed"]
-    told = f"{pending if pending is not None else 'unknown'} changes pending, {len(failed)} checks failed"
+    changes = counted("unknown" if pending is None else pending, "change")
+    told = f"{changes} pending, {counted(len(failed), 'check')} failed"
     return "\n".join((told, *failed, *troubles))
 
 

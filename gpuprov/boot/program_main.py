@@ -50,7 +50,7 @@ def make_nodes(system: System) -> str:
             "modprobe nvidia; dmesg | grep -i nvrm",
         )
     made = _make_missing(system, driver)
-    return f"{len(driver.nodes) + len(driver.capability_nodes)} device nodes, {made} of them made now"
+    return f"device nodes: {len(driver.nodes) + len(driver.capability_nodes)}, made now: {made}"
 
 
 def _make_missing(system: System, driver: DriverFacts) -> int:

@@ -22,6 +22,7 @@ from gpuprov.bundle.manifest import (
     manifest_to_bytes,
 )
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.words import counted
 
 # POSIX.1-1988, ustar: blocks of 512 bytes; an archive ends with two of zeros.
 _BLOCK = 512
@@ -55,7 +56,7 @@ def header(name: str, size: int) -> bytes:
     block = bytearray(_BLOCK)
     encoded = name.encode("ascii")
     if not 0 < len(encoded) <= LONGEST_PATH or size < 0:
-        raise ValueError(f"no tar header for {name[:120]!r} of {size} bytes")
+        raise ValueError(f"no tar header for {name[:120]!r} of {counted(size, 'byte')}")
     block[0 : len(encoded)] = encoded
     block[100:124] = b"0000644\0" + b"0000000\0" * 2
     # GNU's encoding for sizes of more than eleven octal digits: 8 GiB and more.
@@ -76,7 +77,8 @@ def write_bundle(target: BinaryIO, manifest: Manifest, open_file: Callable[[str]
         with open_file(one.path) as source:
             size = _copy(source, target)
         if size != one.size:
-            raise GpuprovError(f"{one.path} changed while the bundle was written", f"{size} bytes", "run it again")
+            seen = f"{counted(size, 'byte')}, at first {one.size}"
+            raise GpuprovError(f"{one.path} changed while the bundle was written", seen, "run it again")
         target.write(_padding(size))
     if signature:
         _write_bytes(target, SIGNATURE, signature)
@@ -117,7 +119,7 @@ def read_contents(file: BinaryIO) -> Contents:
     signature = b"" if _peek(file) == bytes(_BLOCK) else _read_small(file, SIGNATURE, _LARGEST_SIGNATURE)
     rest = file.read(len(_END) + 1)
     if rest != _END:
-        place = f"{len(rest)} bytes follow the last file"
+        place = f"after the last file: {counted(len(rest), 'byte')}"
         raise _cut_off(place) if len(rest) < len(_END) else _foreign(place)
     return Contents(manifest, manifest_bytes, signature, offsets)
 
@@ -136,8 +138,8 @@ def verify_files(file: BinaryIO, contents: Contents, progress: Progress = lambda
         if digest.hexdigest() != one.sha256:
             wrong.append(f"{one.path}: its SHA-256 is {digest.hexdigest()}, the manifest says {one.sha256}")
     if wrong:
-        count = f"{len(wrong)} files" if len(wrong) > 1 else "a file"
-        raise GpuprovError(f"{count} in the bundle was tampered with or damaged", "\n".join(wrong[:5]), _NEXT)
+        files = "a file in the bundle was" if len(wrong) == 1 else f"{counted(len(wrong), 'file')} in the bundle were"
+        raise GpuprovError(f"{files} tampered with or damaged", "\n".join(wrong[:5]), _NEXT)
 
 
 def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
@@ -146,7 +148,7 @@ def chunks(file: BinaryIO, offset: int, size: int) -> Iterator[bytes]:
     while size > 0:
         chunk = file.read(min(_CHUNK, size))
         if not chunk:
-            raise _cut_off(f"{size} bytes are missing")
+            raise _cut_off(f"it lacks {counted(size, 'byte')}")
         size -= len(chunk)
         yield chunk
 
@@ -170,7 +172,7 @@ def unpack(file: BinaryIO, contents: Contents, paths: Iterable[str], open_new: C
 def _header_at(file: BinaryIO) -> bytes:
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
-        raise _cut_off(f"it ends within a header, after {file.tell()} bytes")
+        raise _cut_off(f"it ends within a header, after {counted(file.tell(), 'byte')}")
     return block
 
 
@@ -207,7 +209,7 @@ def _require_padding(file: BinaryIO, size: int) -> None:
     padding = _padding(size)
     found = file.read(len(padding))
     if len(found) < len(padding):
-        raise _cut_off(f"it ends after {file.tell()} bytes")
+        raise _cut_off(f"it ends after {counted(file.tell(), 'byte')}")
     if found != padding:
         raise _foreign(f"before byte {file.tell()}: something is hidden behind a file")
 

@@ -15,6 +15,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.words import counted
 
 _SECONDS = 300  # a person may have to type a passphrase
 _LARGEST_KEY = 1 << 20
@@ -89,7 +90,7 @@ def _key_in(file: BinaryIO, contents: Contents) -> bytes:
         raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
     one = contents.manifest.file(SIGNING_KEY)
     if one.size > _LARGEST_KEY:
-        raise GpuprovError("the bundle's key is too long to be one", f"{one.size} bytes", "make it again")
+        raise GpuprovError("the bundle's key is too long to be one", counted(one.size, "byte"), "make it again")
     return b"".join(chunks(file, contents.offsets[SIGNING_KEY], one.size))
 
 

@@ -18,6 +18,7 @@ from gpuprov.packaging.apt import proxy_options
 from gpuprov.packaging.keys import InstallKey
 from gpuprov.repos import AptRepository
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.words import counted
 
 _UPDATE_SECONDS = 900
 _DOWNLOAD_SECONDS = 7200
@@ -58,7 +59,7 @@ def _require_all(said: str, found: int) -> None:
     """Raise GpuprovError if apt would install more than was downloaded."""
     wanted = re.search(r"(\d+) newly installed", said)
     if wanted is None or int(wanted[1]) != found:
-        seen = f"apt would install {wanted[1] if wanted else '?'} packages, {found} were downloaded"
+        seen = f"apt would install {counted(wanted[1] if wanted else '?', 'package')}, downloaded: {found}"
         raise GpuprovError("some packages were not downloaded", seen, "are all sources reached by http, https or file?")
 
 

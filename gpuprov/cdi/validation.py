@@ -52,7 +52,7 @@ def _problems(specification: Specification) -> Iterator[str]:
         yield "there is no device in it"
     names = [device.name for device in specification.devices]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"the device {name!r} stands there {names.count(name)} times"
+        yield f"the device {name!r} stands there more than once"
     yield from _edit_problems("all devices", specification.edits)
     for device in specification.devices:
         where = f"device {device.name!r}"
@@ -82,7 +82,7 @@ def _annotation_problems(where: str, annotations: Mapping[str, str]) -> Iterator
     # JSON escapes can contain half of a surrogate pair, which UTF-8 can't encode: count it, do not refuse it here.
     size = sum(len(text.encode("utf-8", "surrogatepass")) for pair in annotations.items() for text in pair)
     if size > _MOST_ANNOTATION_BYTES:
-        yield f"{where}: {size} bytes of annotations are more than {_MOST_ANNOTATION_BYTES}"
+        yield f"{where}: bytes of annotations: {size}, at most {_MOST_ANNOTATION_BYTES} are allowed"
 
 
 def _edit_problems(where: str, edits: Edits) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
+from gpuprov.wire.words import counted
 
 if TYPE_CHECKING:
     from gpuprov.wire.advisories import Advisory
@@ -62,7 +63,7 @@ def update(source: str, sha256: str) -> None:
         )  # fmt: skip
     found = merged(known, fresh)
     path = save_advisories(table_of(found, time.strftime("%Y-%m-%d", time.gmtime())))
-    click.echo(f"{len(set(found) - set(known))} advisories are new, {len(set(found))} are known: {path}")
+    click.echo(f"{path}: {counted(len(set(found)), 'advisory', 'advisories')}, new: {len(set(found) - set(known))}")
 
 
 def _rows(name: str, content: bytes) -> tuple[Advisory, ...]:
@@ -158,6 +159,7 @@ def _shown(*, as_json: bool) -> str:
     shown = ["  ".join(word.ljust(width) for word, width in zip(line, widths)).rstrip() for line in lines]
     days = int((time.time() - time.mktime(time.strptime(data["updated"], "%Y-%m-%d"))) // 86400)
     origin = "this gpuprov" if data == packaged(ADVISORIES) else str(advisories_path())
-    age = f"{len(rows)} advisories, of {data['updated']} ({max(days, 0)} days ago), from {origin}"
+    count, age = counted(len(rows), "advisory", "advisories"), counted(max(days, 0), "day")
+    summary = f"{count}, of {data['updated']} ({age} ago), from {origin}"
     hint = "; for newer ones: gpuprov advisories update --from URL" if days > _OLD_DAYS else ""
-    return "\n".join((*shown, "", age + hint))
+    return "\n".join((*shown, "", summary + hint))

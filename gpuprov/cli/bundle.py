@@ -129,9 +129,8 @@ def create(sign_key: str, output: str, **options: Any) -> None:
     recipe = make_recipe(wanted, tuple(resolved(system, spec, wanted.architecture) for spec in asked))
     contents = _create(system, recipe, sign_key, Path(output))
     size = Path(output).stat().st_size
-    click.echo(
-        f"{output}: {size} bytes, {counted(len(contents.manifest.packages), 'package')}, digest {contents.digest}"
-    )
+    packages = counted(len(contents.manifest.packages), "package")
+    click.echo(f"{output}: {counted(size, 'byte')}, {packages}, digest {contents.digest}")
 
 
 def _sha256(file: str) -> str:

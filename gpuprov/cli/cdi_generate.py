@@ -132,12 +132,12 @@ def generate(
 def _without_effect(ldconfig_path: str, feature_flags: tuple[str, ...], disabled: tuple[str, ...]) -> Iterator[str]:
     """Yield the nvidia-ctk options that were given and have no effect in gpuprov."""
     if ldconfig_path:
-        yield f"--ldconfig-path {ldconfig_path} changes nothing: the loader's cache is written without ldconfig"
+        yield f"--ldconfig-path {ldconfig_path} has no effect: the loader's cache is written without ldconfig"
     for flag in feature_flags:
-        yield f"--feature-flag {flag} changes nothing: gpuprov has no feature flags"
+        yield f"--feature-flag {flag} has no effect: gpuprov has no feature flags"
     for hook in disabled:
         if hook != "all":
-            yield f"--disable-hook {hook} changes nothing: gpuprov has one hook, and `all` leaves it out"
+            yield f"--disable-hook {hook} has no effect: gpuprov has one hook, and `all` leaves it out"
 
 
 def generated(

@@ -9,6 +9,7 @@ from gpuprov.facts.leftovers import FOLDER, PLUGIN, UNIT
 from gpuprov.packaging import retired
 from gpuprov.plan.migration import VARIABLE
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
+from gpuprov.wire.words import counted
 
 
 def _migrate(x: Examined, comment: str = "") -> str:
@@ -46,8 +47,8 @@ def _volumes(x: Examined) -> Finding | None:
             for one in found]  # fmt: skip
     used = any(one.containers for one in found)
     comment = "a volume that a container refers to stays" if used else ""
-    count = "1 volume" if len(found) == 1 else f"{len(found)} volumes"
-    return Finding(f"nvidia-docker 1 has left {count}", "\n".join(seen), _migrate(x, comment), ASIDE)
+    what = f"nvidia-docker 1 has left {counted(len(found), 'volume')}"
+    return Finding(what, "\n".join(seen), _migrate(x, comment), ASIDE)
 
 
 def _repositories(x: Examined) -> Finding | None:

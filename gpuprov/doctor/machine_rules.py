@@ -11,6 +11,7 @@ from gpuprov.doctor.log_rules import FOR_GUESTS, own_gpus, serves_all
 from gpuprov.doctor.parse import find_in_log, lines_that_match
 from gpuprov.doctor.remedy import steps
 from gpuprov.driver import generations, nouveau
+from gpuprov.wire.words import counted
 
 _TAKEN = ("gpu-nouveau", "gpu-vfio", "gpu-excluded", "gpu-unbound")
 
@@ -70,7 +71,7 @@ def _for_guests(x: Examined) -> Finding | None:
     )
     kept = f"{words.comment_out(places[0][0])}; {words.rebuild_initramfs(x)}; systemctl reboot" if places else free
     return Finding(
-        f"{gpus[0].driver} keeps {len(gpus)} of {len(x.host.gpus)} GPUs for virtual machines",
+        f"{gpus[0].driver} keeps {len(gpus)} of {counted(len(x.host.gpus), 'GPU')} for virtual machines",
         "\n".join([*seen, *(f"{place}: {line}" for place, line in places)]),
         kept,
         # If only some of several GPUs are affected, the machine is divided on purpose.
@@ -108,7 +109,7 @@ def _fewer(x: Examined) -> Finding | None:
     served = {gpu.bus_id.lower() for gpu in x.driver.gpus}
     missing = ", ".join(gpu.bus_id for gpu in own_gpus(x) if gpu.bus_id.lower() not in served)
     return Finding(
-        f"the driver serves {known} of this machine's {there} GPUs",
+        f"the driver serves {known} of this machine's {counted(there, 'GPU')}",
         f"/proc/driver/nvidia/gpus: {missing} is not there, and is on the PCI bus",
         "dmesg | grep -i nvrm; systemctl reboot",
         LIKELY,

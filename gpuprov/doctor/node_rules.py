@@ -9,6 +9,7 @@ from gpuprov.doctor.finding import ANY_ROOT, ASIDE, CERTAIN, LIKELY, NODES, Find
 from gpuprov.doctor.remedy import open_nodes, restart, steps
 from gpuprov.facts.boot_files import NODES as NODES_UNIT
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.wire.words import counted
 
 _LOAD = "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"
 # Errors of open(2) on a node, in the C locale, and their meaning for a device.
@@ -41,7 +42,7 @@ def _missing(x: Examined) -> Finding | None:
 
 
 def _listed(paths: list[str]) -> str:
-    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more nodes" if len(paths) > 4 else "")
+    return ", ".join(paths[:4]) + (f" and {counted(len(paths) - 4, 'more node')}" if len(paths) > 4 else "")
 
 
 def _wrong(x: Examined) -> Finding | None:

@@ -57,9 +57,11 @@ def _smi_shows_fewer(x: Examined) -> Finding | None:
     if x.smi.reason or x.smi.returncode or shown >= known:
         return None
     return Finding(
-        f"nvidia-smi shows {shown} of the driver's {known} GPUs", f"nvidia-smi -q -x: {counted(shown, 'GPU')}; "
-        f"/proc/driver/nvidia/gpus: {known}", "nvidia-smi -L; dmesg | grep -i -e nvrm -e xid", LIKELY,
-    )  # fmt: skip
+        f"nvidia-smi shows {shown} of the driver's {counted(known, 'GPU')}",
+        f"nvidia-smi -q -x: {counted(shown, 'GPU')}; /proc/driver/nvidia/gpus: {known}",
+        "nvidia-smi -L; dmesg | grep -i -e nvrm -e xid",
+        LIKELY,
+    )
 
 
 def _of_gpus(place: str, value: str, what: str, step: str, sure: str = CERTAIN) -> Look:

@@ -18,6 +18,7 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from gpuprov.wire import advisories
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.words import counted
 
 INSTALL_OBSTRUCTED = "install-obstructed"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
@@ -83,9 +84,8 @@ def _files_missing(x: Examined) -> Finding | None:
         return None
     missing = [path for path, _, _ in change.files if path not in x.host.files]
     if missing:
-        files = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
         return Finding(
-            f"gpuprov's container runtime is incomplete: {files}", f"ls {missing[0]}: No such file",
+            f"gpuprov's container runtime lacks {counted(len(missing), 'file')}", f"ls {missing[0]}: No such file",
             words.gpuprov_install(x), remedies=_OURS,
         )  # fmt: skip
     return Finding(

@@ -22,6 +22,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.mig import _QUERY, _SMI, _SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.wire.errors import GpuprovError, Problem
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.words import counted
 
 _ALL = "all-"
 DISABLED = "disabled"
@@ -209,7 +210,7 @@ def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
     if len(spec.mig_layout) > max(len(facts.gpus), 1):
         return (
             Problem(
-                f"gpuprov_mig_layout speaks of {len(spec.mig_layout)} GPUs, this host has {len(facts.gpus)}",
+                f"gpuprov_mig_layout speaks of {counted(len(spec.mig_layout), 'GPU')}, this host has {len(facts.gpus)}",
                 ", ".join(gpu.bus_id for gpu in facts.gpus),
                 "give one text for all GPUs, or as many as there are",
             ),

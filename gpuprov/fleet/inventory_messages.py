@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.wire.errors import Problem
+from gpuprov.wire.words import counted
 
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
 _TOO_LARGE = 1 << 20
@@ -130,7 +131,7 @@ def _with_origin(
     named = re.search(r"\b(gpuprov|ansible)_\w+", problem.what)
     hosts = [wrong.host for wrong in wrongs]
     places = _places(named.group(), wrongs, texts, extra_names) if named else ()
-    more = f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else ""
+    more = f" and {counted(len(hosts) - _SHOWN, 'more host')}" if len(hosts) > _SHOWN else ""
     evidence = (problem.evidence, ", ".join(places), "for " + ", ".join(hosts[:_SHOWN]) + more)
     return replace(problem, evidence="\n".join(part for part in evidence if part))
 

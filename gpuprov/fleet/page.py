@@ -49,7 +49,7 @@ def render(run: Run, before: Run | None = None) -> str:
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, finalize=_shown, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"duration": _duration, "listed": _listed}
+    environment.filters |= {"counted": counted, "duration": _duration, "listed": _listed}
     results = run.results
     rows = _rows(results)
     return environment.get_template("page.html.j2").render(

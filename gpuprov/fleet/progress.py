@@ -129,7 +129,8 @@ class Plans:
             lines.append(Text(f"  {number:2}. {one_line(change.summary)}"))
             if self._diff and change.diff_in_short and not self._whole:
                 lines += [Text(f"      {line}", "dim") for line in plain(change.diff_in_short).splitlines()]
-                lines.append(Text(f"      {change.diff.count(chr(10)) + 1} lines of diff: add -v to see them", "dim"))
+                length = counted(change.diff.count("\n") + 1, "line")
+                lines.append(Text(f"      {length} of diff: add -v to see them", "dim"))
             elif self._diff and change.diff:
                 lines += [Text("      ") + line for line in coloured_diff(change.diff)]
         return Text("\n").join(lines)

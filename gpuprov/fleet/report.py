@@ -129,7 +129,8 @@ def _versions_table(found: Sequence[Spread]) -> list[Table]:
     for spread in found:
         others = "; ".join(f"{shortened(one_line(version), columns=80)}: {listed(map(plain, hosts))}"
                            for version, hosts in spread.others[:_MOST_NAMED])  # fmt: skip
-        more = f"; {len(spread.others) - _MOST_NAMED} more versions" if len(spread.others) > _MOST_NAMED else ""
+        left_out = len(spread.others) - _MOST_NAMED
+        more = f"; {counted(left_out, 'more version')}" if left_out > 0 else ""
         usual = shortened(one_line(spread.usual), columns=80)
         table.add_row(Text(plain(spread.name)), Text(usual), str(spread.count), Text(others + more, "yellow"))
     return [table]
@@ -296,7 +297,7 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
     if counts and len(counts) == len(results):
         engines = dict.fromkeys(check.engine for result in results for check in result.checks if _has_counted(check))
         named = f" ({', '.join(filter(None, engines))})" if any(engines) else ""
-        return f"containers see {_summed(counts)} GPU{'' if counts == [1] else 's'}{named}"
+        return f"containers see {counted(_summed(counts), 'GPU')}{named}"
     checks = [check for result in results for check in result.checks]
     good = sum(check.status == "ok" for check in checks)
     skipped = sum(check.status == "skipped" for check in checks)

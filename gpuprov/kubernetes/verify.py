@@ -17,6 +17,7 @@ from gpuprov.kubernetes.objects import RUNTIME_CLASS
 from gpuprov.kubernetes.stop import Stop
 from gpuprov.kubernetes.trial import Trial, Wanted
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.words import counted
 
 _PAGE = 200
 _MOST_NODES = 20_000
@@ -91,7 +92,7 @@ def _resources(kubectl: Kubectl, one: NodeChecks) -> Mapping[str, int]:
     free = {name: count - used.get(name, 0) for name, count in one.node.offered.items() if count > used.get(name, 0)}
     one.whole = sum(free.values()) == one.node.count and one.node.replicas == 1
     if not free:
-        one.skip((FREE, REMOVED), f"all {one.node.count} GPUs are in use by pods")
+        one.skip((FREE, REMOVED), f"in use by pods: {counted(one.node.count, 'GPU')}")
     return dict.fromkeys(free, 1) if one.node.replicas > 1 else free
 
 

@@ -11,6 +11,7 @@ import hashlib
 import re
 
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.words import counted
 
 _PUBLIC_KEY, _PUBLIC_SUBKEY, _SECRET_KEY, _SECRET_SUBKEY = 6, 14, 5, 7
 _ARMOR = re.compile(
@@ -71,7 +72,7 @@ def fingerprints(key: bytes) -> tuple[str, ...]:
         if tag == _PUBLIC_KEY:
             found.append(_fingerprint(body))
     if not found:
-        raise GpuprovError("there is no public key in this file", f"{len(key)} bytes", "check the URL")
+        raise GpuprovError("there is no public key in this file", counted(len(key), "byte"), "check the URL")
     return tuple(found)
 
 
@@ -101,7 +102,7 @@ def _fingerprint(body: bytes) -> str:
             f"keys of version {version} are not supported", "", "get the version 4 key of this repository"
         )
     if len(body) > 0xFFFF:
-        raise GpuprovError("this key is too long to be one", f"{len(body)} bytes", "check the URL")
+        raise GpuprovError("this key is too long to be one", counted(len(body), "byte"), "check the URL")
     return hashlib.sha1(b"\x99" + len(body).to_bytes(2, "big") + body).hexdigest().upper()
 
 

@@ -17,6 +17,7 @@ from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.words import counted
 
 VARIABLE = "gpuprov_migrate_nvidia_docker"
 _REASON = "left by nvidia-docker"
@@ -229,9 +230,9 @@ def _found(facts: HostFacts, spec: HostSpec) -> Iterable[str]:
     there = facts.leftovers
     names = _candidates(facts, spec)
     if names:
-        yield f"{_plural(len(names), 'package')} ({', '.join(names)})"
+        yield f"{counted(len(names), 'package')} ({', '.join(names)})"
     if there.volumes:
-        yield f"{_plural(len(there.volumes), 'volume')} ({', '.join(one.name for one in there.volumes)})"
+        yield f"{counted(len(there.volumes), 'volume')} ({', '.join(one.name for one in there.volumes)})"
     if there.has_plugin and PLUGIN not in names:
         yield f"its plugin ({', '.join(there.files) or there.account.partition(':')[0] or FOLDER})"
     # With NVIDIA's toolkit they are removed in any case.
@@ -244,7 +245,3 @@ def _found(facts: HostFacts, spec: HostSpec) -> Iterable[str]:
         yield f"{facts.docker.config_path}: {', '.join(there.dead_runtimes)} without a program"
     if settings := [path for path in there.settings if path != NVIDIA_SETTINGS_PATH]:
         yield ", ".join(settings)
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -92,7 +92,7 @@ def _chosen(
     equipment = Equipment(edits, links, _host_driver(specifications, links))
     mounts = len(edits.get("mounts") or ())
     equipment.decisions = [
-        f"{mounts} files, {len(links)} links for the driver capabilities {', '.join(sorted(capabilities)) or 'none'}",
+        f"driver capabilities {', '.join(sorted(capabilities)) or 'none'}: files: {mounts}, links: {len(links)}",
         *folders.decisions,
     ]
     return equipment

@@ -66,7 +66,7 @@ class Holes:
         return ", ".join(f"{one.bulletin} ({one.score:g})" for one in self.advisories)
 
     def __str__(self) -> str:
-        bulletins = f"NVIDIA bulletin{'s' if len(self.advisories) > 1 else ''} {self.bulletins}"
+        bulletins = f"NVIDIA {'bulletins' if len(self.advisories) > 1 else 'bulletin'} {self.bulletins}"
         if self.unfixed_branch:
             branch = self.version.partition(".")[0]
             return (

@@ -13,9 +13,9 @@ _CONTROLS = re.compile(
 )
 
 
-def counted(number: int, noun: str) -> str:
-    """Return `1 host`, `2 hosts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int | str, noun: str, plural: str = "") -> str:
+    """Return `1 host`, `2 hosts`; of a text, as it stands: `2 + 4 GPUs`."""
+    return f"{number} {noun}" if str(number) == "1" else f"{number} {plural or noun + 's'}"
 
 
 def plain(text: object) -> str:

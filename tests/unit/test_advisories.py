@@ -186,7 +186,7 @@ def test_documents_are_read_from_a_folder_and_listed(tmp_path: Path) -> None:
     text = (folder / "5861.json").read_text().replace("5861", "5999").replace("580_178_04", "580_300_01")
     (folder / "5999.json").write_text(text)
     assert "from this gpuprov" in run()
-    assert "are known" in run("update", "--from", str(folder))
+    assert "advisories, new: " in run("update", "--from", str(folder))
     shown = run()
     assert "2026/5999" in shown
     assert "580.300.01" in shown
@@ -236,7 +236,7 @@ def test_digests_are_compared(tmp_path: Path) -> None:
 
 def test_a_table_of_another_gpuprov_is_taken_too(tmp_path: Path) -> None:
     (tmp_path / "advisories.json").write_text(json.dumps(table_of([NEWER], "2027-02-01")))
-    assert "1 advisories are new" in run("update", "--from", str(tmp_path / "advisories.json"))
+    assert ", new: 1" in run("update", "--from", str(tmp_path / "advisories.json"))
 
 
 def test_the_report_names_the_hosts_of_each_hole() -> None:

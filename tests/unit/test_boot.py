@@ -170,11 +170,11 @@ def test_the_program_needs_nothing_but_python(tmp_path: Path, python: str) -> No
 
 
 def test_nodes_and_their_links_are_made(host: FakeHost) -> None:
-    assert program_main.make_nodes(host) == "8 device nodes, 8 of them made now"
+    assert program_main.make_nodes(host) == "device nodes: 8, made now: 8"
     status = host.status("/dev/nvidia1")
     assert status is not None
     assert (status.kind, status.major, status.minor, status.mode) == ("char", 195, 1, 0o666)
-    assert program_main.make_nodes(host) == "8 device nodes, 0 of them made now"
+    assert program_main.make_nodes(host) == "device nodes: 8, made now: 0"
 
 
 def test_without_a_driver_there_are_no_nodes_and_one_reads_why(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_nvidias_other_flags_are_taken_and_what_changes_nothing_is_said(driver: 
     words = ("--ldconfig-path", "/sbin/ldconfig", "--feature-flags", "x,y", "--disable-hooks", "all,enable-cuda-compat")
     done = run("cdi", "generate", "--driver-root", driver, *words, "--enable-hook", "all", "--discovery-mode", "NVML")
     assert "hooks" in yaml.safe_load(done.stdout)["containerEdits"]
-    assert [line.split(" changes nothing: ")[0] for line in done.stderr.splitlines()] == [
+    assert [line.split(" has no effect: ")[0] for line in done.stderr.splitlines()] == [
         "note: --ldconfig-path /sbin/ldconfig", "note: --feature-flag x", "note: --feature-flag y",
         "note: --disable-hook enable-cuda-compat",
     ]  # fmt: skip

@@ -157,7 +157,7 @@ def test_watch_measures_and_changes_nothing_else(host: DoctorHost) -> None:
     assert {path for path in {*before, *after} if before.get(path) != after.get(path)} <= {METRICS[1:], METRICS}
     assert "gpuprov_host_changes_pending{" in (host.read_text(METRICS) or "")
     (host.root / "etc/cdi/nvidia.json").unlink()
-    assert "1 changes pending" in watch.watch(host)
+    assert "1 change pending" in watch.watch(host)
 
 
 def test_metrics_are_written_through_no_link(host: DoctorHost) -> None:

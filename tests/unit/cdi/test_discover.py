@@ -390,7 +390,7 @@ def tell(document: dict[str, Any], version: str | None) -> None:
         (lambda one: one["devices"].pop(1), f"device {gpu(0).uuid} is missing"),
         (lambda one: one["devices"].append({**one["devices"][0], "name": "7"}), "device 7 is gone"),
         (lambda one: one["devices"][0]["containerEdits"]["deviceNodes"][0].update(minor=5), "device 0 is another"),
-        (lambda one: one["devices"].append(one["devices"][0]), "the device '0' stands there 2 times"),
+        (lambda one: one["devices"].append(one["devices"][0]), "the device '0' stands there more than once"),
         (lambda one: one["containerEdits"]["mounts"].pop(0), "EGL_nvidia.so.550.163.01 is missing"),
         (lambda one: one["containerEdits"]["mounts"][0].update(hostPath="/x"), "EGL_nvidia.so.550.163.01 is another"),
         (lambda one: one["containerEdits"]["hooks"][0]["args"].pop(), "the links are others"),

@@ -99,7 +99,7 @@ def test_a_declared_version_stays_and_may_be_higher() -> None:
         (annotated(**{"x" * 64: "d"}), "no key for an annotation"),
         (annotated(a="b" * (256 << 10)), "bytes of annotations"),
         (replace(GOOD, devices=()), "there is no device"),
-        (replace(GOOD, devices=(GPU, GPU)), "'gpu0' stands there 2 times"),
+        (replace(GOOD, devices=(GPU, GPU)), "'gpu0' stands there more than once"),
         (replace(GOOD, devices=(replace(GPU, name=""),)), "no name for a device"),
         (replace(GOOD, devices=(replace(GPU, name="gpu/0"),)), "no name for a device"),
         (replace(GOOD, devices=(replace(GPU, name=":0"),)), "no name for a device"),
