@@ -14,6 +14,7 @@ from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.packaging.retired import REPOSITORY
 from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.secrets import masked, split_login
 from gpuprov.wire.spec import HostSpec
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gpuprov.wire.site_repository import SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
+_LOGINS = "/etc/apt/auth.conf.d"
 # Debian's name of an architecture, from `uname -m`.
 _DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -50,8 +52,18 @@ class AptRepository:
         # apt takes the format from the name: a binary key must end in .gpg, an armored one in .asc.
         return f"{_KEYRINGS}/{OURS}{self.name}.gpg"
 
+    @property
+    def login_path(self) -> str:
+        return f"{_LOGINS}/{OURS}{self.name}.conf"
+
+    @property
+    def login(self) -> bytes:
+        """The entry of apt_auth.conf(5) for a login in the URI, empty for none: every user can read a source."""
+        place, user, password = split_login(self.uri)
+        return f"machine {place} login {user} password {password}\n".encode() if user else b""
+
     def __str__(self) -> str:
-        lines = ["Types: deb", f"URIs: {self.uri}", f"Suites: {self.suite}"]
+        lines = ["Types: deb", f"URIs: {split_login(self.uri)[0]}", f"Suites: {self.suite}"]
         if not self.suite.endswith("/"):
             lines.append(f"Components: {self.components or 'main'}")
         lines += [f"Architectures: {self.architecture}", f"Signed-By: {self.key_path}"]
@@ -83,7 +95,7 @@ def problems(
     wanted = repositories(spec, architecture, extra)
     mixed = tuple(
         Problem(
-            f"{path} names {entry.uri} too, among others; apt would report conflicting values for Signed-By",
+            f"{path} names {masked(entry.uri)} too, among others; apt would report conflicting values for Signed-By",
             f"{path}, line {entry.line}",
             f"remove that line: gpuprov keeps this repository in {SOURCES}/{OURS}*.sources",
         )
@@ -111,15 +123,20 @@ def plan_repositories(
         if key is None or key.mode != 0o644 or not _is_pinned(key.content, one.key_fingerprint):
             changes.append(InstallKey(one.key_path, one.key_url, one.key_fingerprint))
     sources = {**{one.source_path: str(one) for one in wanted}, **({COMPONENTS: components} if components else {})}
+    logins = {one.login_path: one.login for one in wanted if one.login}
+    for path, login in logins.items():
+        found = files.get(path)
+        if found is None or (found.content, found.mode) != (login, 0o600):
+            changes.append(WriteFile(path, login, 0o600))
     for path, text in sources.items():
         source = files.get(path)
         if source is None or source.content != text.encode() or source.mode != 0o644:
             changes.append(WriteFile(path, text.encode()))
     for path, file in foreign_sources(files):
         changes += _cleaned(path, file, _unwanted(path, file, wanted, spec))
-    ours = {*sources, *(one.key_path for one in wanted)}
+    ours = {*sources, *logins, *(one.key_path for one in wanted)}
     for path in files:
-        if path.startswith((f"{SOURCES}/{OURS}", f"{_KEYRINGS}/{OURS}")) and path not in ours:
+        if path.startswith((f"{SOURCES}/{OURS}", f"{_KEYRINGS}/{OURS}", f"{_LOGINS}/{OURS}")) and path not in ours:
             changes.append(RemoveFile(path, "no longer asked for"))
     return tuple(changes)
 
@@ -143,7 +160,7 @@ def _unwanted(path: str, file: FileFact, wanted: tuple[AptRepository, ...], spec
     for entry in entries(path, text_of(file)):
         double = ours.get((_plain(entry.uri, architecture), entry.suite.replace("$(ARCH)", architecture)))
         if double is not None:
-            found[entry] = f"a second source for {double.uri}"
+            found[entry] = f"a second source for {masked(double.uri)}"
         elif (spec.toolkit == "nvidia" or spec.migrate_nvidia_docker) and REPOSITORY.match(entry.uri):
             found[entry] = "NVIDIA has retired this repository"
     return found
@@ -174,5 +191,5 @@ def _cleaned(path: str, file: FileFact, unwanted: Mapping[Entry, str]) -> list[C
 
 
 def _plain(uri: str, architecture: str) -> str:
-    """Return a URI as apt compares it: sources.list(5) has one variable, and a final slash makes no difference."""
-    return uri.replace("$(ARCH)", architecture).rstrip("/")
+    """Return a URI as apt compares it: sources.list(5) has one variable, login and final slash do not count."""
+    return split_login(uri)[0].replace("$(ARCH)", architecture).rstrip("/")

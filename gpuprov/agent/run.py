@@ -47,7 +47,7 @@ def run_request(
     """Carry out a request on this machine; every outcome ends with a Finished event, whose exit code is returned."""
     system = system or System()
     begun = system.now()
-    sink = secret_free(sink, request.spec.get("proxy"))
+    sink = secret_free(sink, request.spec)
     sink(Started(__version__, request.command, system.own_pid()))
     try:
         use_tables(request.tables)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
 
 from gpuprov.core.system import System
+from gpuprov.wire.secrets import masked_settings
 
 Json = Mapping[str, Any]
 # Reports progress of a change: a message, and done/total if known (0/0: unknown).
@@ -106,19 +107,16 @@ class Change:
 
 @dataclass(frozen=True)
 class WriteFile(Change):
-    """Write a file with this content and mode. `secret` keeps its content out of diffs."""
+    """Write a file with this content and mode."""
 
     path: str
     content: bytes
     mode: int = 0o644
-    secret: bool = False
 
     def summary(self) -> str:
         return f"write {self.path}"
 
     def diff(self, system: System) -> str:
-        if self.secret:
-            return ""
         return file_diff(system, self.path, self.content, self.mode)
 
     def capture(self, system: System) -> Json:
@@ -196,7 +194,10 @@ def parent_of(path: str) -> str:
 
 
 def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
-    """Return a unified diff; for binary files only a note that they differ. None means: no file."""
+    """Return a unified diff; for binary files only a note that they differ. None means: no file.
+
+    Passwords are hidden in it: of proxies in daemon.json, of registries, of package repositories.
+    """
     if before == after:
         return ""
     try:
@@ -210,7 +211,7 @@ def text_diff(path: str, before: bytes | None, after: bytes | None) -> str:
         )
     except UnicodeDecodeError:
         return f"binary file {path} differs"
-    return "\n".join(lines)
+    return masked_settings("\n".join(lines))
 
 
 def file_diff(system: System, path: str, content: bytes, mode: int) -> str:

@@ -45,6 +45,7 @@ class Dnf(RpmManager):
     package_check = "gpgcheck"
     # Some distributions skip a repository that is out of reach, without a word.
     repository_lines: tuple[str, ...] = ("skip_if_unavailable=0",)
+    login_in_url = False
     # The bundle has packages of module streams without the lists of the streams.
     bundle_lines: tuple[str, ...] = ("skip_if_unavailable=0", "module_hotfixes=1")
     bundle_options: tuple[str, ...] = (f"--setopt=reposdir={use_rpm.SOURCES}", f"--setopt=cachedir={FOLDER}/cache")

@@ -32,7 +32,8 @@ class RpmManager(ABC):
     `version_joint`: what stands between a name and the version that is asked for. `good_codes`: exit codes that mean
     success. `package_check`: the option of a .repo file that checks the signatures of packages. `repository_lines` and
     `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a release ends in a number that counts
-    how often the package was built. `copied_directory`: where .repo files lie in a copy of the configuration.
+    how often the package was built. `login_in_url`: a .repo file has no other place for a login.
+    `copied_directory`: where .repo files lie in a copy of the configuration.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RpmManager(ABC):
     copied_directory: str
     package_check: str
     repository_lines: tuple[str, ...]
+    login_in_url: bool
     bundle_lines: tuple[str, ...]
     bundle_options: tuple[str, ...]
     rebuilds: bool
@@ -159,7 +161,8 @@ class RpmManager(ABC):
         folder = f"{work}/{self.copied_directory}"
         system.make_directory(folder)
         for file in files:
-            system.write(f"{folder}/{file.path.rpartition('/')[2]}", with_placed_keys(file.content, places))
+            content = with_placed_keys(file.content, places)
+            system.write(f"{folder}/{file.path.rpartition('/')[2]}", content, mode=file.mode)
         named = {path for file in files for path in rpm_repos.key_files(file.content.decode())}
         return self.only_from_copy(system, work, sorted(places.get(path, path) for path in named))
 

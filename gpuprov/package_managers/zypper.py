@@ -42,6 +42,7 @@ class Zypper(RpmManager):
     # gpgcheck is both checks together.
     package_check = "pkg_gpgcheck"
     repository_lines: tuple[str, ...] = ("gpgcheck=1", "autorefresh=1")
+    login_in_url = True
     bundle_lines: tuple[str, ...] = ("pkg_gpgcheck=1",)
     bundle_options: tuple[str, ...] = ("--reposd-dir", use_rpm.SOURCES, "--cache-dir", f"{FOLDER}/cache")
     rebuilds = True

@@ -12,7 +12,7 @@ from gpuprov.packaging.keys import InstallKey, place_keys, with_placed_keys
 from gpuprov.packaging.pgp import dearmored
 
 _REFRESH_SECONDS = 600
-_SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d")
+_SOURCES = ("/etc/apt/sources.list", "/etc/apt/sources.list.d", "/etc/apt/auth.conf.d")
 # A host's hooks (command-not-found, appstream) would write to the host (apt.conf(5), APT::Update). Descriptions are not
 # needed, and are as large as all the rest.
 _CONFIGURATION = """\
@@ -25,6 +25,7 @@ Dir::State::lists "{work}/lists";
 Dir::Cache "{work}/cache";
 Dir::Etc::sourcelist "{work}/sources.list";
 Dir::Etc::sourceparts "{work}/sources.list.d";
+Dir::Etc::netrcparts "{work}/auth.conf.d";
 """
 
 
@@ -60,7 +61,7 @@ def ask(system: System, names: Sequence[str], planned: Sequence[Change]) -> Mapp
 
 def _copy_sources(system: System, work: str, planned: Sequence[Change]) -> None:
     """Copy the host's sources and index below `work`, with the planned changes of sources applied."""
-    for place in ("sources.list.d", "lists", "lists/partial", "cache", "keys"):
+    for place in ("sources.list.d", "auth.conf.d", "lists", "lists/partial", "cache", "keys"):
         system.make_directory(f"{work}/{place}")
     # What has not changed since the host's last refresh need not be fetched again.
     for source in (*(path for path in _SOURCES if system.exists(path)), "/var/lib/apt/lists"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable, Protocol
@@ -11,11 +12,15 @@ from gpuprov.core.download import fetch_small
 from gpuprov.core.system import System
 from gpuprov.packaging.pgp import dearmored, fingerprints
 from gpuprov.wire.errors import GpuprovError, Problem
-from gpuprov.wire.secrets import masked
+from gpuprov.wire.secrets import masked, split_login
 
 # Keys that were withdrawn, and why; gpuprov never accepts one, even if an inventory names it.
 # Source: NVIDIA's blog, 27 April 2022.
 _WITHDRAWN = {"AE09FE4BBD223A84B2CCFCE3F60F4B3D7FA2AF80": "NVIDIA replaced its CUDA repository key in April 2022"}
+
+
+# What apt_auth.conf(5), and the .repo files of dnf and zypper, take without quotes.
+_LOGIN = re.compile(r"[A-Za-z0-9!%&()*+,./:;<=>?@^_~-]+")
 
 
 class Named(Protocol):
@@ -23,6 +28,8 @@ class Named(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def uri(self) -> str: ...
     @property
     def key_fingerprint(self) -> str: ...
 
@@ -43,7 +50,17 @@ def problems_of_any(wanted: Sequence[Named]) -> tuple[Problem, ...]:
         Problem(f"two repositories have the name {name}", "", "give each of gpuprov_repositories its own name")
         for name in sorted({name for name in names if names.count(name) > 1})
     )
-    return withdrawn + same
+    return withdrawn + same + tuple(filter(None, map(_login_problem, wanted)))
+
+
+def _login_problem(one: Named) -> Problem | None:
+    _, *login = split_login(one.uri)
+    if "@" not in one.uri.partition("://")[2].partition("/")[0] or all(map(_LOGIN.fullmatch, login)):
+        return None
+    return Problem(
+        f"the login in the URL of repository {one.name} can't be given to the package manager", masked(one.uri),
+        "use USER:PASSWORD, each of letters, digits and !%&()*+,-./:;<=>?@^_~; or a mirror that needs no login",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from gpuprov.packaging.pgp import armored, fingerprints
 from gpuprov.packaging.rpm_packages import gather_keys
 from gpuprov.packaging.toolkit_channels import toolkit_channels
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.secrets import masked, split_login
 from gpuprov.wire.spec import HostSpec
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class RepositoryProgram(Protocol):
     repository_directory: str
     package_check: str
     repository_lines: tuple[str, ...]
+    login_in_url: bool
 
     def limited(self, only: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]: ...
 
@@ -72,15 +74,24 @@ class RpmRepository:
         return f"{self.program.repository_directory}/{_OURS}{self.name}.repo"
 
     @property
+    def mode(self) -> int:
+        """The mode of its file: a login is for root only."""
+        return 0o600 if split_login(self.uri)[1] else 0o644
+
+    @property
     def key_path(self) -> str:
         return f"{_KEY_PREFIX}{self.name}"
 
     def __str__(self) -> str:
         enabled, limits = self.program.limited(self.only) if self.only else (True, ())
+        place, user, password = split_login(self.uri)
+        login: tuple[str, ...] = (f"username={user}", f"password={password}") if user else ()
+        if self.program.login_in_url:
+            login, place = (), self.uri
         lines = [
-            f"[{_OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={self.uri}", f"enabled={enabled:d}",
+            f"[{_OURS}{self.name}]", f"name={self.name} (gpuprov)", f"baseurl={place}", f"enabled={enabled:d}",
             f"repo_gpgcheck={self.signed_metadata:d}", f"{self.program.package_check}={self.signed_packages:d}",
-            f"gpgkey=file://{self.key_path}", *self.program.repository_lines, *limits,
+            f"gpgkey=file://{self.key_path}", *self.program.repository_lines, *limits, *login,
         ]  # fmt: skip
         return "".join(f"{line}\n" for line in lines)
 
@@ -141,8 +152,8 @@ def plan_repositories(
         if not _key_is_there(files.get(one.key_path), one.key_fingerprint, host.packages.trusted_keys):
             changes.append(InstallRpmKey(one.key_path, one.key_url, one.key_fingerprint))
         file = files.get(one.file_path)
-        if file is None or file.content != str(one).encode() or file.mode != 0o644:
-            changes.append(WriteFile(one.file_path, str(one).encode()))
+        if file is None or file.content != str(one).encode() or file.mode != one.mode:
+            changes.append(WriteFile(one.file_path, str(one).encode(), one.mode))
     doubles = {path: uri for path, uri, _, alone in _doubles(program, host, wanted) if alone}
     changes += [RemoveFile(path, f"a second definition of {uri}") for path, uri in doubles.items()]
     ours = {path for one in wanted for path in (one.file_path, one.key_path)}
@@ -167,7 +178,7 @@ def _doubles(
     program: RepositoryProgram, host: Host, wanted: tuple[RpmRepository, ...]
 ) -> Iterator[tuple[str, str, str, bool]]:
     """Yield (path, URI, section, whether it is alone in its file) of other definitions of the `wanted` repositories."""
-    ours = {_plain(one.uri, host.architecture): one.uri for one in wanted}
+    ours = {_plain(one.uri, host.architecture): masked(one.uri) for one in wanted}
     pattern = re.compile(rf"{program.repository_directory}/(?!{_OURS})[^/]+\.repo")
     for path, file in host.files.items():
         if not pattern.fullmatch(path):
@@ -193,8 +204,8 @@ def _sections(text: str, architecture: str) -> Iterator[tuple[str, set[str]]]:
 
 
 def _plain(uri: str, architecture: str) -> str:
-    """Return a URI as dnf(8) and zypper compare it: their variable for the architecture filled in, no final slash."""
-    return re.sub(r"\$\{?basearch\}?", architecture, uri).rstrip("/")
+    """Return a URI as dnf(8) and zypper compare it: the architecture filled in, no login, no final slash."""
+    return re.sub(r"\$\{?basearch\}?", architecture, split_login(uri)[0]).rstrip("/")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ from gpuprov.packaging.apt_packages import RefreshPackageIndex
 from gpuprov.repos import plan_repositories
 from gpuprov.wire.events import Event, Finished
 from gpuprov.wire.request import Request
-from gpuprov.wire.spec import parse_spec, spec_to_json
+from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests.integration.apt_chroot import RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.loopback import LOGIN_IN_URL, LoginHandler, served
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,6 +77,14 @@ def test_a_repository_that_is_yet_to_be_set_up_is_asked_in_a_copy(host: ChrootHo
     assert answer.found == {"tool": ("2.0", "1.0")}
     assert answer.lacking(("tool", "nobody-has-this")) == ("nobody-has-this",)
     assert state(host) == before
+
+
+def test_a_planned_repository_with_a_login_is_asked(host: ChrootHost, server: SiteServer) -> None:
+    (own,) = server.spec.repositories
+    with served(server.folder, LoginHandler) as url:
+        spec = HostSpec(repositories=(replace(own, uri=url.replace("//", f"//{LOGIN_IN_URL}@")),))
+        answer = offers.ask(host, APT, ("tool",), plan_repositories(gather_files(host), spec, "x86_64"))
+    assert (answer.problems, answer.found) == ((), {"tool": ("2.0", "1.0")})
 
 
 def test_the_answer_is_fresh_though_the_hosts_index_is_not(host: ChrootHost, server: SiteServer) -> None:

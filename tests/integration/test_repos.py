@@ -26,7 +26,7 @@ from gpuprov.repos import AptRepository, plan_repositories
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.site_repository import SiteRepository
 from gpuprov.wire.spec import HostSpec
-from tests.integration.loopback import QuietHandler, served
+from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
 
@@ -145,6 +145,28 @@ def test_apt_accepts_our_key_and_source(host: AptHost, repository: Repository) -
     refresh(host)
     policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
     assert "Candidate: 1.0" in policy and repository.url in policy
+
+
+def test_a_login_is_used_and_only_root_can_read_it(host: AptHost, repository: Repository) -> None:
+    with served(repository.folder, LoginHandler) as url:
+        site = SiteRepository(
+            "site", url.replace("//", f"//{LOGIN_IN_URL}@"), f"{repository.url}/key.asc", repository.fingerprint
+        )
+        spec = HostSpec(repositories=(site,))
+        changes = plan_repositories(gather_files(host), spec, "x86_64")
+        assert PASSWORD not in "".join(change.summary() + change.diff(host) for change in changes)
+        configure(host, spec)
+        refresh(host)
+        policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
+        assert f"1.0 500\n        500 {url}" in policy
+    files = [path for path in (host.root / "etc/apt").rglob("*") if path.is_file()]
+    (kept,) = [path for path in files if PASSWORD in path.read_bytes().decode("latin-1")]
+    assert (kept.name, kept.stat().st_mode & 0o777) == ("gpuprov-site.conf", 0o600)
+    assert not any(LOGIN_IN_URL in path.read_bytes().decode("latin-1") for path in files)
+    for change in plan_repositories(gather_files(host), HostSpec(), "x86_64"):
+        assert PASSWORD not in change.diff(host)
+        change.apply(host, tell)
+    assert not kept.exists()
 
 
 def candidates(host: AptHost, *names: str) -> dict[str, str]:

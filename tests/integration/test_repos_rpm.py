@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable
 
@@ -27,6 +28,8 @@ from gpuprov.packaging.rpm_packages import (
 )
 from gpuprov.packaging.rpm_repos import InstallRpmKey, RpmRepository
 from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.spec import HostSpec
+from tests.integration.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import (
     HOSTS,
@@ -86,6 +89,22 @@ def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repositor
     change.undo(host, before, outcome)
     assert rpm_list(host) - before_all == {name for name in rpm_list(host) if name.startswith("gpg-pubkey-")}
     assert installed_files(host) == set()
+
+
+def test_a_login_is_used_and_only_root_can_read_it(host: RpmHost, repository: Repository) -> None:
+    with served(repository.folder, LoginHandler) as url:
+        (own,) = repository.spec.repositories
+        spec = HostSpec(repositories=(replace(own, uri=url.replace("//", f"//{LOGIN_IN_URL}@")),))
+        changes = plan_repositories(facts_of(host), spec)
+        shown = "".join(change.summary() + change.diff(host) for change in changes)
+        assert PASSWORD not in shown and LOGIN_IN_URL not in shown
+        assert manager(host).offered(host, (TOOLS.name,), changes, 1)[TOOLS.name]
+        configure(host, spec)
+        refresh(host)
+        install(host, TOOLS.name)
+    assert TOOLS.name in installed_files(host)
+    status = host.status(f"{manager(host).repository_directory}/gpuprov-site.repo")
+    assert status is not None and status.mode == 0o600
 
 
 def test_an_interrupted_installation_is_undone_by_what_was_there_before(host: RpmHost, repository: Repository) -> None:

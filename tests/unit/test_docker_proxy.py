@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpuprov.agent.run import run_request
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import FileFact, text_diff
 from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_proxy import DROP_IN, ENVIRONMENT, plan, warning
@@ -245,4 +245,19 @@ def test_events_are_free_of_every_form_of_the_password() -> None:
     short = secret_free(told.append, "http://u:on@proxy:1")
     short(Note("u:on@proxy turned on"))
     assert told[-1] == Note("u:***@proxy turned on")
-    assert masked("curl http://u:x@a/ https://v:y@b") == "curl http://u:***@a/ https://v:***@b"
+    assert masked("curl http://u:x@a/ https://v:y@b t://w@c") == "curl http://u:***@a/ https://v:***@b t://***@c"
+
+
+def test_events_are_free_of_every_login_of_a_specification() -> None:
+    told: list[Event] = []
+    values = {"repositories": [{"uri": f"https://robot:{PASSWORD}@a/b"}], "driver_url": "https://ghp_token@c/d"}
+    secret_free(told.append, values)(Note(f"{PLAIN} https://ghp_token@c/d ghp_token Basic Z2hwX3Rva2VuOg=="))
+    assert told == [Note("*** https://***@c/d *** Basic ***")]
+
+
+@pytest.mark.parametrize(
+    "line", ["machine h login u password secret1", "password=secret1", '"password": "secret1"', "password = 'secret1'"]
+)
+def test_diffs_hide_passwords(line: str) -> None:
+    diff = text_diff("/etc/x", f"{line}\n".encode(), f"https://u:secret1@h\n{line} # new\n".encode())
+    assert "secret1" not in diff and diff.count("***") == 3

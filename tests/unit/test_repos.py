@@ -279,6 +279,12 @@ def test_a_withdrawn_key_is_refused() -> None:
     assert "key of repository site is withdrawn" in problem.what and WITHDRAWN in problem.evidence
 
 
+@pytest.mark.parametrize("login", ["token", "u:", "u:a%20b", "u:a%0Ab", "u:%23", ":p", "u:a%22b"])
+def test_a_login_that_no_package_manager_can_read_is_refused(login: str) -> None:
+    (problem,) = problems({}, spec("A" * 40, uri=f"https://{login}@apt.example.org/gpu"), "x86_64")
+    assert "the login in the URL of repository site" in problem.what
+
+
 def test_two_repositories_of_one_name_are_refused() -> None:
     one = SiteRepository("site", URI, KEY_URL, "A" * 40)
     other = SiteRepository("site", f"{URI}/other", KEY_URL, "B" * 40)
