@@ -10,7 +10,7 @@ PYTHON ?= $(shell for python in /usr/bin/python3 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PACKAGES := tests/lab/packages.txt
 
-.PHONY: help setup demo demo-down test test-rest test-all test-fast test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
+.PHONY: help setup demo demo-down test test-rest test-all test-fast test-spoilt test-gpu test-torch lint lint-oldest-python lint-text mutation docs pictures bench agent pyz collection release sanity clean
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -58,7 +58,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -
 
 test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes on 2 cores).
 	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --junitxml=build/results.xml
 
 test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
@@ -69,6 +69,9 @@ test-all: test test-rest  ## Everything (an hour on 2 cores).
 test-fast: setup  ## The unit tests that need no root.
 	$(PYTEST) -m 'not root' tests/unit
 
+test-spoilt: setup  ## Unit tests and ten integration files on a machine that is spoilt on purpose: the same results.
+	$(BIN)/python -m tests.spoilt
+
 test-gpu: setup  ## By hand, as root, on a machine with a real GPU: a report to send (TORCH_IMAGE=… for PyTorch too).
 	$(BIN)/python -m tests.gpu --torch-image "$(TORCH_IMAGE)"
 
@@ -77,7 +80,7 @@ test-torch: setup  ## By hand: a genuine PyTorch (2.9 GB from PyPI) in container
 
 mutation: setup  ## By hand: put faults into the modules on which safety rests, and count those that their unit tests find.
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[mutation]'
-	nice -n 15 $(BIN)/python -m tests.mutation
+	nice -n 15 $(BIN)/python -m tests.world $(BIN)/python -m tests.mutation
 
 docs: setup  ## Write the references of configuration and command line, the pages on distributions and on causes.
 	$(BIN)/python -m tests.distributions_page

@@ -1,10 +1,13 @@
 """Fixtures for all tests, their tiers, how many examples properties get, and the order of files (docs/testing.md)."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import world
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
@@ -16,6 +19,15 @@ for _name, _examples in (("quick", 25), ("thorough", 200)):
         _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Begin again in a world of its own (tests/world.py), before workers start; who calls pytest.main is left alone."""
+    called = Path(sys.argv[0])
+    if world.OUTSIDE in os.environ or "pytest" not in (called.name, called.parent.name):
+        return None
+    return world.run([sys.executable, "-m", "pytest", *map(str, config.invocation_params.args)])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -112,7 +112,8 @@ class Bench:
         """Run `create`, with the container's own output in a file: it outlives the command."""
         argv = (runtime or str(self.runtime), *words, "create", "--bundle", str(self.folder / "bundle"), NAME)
         with (self.folder / "output").open("w") as output, (self.folder / "errors").open("w") as errors:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, check=False)
+            # Of its own: in a user namespace crun gives its stdin to the container's root, /dev/null too.
+            done = subprocess.run(argv, input=b"", stdout=output, stderr=errors, check=False)
         said = (self.folder / "errors").read_text()
         return subprocess.CompletedProcess(argv, done.returncode, "", said)
 

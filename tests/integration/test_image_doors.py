@@ -90,8 +90,8 @@ def test_packers_provisioner_is_the_command_that_images_are_built_with() -> None
     words = shlex.split(line.strip().strip('",'))
     assert words[:3] == ["/opt/gpuprov/bin/gpuprov", "install", "--image"]
     done = gpuprov(*words[1:], "--check")
-    # This machine has no kernel of a distribution's: what is asked for was understood, all of it.
-    assert done.returncode == 1 and "there is no variable" not in done.stdout, done.stdout
+    # Whether this machine could become such an image is another matter: what is asked for was understood, all of it.
+    assert done.returncode in (0, 1) and "there is no variable" not in done.stdout, done.stdout
 
 
 def test_a_machine_in_use_is_not_made_an_image_by_mistake(doors: Site) -> None:

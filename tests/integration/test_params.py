@@ -12,7 +12,9 @@ import pytest
 
 from gpuprov.runtime_hook import deploy, params
 from tests.integration.container_bench import NAME, Bench, low_level_runtime
-from tests.integration.test_start_details import in_user_namespace
+from tests.integration.test_start_details import host_nodes, in_user_namespace
+
+__all__ = ["host_nodes"]
 
 pytestmark = pytest.mark.root
 
@@ -54,7 +56,9 @@ def test_containers_see_a_copy_that_forbids_to_make_nodes_and_cannot_change_it(b
 
 @pytest.mark.parametrize("stage", ["prestart", "createContainer"])
 @pytest.mark.parametrize("proc", ["of the host", "in a user namespace"])
-def test_the_hook_leaves_the_hosts_procfs_and_user_namespaces_as_they_are(bench: Bench, stage: str, proc: str) -> None:
+def test_the_hook_leaves_the_hosts_procfs_and_user_namespaces_as_they_are(
+    bench: Bench, host_nodes: None, stage: str, proc: str
+) -> None:
     """A volume at /proc refuses no container: what is seen there is the host's.
 
     The prestart hook is outside of the container's user namespace, and masks the parameters there too.

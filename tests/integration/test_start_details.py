@@ -148,7 +148,7 @@ def test_the_low_level_runtime_is_the_settings_and_a_change_of_it_is_seen(bench:
         program = tmp_path / name
         program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
         program.chmod(0o755)
-        bench.settings.write_text(f"[nvidia-container-runtime]\nruntimes = ['/nonexistent', '{program}']\n")
+        bench.settings.write_text(f"[nvidia-container-runtime]\nruntimes = ['{tmp_path}/absent', '{program}']\n")
         for _ in range(2):
             assert bench.call("state", "x").stdout == f"{name} state x\n"
     bench.settings.unlink()
@@ -174,7 +174,7 @@ def test_a_log_has_one_line_for_each_gpu_containers_start(bench: Bench) -> None:
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("target", ["{folder}", "/nonexistent/x", "{folder}/link"])
+@pytest.mark.parametrize("target", ["{folder}", "{folder}/absent/x", "{folder}/link"])
 def test_a_log_that_cannot_be_written_keeps_nobody_from_starting(bench: Bench, target: str) -> None:
     (bench.folder / "victim").write_text("untouched")
     (bench.folder / "link").symlink_to("victim")

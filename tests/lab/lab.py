@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,8 @@ from tests.lab.shell import LabError, run, wait_for
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache"
 _PORT = 8000
-_LOCKS = Path("/run/lock")
 # Lower numbers are given by hand; the third byte of an address ends at 255.
-_FREE_NUMBERS = range(10, 250)
+_FREE_NUMBERS = range(100, 250)
 _FIRST_ADDRESS = 11
 _INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 _INOTIFY_INSTANCES = 1024
@@ -173,10 +173,11 @@ class Lab:
 def free_lab() -> Iterator[Lab]:
     """Give a lab under a number that nobody else on this machine uses, from any clone; remove it in the end."""
     for number in _FREE_NUMBERS:
-        with (_LOCKS / f"gpuprov-lab{number}").open("w") as taken:
+        # A name that one process can have, in this network and from any mount namespace (unix(7), "abstract").
+        with socket.socket(socket.AF_UNIX) as taken:
             try:
-                fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                taken.bind(f"\0gpuprov-lab{number}")
+            except OSError:
                 continue
             lab = Lab(number)
             if lab.network.is_up() and not lab.directory.exists():
@@ -187,4 +188,4 @@ def free_lab() -> Iterator[Lab]:
             finally:
                 lab.down()
             return
-    raise LabError(f"all lab numbers up to {_FREE_NUMBERS.stop - 1} are taken; next: ls {_LOCKS}")
+    raise LabError(f"all lab numbers up to {_FREE_NUMBERS.stop - 1} are taken; next: ss -xa | grep gpuprov-lab")

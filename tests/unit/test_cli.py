@@ -343,6 +343,15 @@ def test_short_answers_end_quietly_with_their_reader(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", [("facts", "--hosts"), ("verify", "--hosts"), ("install", "--check", "--hosts")])
+def test_a_locale_that_is_not_installed_ends_no_command(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Ansible's own programs end with it; so what reads an inventory and its templates may not need those."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("here ansible_connection=local gpuprov_nope='{{ 1 + 1 }}'\n")
+    done = gpuprov(*words, str(hosts), env={"LC_ALL": "xx_XX.UTF-8", "LANG": "xx_XX.UTF-8"})
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "there is no variable gpuprov_nope")
+
+
 @pytest.mark.root
 def test_an_old_locale_shows_question_marks() -> None:
     done = gpuprov("facts", env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})

@@ -142,7 +142,7 @@ def test_the_test_drivers_own_list_is_found(tmp_path: Path) -> None:
     found = read_supported_gpus(System(), str(path), header.skip)
     assert set(found) == {H100, V100, K80}
     assert read_supported_gpus(System(), str(path), 0) == {}
-    assert read_supported_gpus(System(), "/nonexistent", 9) == {}
+    assert read_supported_gpus(System(), str(tmp_path / "absent"), 9) == {}
 
 
 def test_the_files_own_list_beats_the_table_before_anything_is_run(tmp_path: Path) -> None:

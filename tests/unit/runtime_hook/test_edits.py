@@ -102,11 +102,12 @@ def test_a_node_without_numbers_is_the_hosts_node() -> None:
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("/nonexistent/nvidia0", "is not on this host (No such file or directory)"), ("/etc/passwd", "is no device node")],
+    [("absent", "is not on this host (No such file or directory)"), ("file", "is no device node")],
 )
-def test_a_node_without_numbers_that_the_host_lacks_is_refused(path: str, says: str) -> None:
+def test_a_node_without_numbers_that_the_host_lacks_is_refused(tmp_path: Path, path: str, says: str) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(Refused) as caught:
-        edited({}, {}, {"deviceNodes": [{"path": path}]})
+        edited({}, {}, {"deviceNodes": [{"path": str(tmp_path / path)}]})
     assert says in str(caught.value)
 
 

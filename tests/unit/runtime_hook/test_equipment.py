@@ -128,7 +128,7 @@ def test_a_socket_that_is_gone_keeps_no_container_from_starting(tmp_path: Path, 
     there = tmp_path / "there/socket"
     there.parent.mkdir()
     there.touch()
-    for path in (str(there), "/nonexistent/socket"):
+    for path in (str(there), str(tmp_path / "absent/socket")):
         common["mounts"].append({"hostPath": path, "containerPath": path, "options": ["ro", "noexec", "bind"]})
     assert [one["hostPath"] for one in chosen(tmp_path, common).edits["mounts"] if "socket" in one["hostPath"]] == [
         str(there)

@@ -48,7 +48,7 @@ def test_the_answer_is_a_shells_word_whatever_the_path(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("configured", [True, False])
 def test_where_none_is_installed_the_engine_is_told(tmp_path: Path, configured: bool) -> None:
-    deployed = deploy_below(tmp_path, "/nonexistent/runc")
+    deployed = deploy_below(tmp_path, str(tmp_path / "absent/runc"))
     log = tmp_path / "log.json"
     if configured:
         deployed.settings.write_text('[nvidia-container-runtime]\nruntimes = ["crun-of-nobody"]\n')

@@ -38,6 +38,7 @@ class Bundle:
         self.specification = folder / "cdi/nvidia.json"
         self.specification.parent.mkdir()
         self.settings = folder / "settings.toml"
+        self.absent = folder / "absent"
         self.specification.write_text(json.dumps(SPECIFICATION))
         self.set("")
 
@@ -52,7 +53,7 @@ class Bundle:
         self.run()
 
     def run(self) -> None:
-        prepare(str(self.folder), (str(self.settings), "/nonexistent"))
+        prepare(str(self.folder), (str(self.settings), str(self.absent)))
 
     @property
     def is_untouched(self) -> bool:
@@ -239,7 +240,7 @@ def test_what_is_no_utf_8_is_read_as_runc_reads_it(bundle: Bundle) -> None:
 
 def test_a_bundle_without_a_configuration_is_left_to_runc(bundle: Bundle) -> None:
     bundle.run()
-    prepare("/nonexistent", (str(bundle.settings), "/nonexistent"))
+    prepare(str(bundle.absent), (str(bundle.settings), str(bundle.absent)))
     assert not bundle.config.exists()
 
 

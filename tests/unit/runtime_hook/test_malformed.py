@@ -116,7 +116,7 @@ def test_a_wrong_value_anywhere_in_a_specification_is_one_clean_line(
     bundle.specification.write_text(json.dumps(replaced(SPECIFICATION, path, value)))
     bundle.config.write_text(json.dumps(CONFIG))
     require_clean(bundle)
-    settings, trouble = read_settings(str(bundle.settings), "/nonexistent")
+    settings, trouble = read_settings(str(bundle.settings), str(bundle.absent))
     explained = explain(CONFIG, settings, trouble, str(bundle.folder))
     for node in explained["edits"].get("deviceNodes", ()):
         found = node_of(node)

@@ -1,0 +1,169 @@
+"""`make test-spoilt`: the tests on a machine that is spoilt on purpose end as on a clean one, test by test.
+
+The spoilt machine is a root of its own for the time of the run: nothing of it is on this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from tests import world
+
+# Written by `make test`; what both runs below are compared with.
+_CLEAN = Path("build/results.xml")
+_PYTEST = ("-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow", "-q")
+_UNIT = ("tests/unit",)
+# Those that depend most on what a machine has: containers, hooks, engines, apt, one lab host, Ansible.
+_INTEGRATION = tuple(
+    f"tests/integration/test_{name}.py"
+    for name in (
+        "ansible", "container", "docker", "engines", "host_program", "install", "params", "prestart", "repos",
+        "start_details",
+    )
+)  # fmt: skip
+_ENVIRONMENT = {
+    "LC_ALL": "xx_XX.UTF-8", "TZ": "Asia/Kathmandu", "TERM": "no-such-terminal", "NO_COLOR": "1", "COLUMNS": "40",
+    "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "DOCKER_HOST": "unix:///nonexistent/socket",
+}  # fmt: skip
+_FILES = {
+    "/nonexistent/runc": "#!/bin/sh\nexit 42\n",
+    "/usr/local/bin/docker": "#!/bin/sh\necho 'Docker version 99.0.0, build 0000000'; exit 42\n",
+    "/usr/local/bin/runc": "#!/bin/sh\nexit 42\n",
+    "/etc/docker/daemon.json": '{"data-root": "/nonexistent", "default-runtime": "kata", "runtimes": {"nvidia": {}}}',
+    "/etc/passwd": "taken:x:100000:100000::/nonexistent:/bin/false\n",
+    "/etc/group": "taken:x:100000:\n",
+    "/etc/subuid": "taken:100000:65536\n",
+    "/etc/subgid": "taken:100000:65536\n",
+    "/root/.local/state/gpuprov/runs/20200101T000000-1.json": "{}",
+    "/root/.ansible.cfg": "[defaults]\nstdout_callback = none_such\n",
+    "/root/.ssh/config": "Host *\n  ProxyCommand false\n",
+    "/root/.docker/config.json": json.dumps({"currentContext": "gone"}),
+}
+_LISTS = ("/etc/passwd", "/etc/group", "/etc/subuid", "/etc/subgid")
+# A year and a day, without a leap day among them.
+_CLOCK = "+366d"
+
+
+def main() -> int:
+    """Run all, compare, and return the exit code."""
+    if os.geteuid() != 0:
+        sys.exit("the machine can't be spoilt without root; next: sudo make test-spoilt")
+    results = _CLEAN.parent.resolve()
+    results.mkdir(exist_ok=True)
+    if not _is_fresh(_CLEAN):
+        print("clean results of `make test` are missing or old: these tests run clean first", flush=True)
+        subprocess.run((sys.executable, *_PYTEST, f"--junitxml={_CLEAN}", *_UNIT, *_INTEGRATION), check=False)
+    spoilt: dict[str, str] = {}
+    for name, clock, files in (("unit", _CLOCK, _UNIT), ("integration", "", _INTEGRATION)):
+        place = results / f"spoilt-{name}.xml"
+        place.unlink(missing_ok=True)
+        print(f"on the spoilt machine: {name} tests{f', the clock at {clock}' if clock else ''}", flush=True)
+        _run_spoilt((sys.executable, *_PYTEST, f"--junitxml={place}", *files), clock)
+        spoilt |= outcomes(place)
+    differences = compare(outcomes(_CLEAN), spoilt, _UNIT + _INTEGRATION)
+    print(*differences, f"{len(spoilt)} tests compared, {len(differences)} differ", sep="\n")
+    return int(bool(differences) or not spoilt)
+
+
+def _is_fresh(results: Path) -> bool:
+    """Say whether results are newer than all that they depend on."""
+    listed = subprocess.run(("git", "ls-files", "-z"), stdout=subprocess.PIPE, text=True, check=True).stdout
+    files = [Path(name) for name in listed.split("\0") if name]
+    return results.exists() and results.stat().st_mtime > max(path.stat().st_mtime for path in files if path.exists())
+
+
+def outcomes(results: Path) -> dict[str, str]:
+    """Return what became of each test, by its name."""
+    found = {}
+    for case in ElementTree.parse(results).getroot().iter("testcase"):
+        parts = [part for part in case if part.tag in ("failure", "error", "skipped")]
+        said = [f"{part.tag}: {part.get('message', '').splitlines()[0:1]}" for part in parts]
+        found[f"{case.get('classname')}::{case.get('name')}"] = "; ".join(said) or "passed"
+    return found
+
+
+def compare(clean: dict[str, str], spoilt: dict[str, str], places: tuple[str, ...]) -> list[str]:
+    """Return a line for each test of these files and folders whose outcome differs, or that ran in one of both only."""
+    modules = tuple(place.removesuffix(".py").replace("/", ".") for place in places)
+    wanted = [name for name in clean if any(name.startswith((f"{module}.", f"{module}::")) for module in modules)]
+    every = sorted({*wanted, *spoilt})
+    told = {name: (clean.get(name, "not run"), spoilt.get(name, "not run")) for name in every}
+    return [f"{name}: clean: {one}; spoilt: {other}" for name, (one, other) in told.items() if one != other]
+
+
+def _run_spoilt(command: tuple[str, ...], clock: str) -> None:
+    with tempfile.TemporaryDirectory() as room:
+        environment = {**os.environ, **_ENVIRONMENT, **({world.CLOCK: clock} if clock else {})}
+        inside = (sys.executable, "-m", "tests.spoilt", "--inside", room, *command)
+        # Python itself says nothing about the locale.
+        subprocess.run(("unshare", "--mount", "--propagation", "private", *inside), env=environment, check=False)
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _inside(room: Path, command: list[str]) -> None:
+    """Make the spoilt root, go there, and become the command."""
+    folder = Path.cwd()
+    _mount("-t", "tmpfs", "spoilt", str(room))
+    root = room / "root"
+    root.mkdir()
+    for path in Path("/").iterdir():
+        place = root / path.name
+        if path.is_symlink():
+            place.symlink_to(path.readlink())
+        elif path.is_dir():
+            place.mkdir()
+            _mount("--rbind", str(path), str(place))
+    for name in ("etc", "usr/local", "root"):
+        layers = {layer: room / f"{layer}-{name.replace('/', '-')}" for layer in ("upper", "work")}
+        for layer in layers.values():
+            layer.mkdir()
+        if name == "root":
+            os.mknod(layers["upper"] / ".pyenv", 0o20000, 0)  # gone, in overlayfs' way
+        options = f"lowerdir=/{name},upperdir={layers['upper']},workdir={layers['work']}"
+        _mount("-t", "overlay", "-o", options, "spoilt", str(root / name))
+    _spoil_devices(root / "dev")
+    for name, text in _FILES.items():
+        path = root / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((path.read_text() if name in _LISTS and path.exists() else "") + text)
+        path.chmod(0o755 if text.startswith("#!") else 0o644)
+    (root / "old").mkdir()
+    subprocess.run(("pivot_root", ".", "old"), cwd=root, check=True)
+    os.chdir(folder)
+    subprocess.run(("umount", "--lazy", "/old"), check=True)
+    os.umask(0o077)
+    os.execvp(command[0], command)
+
+
+def _spoil_devices(dev: Path) -> None:
+    _mount("-t", "tmpfs", "-o", "mode=755", "spoilt", str(dev))
+    for path in Path("/dev").iterdir():
+        if path.is_mount():
+            (dev / path.name).mkdir()
+            _mount("--rbind", str(path), str(dev / path.name))
+        elif not path.name.startswith("nvidia"):
+            subprocess.run(("cp", "--archive", str(path), str(dev)), check=True)
+    shutil.rmtree(dev / "char", ignore_errors=True)
+    (dev / "char").mkdir()
+    for name, minor in (("nvidia0", 0), ("nvidia7", 7), ("nvidiactl", 255)):
+        os.mknod(dev / name, 0o20600, os.makedev(195, minor))
+        (dev / f"char/195:{minor}").symlink_to(f"../{name}")
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(("mount", *words), check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        _inside(Path(sys.argv[2]), sys.argv[3:])
+    sys.exit(main())
