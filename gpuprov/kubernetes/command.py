@@ -16,13 +16,10 @@ from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget
 from gpuprov.kubernetes.cluster import Node
-from gpuprov.kubernetes.components import components
-from gpuprov.kubernetes.hosts import HostList, host_lists, node_of
-from gpuprov.kubernetes.kubectl import Kubectl
-from gpuprov.kubernetes.manifest import require_namespace
-from gpuprov.kubernetes.stop import Stop
-from gpuprov.kubernetes.trial import Wanted
-from gpuprov.kubernetes.verify import all_nodes, verify_nodes
+from gpuprov.kubernetes.kubectl import Kubectl, Stop
+from gpuprov.kubernetes.manifest import components, require_namespace
+from gpuprov.kubernetes.node_checks import HostList, host_lists, node_of
+from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Finished
 from gpuprov.wire.words import one_line

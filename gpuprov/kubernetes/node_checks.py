@@ -1,20 +1,186 @@
-"""The checks of one node: compare its offer, the host's GPUs, and a pod's view. Pure except for events."""
+"""The checks of a node: what it offers, what its pod saw against its host's list, and why a pod did not run."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Union
 
+from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.core.system import System
 from gpuprov.fleet.display_text import listed
+from gpuprov.fleet.options import Options
 from gpuprov.fleet.recorder import HostSink, Recorder
 from gpuprov.fleet.result import HostResult
-from gpuprov.kubernetes.cluster import Node
-from gpuprov.kubernetes.gpu_list import GpuList
-from gpuprov.kubernetes.hosts import HostList, NoList
+from gpuprov.fleet.target import HostTarget
+from gpuprov.kubernetes.cluster import Node, PodState
 from gpuprov.verify.outcome import all_gpus_check
-from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import CheckDone, Finished, Note
-from gpuprov.wire.words import counted
+from gpuprov.wire.words import counted, one_line
+
+_GPU = re.compile(r"GPU \d{1,4}: (.{1,200}?) \(UUID: (GPU-[0-9A-Za-z-]{1,64})\)\s*")
+_MIG = re.compile(r"\s+MIG \S{1,40}\s+Device\s+\d{1,4}: \(UUID: (MIG-[0-9A-Za-z/-]{1,120})\)\s*")
+_MOST_LINES = 2000
+
+
+@dataclass(frozen=True)
+class GpuList:
+    """The devices that containers can be given: a GPU's UUID, or those of its MIG devices if it has some."""
+
+    devices: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(self.devices) or "none"
+
+
+def parse_list(text: str) -> GpuList | None:
+    """Return the list, None if the text is invalid: nvidia-smi prints at least one known line, or an error."""
+    gpus: list[tuple[str, list[str]]] = []
+    names: list[str] = []
+    for line in text.splitlines()[:_MOST_LINES]:
+        if found := _GPU.fullmatch(line):
+            names.append(found[1])
+            gpus.append((found[2], []))
+        elif gpus and (found := _MIG.fullmatch(line)):
+            gpus[-1][1].append(found[1])
+    if not gpus:
+        return None
+    return GpuList(tuple(device for gpu, parts in gpus for device in (parts or [gpu])), tuple(names))
+
+
+_SMI = ("nvidia-smi", "-L")
+_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class NoList:
+    """A host whose list is unavailable, and the reason."""
+
+    error: GpuprovError
+
+
+HostList = Union[GpuList, NoList]
+
+
+def host_lists(targets: Sequence[HostTarget], options: Options) -> Mapping[str, HostList]:
+    """Return the output of `nvidia-smi -L` on each host, by the host's name; many hosts at a time."""
+    if not targets:
+        return {}
+    with ThreadPoolExecutor(max_workers=max(1, min(options.forks, len(targets)))) as pool:
+        found = pool.map(lambda target: _host_list(target, options), targets)
+        return {target.name: one for target, one in zip(targets, found)}
+
+
+def _host_list(target: HostTarget, options: Options) -> HostList:
+    from gpuprov.fleet.remote_system import RemoteSystem
+    from gpuprov.fleet.ssh import connected
+
+    try:
+        if target.connection == "local":
+            return host_list(System().run(_SMI, timeout=_SECONDS))
+        with connected(target, options) as connection:
+            return host_list(RemoteSystem(connection, target).run(_SMI, timeout=_SECONDS))
+    except GpuprovError as error:
+        return NoList(error)
+
+
+def host_list(done: Completed) -> HostList:
+    """Return the list in what nvidia-smi did on a host."""
+    found = parse_list(done.stdout) if done.ok else None
+    if found is not None:
+        return found
+    missing = done.returncode == NOT_FOUND
+    what = "nvidia-smi is not installed on the host" if missing else "the host's own nvidia-smi lists no GPU"
+    return NoList(GpuprovError(what, done.evidence(), "gpuprov verify --hosts INVENTORY"))
+
+
+def node_of(target: HostTarget, nodes: Iterable[Node]) -> Node | None:
+    """Return the node of a host: by its name, else by its address, else by the first part of its name."""
+    nodes = tuple(nodes)
+    address = target.address or target.name
+    tests: tuple[Callable[[Node], bool], ...] = (
+        lambda node: node.name == target.name,
+        lambda node: address in node.addresses or target.name in node.addresses,
+        lambda node: node.name.partition(".")[0] == target.name.partition(".")[0],
+    )
+    for test in tests:
+        found = [node for node in nodes if test(node)]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+_LONGEST = 400
+_MOST_SHOWN = 5
+_NOT_FOUND = 127
+_MISSING = re.compile(r"executable file not found|no such file or directory", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A pattern in waiting reasons and events, its meaning, the next step."""
+
+    pattern: str
+    what: str
+    next_step: str
+
+
+_CAUSES = (
+    _Cause(r"ImagePull|InvalidImageName|ErrImage", "the node can't pull the test pod's image",
+           "give an image that the node can pull: --image IMAGE"),
+    _Cause(r"RuntimeHandler|no runtime for|runtime handler", "the node's engine does not know the runtime nvidia",
+           "gpuprov install -e '{gpuprov_engines: [containerd]}', and restart the engine"),
+    _Cause(r"unresolvable CDI|CDI device injection", "the node's engine can't resolve the device plugin's CDI devices",
+           "use `--strategy environment` of gpuprov kubernetes manifest, or install NVIDIA's toolkit on the node"),
+    _Cause(r"Insufficient nvidia\.com|UnexpectedAdmissionError|OutOfnvidia", "the node's GPUs are in use by other pods",
+           "kubectl get pods -A --field-selector spec.nodeName=NODE; run it again later"),
+    _Cause(r"Insufficient (cpu|memory|pods)|Too many pods", "the node has no room for the test pod",
+           "kubectl describe node NODE"),
+    _Cause(r"Evicted|Preempt|NodeLost|NodeShutdown|Terminated", "the node ended the test pod",
+           "kubectl describe node NODE"),
+)  # fmt: skip
+
+
+def not_started(state: PodState, events: Iterable[str], seconds: float) -> Problem:
+    """Return why a pod did not start; `seconds` is how long it was waited for."""
+    lines = tuple(dict.fromkeys(filter(None, (state.waiting, state.reason, *events))))
+    evidence = "\n".join(lines) or f"phase {state.phase or 'unknown'}"
+    if state.phase == "removed":
+        return Problem("the test pod was removed while it ran", "\n".join(lines), "kubectl get events -A")
+    if cause := _cause(lines):
+        return Problem(cause.what, evidence, cause.next_step)
+    if state.waiting not in ("", "ContainerCreating", "PodInitializing"):
+        return Problem(f"the test pod can't start: {state.waiting}", evidence, "kubectl describe node NODE")
+    what = f"the test pod did not end within {seconds:g} s"
+    return Problem(what, evidence, "kubectl describe node NODE; or wait longer: --pod-timeout SECONDS")
+
+
+def ended(state: PodState, events: Iterable[str], printed: str, *, by_class: bool) -> Problem:
+    """Return why a pod that ended printed no list of GPUs. `by_class`: it had the runtime class nvidia."""
+    said = [one_line(line)[:_LONGEST] for line in printed.splitlines() if line.strip()][:_MOST_SHOWN]
+    lines = tuple(dict.fromkeys(filter(None, (*said, state.reason, *events))))
+    evidence = "\n".join(lines) or "(silent)"
+    if state.phase == "Succeeded":
+        return Problem("nvidia-smi in the pod lists no GPU", evidence, "gpuprov verify --hosts INVENTORY")
+    if state.exit_code == _NOT_FOUND or any(map(_MISSING.search, lines)):
+        how = "" if by_class else "the cluster has no runtime class nvidia (gpuprov kubernetes manifest); "
+        cure = f"{how}look at the node: gpuprov verify --hosts INVENTORY; give an image with glibc: --image IMAGE"
+        return Problem("the pod has no nvidia-smi: the runtime gave it no driver files", evidence, cure)
+    if state.exit_code is None and (cause := _cause(lines)):
+        return Problem(cause.what, evidence, cause.next_step)
+    code = "" if state.exit_code is None else f" with exit code {state.exit_code}"
+    return Problem(f"nvidia-smi in the pod failed{code}", evidence, "gpuprov doctor --hosts INVENTORY")
+
+
+def _cause(lines: Iterable[str]) -> _Cause | None:
+    known = "\n".join(lines)
+    return next((cause for cause in _CAUSES if re.search(cause.pattern, known)), None)
+
 
 ENGINE = "kubernetes"
 READY, OFFERED, ALL = "node ready", f"{ENGINE}, allocatable GPUs", all_gpus_check(ENGINE)

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 
 from gpuprov.fleet.result import HostResult
-from gpuprov.kubernetes.hosts import HostList
-from gpuprov.kubernetes.kubectl import Kubectl
-from gpuprov.kubernetes.stop import Stop
-from gpuprov.kubernetes.trial import Wanted
-from gpuprov.kubernetes.verify import all_nodes, verify_nodes
+from gpuprov.kubernetes.kubectl import Kubectl, Stop
+from gpuprov.kubernetes.node_checks import HostList
+from gpuprov.kubernetes.verify import Wanted, all_nodes, verify_nodes
 from tests.kube_api import Behaviour, Cluster, kubectl, node, serving
 
 ONE, TWO = "GPU-00000001", "GPU-00000002"

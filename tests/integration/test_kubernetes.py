@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpuprov.kubernetes.gpu_list import GpuList
 from gpuprov.kubernetes.manifest import MODES, RESOURCE_APIS, Choice, manifest
+from gpuprov.kubernetes.node_checks import GpuList
 from gpuprov.kubernetes.verify import all_nodes
 from gpuprov.wire.errors import ExitCode
 from tests.integration import kube_run

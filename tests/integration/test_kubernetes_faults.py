@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.kubernetes import trial
-from gpuprov.kubernetes.gpu_list import GpuList
+from gpuprov.kubernetes import verify
 from gpuprov.kubernetes.kubectl import Kubectl
+from gpuprov.kubernetes.node_checks import GpuList
 from gpuprov.kubernetes.verify import all_nodes
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from tests.integration import kube_run
@@ -94,7 +94,7 @@ def test_a_removal_that_fails_is_told_with_the_command(
     assert "remove the pod given/gpuprov-verify-" in result.problems[0].what
     cluster.refuse.clear()
     cluster.stays = True
-    monkeypatch.setattr(trial, "_REMOVAL_SECONDS", 0.5)
+    monkeypatch.setattr(verify, "_REMOVAL_SECONDS", 0.5)
     (result,) = verified(cluster, tmp_path)
     assert checks(result)[REMOVED] == "failed"
     assert "still there" in result.problems[0].what

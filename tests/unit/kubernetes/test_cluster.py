@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from gpuprov.core.commands import Completed
 from gpuprov.fleet.target import HostTarget
-from gpuprov.kubernetes import cluster, kubectl, pod_problems
+from gpuprov.kubernetes import cluster, kubectl, node_checks
 from gpuprov.kubernetes.cluster import Node, PodState, parse_events, parse_node, parse_pod, used_resources
-from gpuprov.kubernetes.gpu_list import GpuList, parse_list
-from gpuprov.kubernetes.hosts import NoList, listed, node_of
-from gpuprov.kubernetes.kubectl import Kubectl, failure
-from gpuprov.kubernetes.stop import Stop
-from gpuprov.kubernetes.trial import Trial, Wanted
+from gpuprov.kubernetes.kubectl import Kubectl, Stop, failure
+from gpuprov.kubernetes.node_checks import GpuList, NoList, host_list, node_of, parse_list
+from gpuprov.kubernetes.verify import Trial, Wanted
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from gpuprov.wire.spec import HostSpec
 from tests.kube_api import node
@@ -114,10 +112,10 @@ def test_a_host_is_a_node_by_name_by_address_or_by_short_name() -> None:
 
 
 def test_a_host_without_a_list_says_why() -> None:
-    assert isinstance(listed(Completed((), 0, _LIST)), GpuList)
+    assert isinstance(host_list(Completed((), 0, _LIST)), GpuList)
     missing, broken = (
-        listed(Completed(("nvidia-smi", "-L"), 127)),
-        listed(Completed((), 9, "Failed to initialize NVML")),
+        host_list(Completed(("nvidia-smi", "-L"), 127)),
+        host_list(Completed((), 9, "Failed to initialize NVML")),
     )
     assert isinstance(missing, NoList)
     assert "not installed" in str(missing.error)
@@ -166,7 +164,7 @@ def test_each_failure_of_kubectl_has_its_sentence(said: str, what: str, code: Ex
     ],
 )  # fmt: skip
 def test_a_pod_that_did_not_start_has_its_sentence(state: PodState, events: tuple[str, ...], what: str) -> None:
-    problem = pod_problems.not_started(state, events, 5)
+    problem = node_checks.not_started(state, events, 5)
     assert what in problem.what
     assert all(event in problem.evidence for event in events)
 

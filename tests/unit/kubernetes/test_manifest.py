@@ -11,9 +11,8 @@ import yaml
 from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
-from gpuprov.kubernetes.components import components, mirrored
-from gpuprov.kubernetes.manifest import Choice, manifest
-from gpuprov.kubernetes.verification_pod import verification_pod
+from gpuprov.kubernetes.manifest import Choice, components, manifest, mirrored
+from gpuprov.kubernetes.verify import verification_pod
 from gpuprov.wire.errors import ExitCode, GpuprovError
 
 # The oldest that NVIDIA's components of the table support among those with DRA, and the newest two that the tests know.
