@@ -6,10 +6,11 @@ import base64
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from gpuprov.wire.events import Sink
+if TYPE_CHECKING:
+    from gpuprov.wire.events import Sink
 
 _HIDDEN = "***"
 # Of .repo files, TOML and JSON, and of apt_auth.conf(5).
