@@ -7,10 +7,19 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 from gpuprov.cli.main import main as _main  # noqa: E402
 
 
+def _leave(number: int, frame: object) -> None:
+    """End with the code that a shell has for a signal: files are closed, a password's terminal echoes again."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
-    """Run the command line, in which Ctrl-C is an exception again."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _main()
+    """Run the command line, from which Ctrl-C is the way out until a run over hosts handles it."""
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        _main()
+    finally:
+        # Python would print a traceback for one that comes while it ends.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import selectors
 import signal
 import sys
 import traceback
@@ -16,7 +17,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Callable
 
-from gpuprov.agent.worker import start_worker
+from gpuprov.agent.worker import STOP, StopFlag, start_worker
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import Event, Finished, to_line
 from gpuprov.wire.request import Request, request_from_line
@@ -27,6 +28,7 @@ LOG_PATH = "/var/log/gpuprov.log"
 JOB = "job"
 # Argument that gpuprov-watch.service passes instead: there is no request, the host has a stored specification.
 WATCH = "watch"
+_CHUNK = 1 << 16
 
 
 def main() -> None:
@@ -47,6 +49,8 @@ def main() -> None:
 
         background.begin(request, background.job_from_line(sys.stdin.readline()), _work)
         return
+    # Ended by it before it is listened to, the worker would leave no result.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     raise SystemExit(_relay(*start_worker(request, _work)))
 
 
@@ -65,29 +69,53 @@ def _relay(worker: int, reading: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    with os.fdopen(reading, "rb") as events:
-        for line in events:
-            try:
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
-            except OSError:
-                # The connection is lost: exit silently; the worker continues without a reader.
-                os._exit(0)
+    with selectors.DefaultSelector() as inputs:
+        inputs.register(reading, selectors.EVENT_READ)
+        # What the caller says after the request. A regular file can't be waited for.
+        with contextlib.suppress(OSError):
+            inputs.register(0, selectors.EVENT_READ)
+        while reading in inputs.get_map():
+            for key, _ in inputs.select():
+                data = os.read(key.fd, _CHUNK)
+                if not data:
+                    inputs.unregister(key.fd)
+                elif key.fd != reading:
+                    _pass_on(worker, data)
+                else:
+                    _write(data)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _pass_on(worker: int, data: bytes) -> None:
+    """Tell the worker to stop unless a change has begun, if the caller says so."""
+    if STOP.encode() in data:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGUSR1)
+
+
+def _write(data: bytes) -> None:
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except OSError:
+        # The connection is lost: exit silently; the worker continues without a reader.
+        os._exit(0)
 
 
 def _work(request: Request, writing: int) -> int:
     """Carry out the request in a new session."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop = _StopFlag()
+    stop = StopFlag()
     signal.signal(signal.SIGINT, stop.set)
     signal.signal(signal.SIGTERM, stop.set)
+    signal.signal(signal.SIGUSR1, stop.set_unless_begun)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
-    sink = _pipe_sink(writing)
+    sink = stop.watching(_pipe_sink(writing))
     try:
         # Imported here: the relay does not need it, and forking a small process is cheap. Garbage collection during
         # imports finds nothing and takes a tenth of their time.
@@ -121,19 +149,6 @@ def _remove_agents(argument: str) -> None:
             path.unlink()
         folder.rmdir()
         folder.parent.rmdir()
-
-
-class _StopFlag:
-    """Set by a signal; checked between two changes."""
-
-    def __init__(self) -> None:
-        self._requested = False
-
-    def set(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
-
-    def __call__(self) -> bool:
-        return self._requested
 
 
 def _pipe_sink(writing: int) -> Callable[[Event], None]:

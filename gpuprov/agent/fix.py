@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuprov.agent.context import RunContext
-from gpuprov.core.apply import Applied, Stopped, apply_changes, take_up
+from gpuprov.core.apply import Applied, apply_changes, take_up
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
 from gpuprov.doctor.examine import tell, tell_causes
@@ -17,7 +17,7 @@ from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import Cause, diagnose
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.wire.events import ChangeDone, Event, Finished, Planned, PlannedChange
 from gpuprov.wire.words import counted
 
@@ -60,7 +60,8 @@ def check(run: RunContext) -> Finished:
 
 def fix(run: RunContext) -> Finished:
     """Make the changes, examine the host again and return the result."""
-    look, work = _look(run), _Work()
+    with run.system.interruptible(run.stop_requested):
+        look, work = _look(run), _Work()
     journal: Journal | None = None
     if look.fix.whole:
         journal = take_up(run.system, CHANGE_KINDS, run.sink)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.boot.reboot import Reboot
-from gpuprov.core.apply import Stopped, apply_changes, take_up, undo_disturbs
+from gpuprov.core.apply import apply_changes, take_up, undo_disturbs
 from gpuprov.core.changes import Then
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
@@ -25,7 +25,7 @@ from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.software import lacking_packages
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, make_plan, repository_changes
 from gpuprov.wire.advisories import TOOLKIT_PACKAGE
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.wire.events import Finished, Planned, PlannedChange
 from gpuprov.wire.words import counted
 
@@ -68,13 +68,14 @@ def install(run: RunContext) -> Finished:
             "run the same command again: it drains the host first",
         )
     interrupted = take_up(run.system, CHANGE_KINDS, run.sink)
-    run = _resolved(run)
-    facts = _gather(run)
-    plan = _announced_plan(run, facts)
-    if _needs_package_manager(plan):
-        # Before the first change: a run that fails here has changed nothing.
-        holder = facts.package_manager.lock_holder
-        wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
+    with run.system.interruptible(run.stop_requested):
+        run = _resolved(run)
+        facts = _gather(run)
+        plan = _announced_plan(run, facts)
+        if _needs_package_manager(plan):
+            # Before the first change: a run that fails here has changed nothing.
+            holder = facts.package_manager.lock_holder
+            wait_until_free(run.system, lambda message, *_: run.note(message), holder, run.spec.lock_timeout)
     end = _Progress(0, facts, plan)
     if plan.changes:
         journal = interrupted or journal_for(run.system, run.request.command, run.request.run_id)

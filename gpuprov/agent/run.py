@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpuprov import __version__
+from gpuprov.agent import same_machine
 from gpuprov.agent.context import RunContext, StopRequested
 from gpuprov.agent.image import for_target
 from gpuprov.agent.install import check, install
 from gpuprov.agent.resume import forget_resume
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
-from gpuprov.core.apply import Stopped, last_undoable_run, roll_back
+from gpuprov.core.apply import last_undoable_run, roll_back
 from gpuprov.core.lock import host_lock
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.site_tables import use_newer_advisories, use_tables
@@ -28,8 +29,8 @@ from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.facts.reboot_state import forget_asked
 from gpuprov.plan.steps import CHANGE_KINDS
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import FactsGathered, Finished, Planned, Sink, Started
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, Stopped
+from gpuprov.wire.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Planned, Sink, Started
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import secret_free
 from gpuprov.wire.spec import parse_spec
@@ -47,7 +48,7 @@ def run_request(
     """Carry out a request on this machine; every outcome ends with a Finished event, whose exit code is returned."""
     system = system or System()
     begun = system.now()
-    sink = secret_free(sink, request.spec)
+    sink = _Told(secret_free(sink, request.spec))
     sink(Started(__version__, request.command, system.own_pid()))
     try:
         use_tables(request.tables)
@@ -57,39 +58,78 @@ def run_request(
     except GpuprovError as error:
         finished = Finished(int(error.exit_code), problems=error.problems)
     except Stopped as stopped:
-        problem = Problem(str(stopped), "", "run the same command again to go on from there")
-        finished = Finished(int(ExitCode.FAILED), problems=(problem,))
+        problem = sink.stopped(request.command, stopped.left)
+        finished = Finished(int(ExitCode.INTERRUPTED), changed=len(sink.made), problems=(problem,))
     sink(replace(finished, seconds=round(system.now() - begun, 3)))
     return ExitCode(finished.exit_code)
 
 
+class _Told:
+    """Passes events on, and keeps which changes they name as made."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._begun: dict[str, str] = {}
+        self.made: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, ChangeStarted):
+            self._begun[event.key] = event.summary
+        elif isinstance(event, ChangeDone):
+            self.made.append(self._begun[event.key])
+        self._sink(event)
+
+    def stopped(self, command: str, left: Sequence[str]) -> Problem:
+        """Return what a stopped run has done, and what not."""
+        if not self.made:
+            what = "stopped as asked while it looked at the host" if not left else "stopped as asked"
+            return Problem(f"{what}: no change was begun", "", "run the same command again")
+        seen = [*(f"made: {one}" for one in self.made), *(f"not made: {one}" for one in left)]
+        step = "run the same command again: it makes the rest"
+        return Problem(
+            f"stopped as asked after {len(self.made)} of {counted(len(self.made) + len(left), 'change')}",
+            "\n".join(seen), f"{step}; gpuprov rollback undoes what was made" if command == "install" else step,
+        )  # fmt: skip
+
+
 def _dispatch(run: RunContext) -> Finished:
+    if same_machine.changes_the_host(run.request):
+        return _locked(_as_root(run))
+    with run.system.interruptible(run.stop_requested):
+        return _look(run)
+
+
+def _as_root(run: RunContext) -> RunContext:
+    if run.system.user_id() != 0:
+        raise GpuprovError(
+            f"gpuprov {run.request.command} must run as root",
+            f"this process has user id {run.system.user_id()}",
+            "put sudo before it; for remote hosts set ansible_become: true",
+            exit_code=ExitCode.USAGE,
+        )
+    reach_local_docker(run.system)
+    return run
+
+
+def _look(run: RunContext) -> Finished:
+    """Carry out a command that changes nothing."""
     command = run.request.command
     if command == "facts":
         return _facts(run)
     if command == "cuda":
         reach_local_docker(run.system)
         return _cuda(run)
-    if run.system.user_id() != 0:
-        raise GpuprovError(
-            f"gpuprov {command} must run as root",
-            f"this process has user id {run.system.user_id()}",
-            "put sudo before it; for remote hosts set ansible_become: true",
-            exit_code=ExitCode.USAGE,
-        )
-    reach_local_docker(run.system)
+    run = _as_root(run)
     if command == "verify":
         return _verify(run)
-    if command == "doctor" and (run.request.check or not run.request.fix):
+    if command == "doctor":
         return _doctor(run)
-    if command == "install" and run.request.check:
-        with _with_bundle(run) as run:
-            return check(run)
-    if command == "rollback" and run.request.check:
+    if command == "rollback":
         return _check_roll_back(run)
-    if command == "uninstall" and run.request.check:
+    if command == "uninstall":
         return _check_uninstall(run)
-    return _locked(run)
+    with _with_bundle(run) as run:
+        return check(run)
 
 
 def _locked(run: RunContext) -> Finished:
@@ -146,7 +186,7 @@ def _roll_back(run: RunContext) -> Finished:
     if last is not None:
         for sentence in lasting(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
-        count = roll_back(run.system, last, CHANGE_KINDS, run.sink)
+        count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
         summary = f"{counted(count, 'change')} undone"
     problem = failure(run.system)
     if problem is not None:
@@ -177,7 +217,8 @@ def _check_uninstall(run: RunContext) -> Finished:
 def _uninstall(run: RunContext) -> Finished:
     from gpuprov.agent.uninstall import carry_out
 
-    removal = _announced_removal(run)
+    with run.system.interruptible(run.stop_requested):
+        removal = _announced_removal(run)
     carry_out(run.system, removal, CHANGE_KINDS, run.sink, run.stop_requested)
     count = removal.count
     summary = (

@@ -16,7 +16,7 @@ from gpuprov.core.journal import STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.verify.engines import images_left
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.errors import GpuprovError, Problem, Stopped
 from gpuprov.wire.events import PlannedChange, Sink
 
 _RUNTIME = "nvidia"
@@ -103,6 +103,8 @@ def carry_out(
 
     Raises GpuprovError if a change can't be undone, or if files differ from their original state at the end.
     """
+    if stop_requested():
+        raise Stopped([f"undo: {entry.key}" for entry in removal.entries])
     # First, while the engines are still installed.
     for command in removal.images.values():
         system.run(command)

@@ -213,6 +213,6 @@ def serve(system: System) -> str:
         return "nobody has asked for a while"
     try:
         server.serve()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # gpuprov's own handler raises the second
         server.close()
     return "stopped"

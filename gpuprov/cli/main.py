@@ -58,10 +58,11 @@ def cli() -> None:
       gpuprov doctor --hosts inventory.ini                        why it fails, and what to type
 
     \b
-    Exit codes, the worst first:
+    Exit codes, the worst first (docs/fleets.md):
+      143, 129, 130  SIGTERM, SIGHUP or Ctrl-C ended the run
       2  the call or the inventory is wrong    1  a host failed    4  a host is unreachable
-      3  a host needs a reboot                 0  done
-      5  something would change (install --check --detailed-exitcode)
+      3  a host needs a reboot    5  something would change (install --check --detailed-exitcode)
+      0  done
     """
 
 
@@ -270,8 +271,6 @@ def main() -> None:
 
         click.echo(plain(error), err=True)
         sys.exit(int(error.exit_code))
-    except KeyboardInterrupt:  # before or after click, which tells of its own
-        sys.exit(int(ExitCode.FAILED))
     except Exception as error:  # the log keeps the traceback
         from gpuprov.fleet.crash import write_log
 

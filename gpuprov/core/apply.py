@@ -9,14 +9,10 @@ from typing import Callable
 from gpuprov.core.changes import Change, Json, Then, file_digest, images_in
 from gpuprov.core.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError, Problem, from_os_error
+from gpuprov.wire.errors import GpuprovError, Problem, Stopped, from_os_error
 from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 
 Kinds = Mapping[str, type[Change]]
-
-
-class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
-    """The run was asked to stop: the change in progress was finished, the next one was not begun."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ def apply_changes(
     """
     for index, change in enumerate(changes, 1):
         if stop_requested():
-            raise Stopped(f"stopped as asked before change {index} of {len(changes)}: {change.summary()}")
+            raise Stopped([one.summary() for one in changes[index - 1 :]])
         sink(ChangeStarted(change.key, change.summary(), index, len(changes)))
         begun = system.now()
         outcome = _apply_one(change, system, journal, sink)
@@ -122,9 +118,11 @@ def undo_disturbs(system: System, kinds: Kinds) -> bool:
     return kind is not None and kind.undo_when_interrupted and kind.undo_disturbs
 
 
-def roll_back(system: System, run: Run, kinds: Kinds, sink: Sink) -> int:
-    """Undo the changes of a run, latest first; return how many were undone."""
-    return undo_runs(system, (run,), kinds, sink)
+def roll_back(
+    system: System, run: Run, kinds: Kinds, sink: Sink, stop_requested: Callable[[], bool] = lambda: False
+) -> int:
+    """Undo the changes of a run, latest first; return how many were undone. Raises Stopped between two changes."""
+    return undo_runs(system, (run,), kinds, sink, stop_requested)
 
 
 def undo_runs(
@@ -145,7 +143,7 @@ def undo_runs(
         for entry in run.undoable:
             index += 1
             if stop_requested():
-                raise Stopped(f"stopped as asked before {index} of {total}: undo: {entry.key}")
+                raise Stopped([f"undo: {one.key}" for one in entries[index - 1 :]])
             sink(ChangeStarted(entry.key, f"undo: {entry.key}", index, total))
             begun = system.now()
             _undo_entry(system, journal, entry, kinds, _first_image(entries[index - 1 :], kinds))

@@ -81,8 +81,9 @@ def run_command(
     stdin: bytes,
     env: Mapping[str, str] | None,
     on_line: Callable[[str], None] | None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Completed:
-    """Run a command, and end it after `timeout` seconds; System.run documents the details."""
+    """Run a command, and end it after `timeout` seconds, or once `stop` is true; System.run documents the details."""
     argv = tuple(argv)
     begun = time.monotonic()
     try:
@@ -95,7 +96,7 @@ def run_command(
     except PermissionError:
         return Completed(argv, 126, "", f"{argv[0]}: permission denied")
     with process:
-        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line)
+        out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop)
         if not in_time:
             end_group(process)
             err += f"\nstopped after {timeout:g} s, its time limit".encode()
@@ -136,9 +137,10 @@ def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def _communicate(
-    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None
-) -> tuple[bytes, bytes, bool]:
-    """Feed and read the process until it ends; the last value is False if it exceeded the deadline.
+    process: subprocess.Popen[bytes], stdin: bytes, deadline: float, on_line: Callable[[str], None] | None,
+    stop: Callable[[], bool],
+) -> tuple[bytes, bytes, bool]:  # fmt: skip
+    """Feed and read the process until it ends; the last value is False if it exceeded the deadline or must stop.
 
     The end of the process counts, not of its pipes: a daemon started by a package script may keep those open.
     """
@@ -153,7 +155,7 @@ def _communicate(
             selector.register(number, selectors.EVENT_READ)
         while selector.get_map():
             ended = process.poll() is not None
-            if time.monotonic() > deadline and not ended:
+            if not ended and (time.monotonic() > deadline or stop()):
                 return bytes(chunks[process.stdout.fileno()]), bytes(chunks[process.stderr.fileno()]), False
             ready = selector.select(0 if ended else 0.2)
             if ended and not ready:

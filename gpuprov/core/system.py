@@ -12,14 +12,14 @@ import shutil
 import stat as stat_module
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
 
 from gpuprov.core import disk, files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.errors import GpuprovError, Problem, Stopped
 
 if TYPE_CHECKING:
     import socket
@@ -38,6 +38,8 @@ class System:
         self.environment: dict[str, str] = {}
         # The proxy for downloads, and for commands that request its environment: package managers.
         self.proxy: Proxy = NO_PROXY
+        # While the machine is only looked at: whether to stop. Changes are never interrupted.
+        self._stop: Callable[[], bool] = _never
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -170,7 +172,25 @@ class System:
         terminal does not reach it, so begun work is finished or undone. `on_line` receives each line as it is printed.
         """
         env = {**self.environment, **(env or {})}
-        return run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line)
+        done = run_command(argv, timeout=timeout, stdin=stdin, env=env, on_line=on_line, stop=self._stop)
+        self._leave_if_asked()
+        return done
+
+    @contextlib.contextmanager
+    def interruptible(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """Within the block, end the running command and raise Stopped once `stop` is true: nothing is changed there."""
+        self._stop = stop
+        try:
+            yield
+            self._leave_if_asked()
+        finally:
+            self._stop = _never
+
+    def _leave_if_asked(self) -> None:
+        """Raise Stopped once; the commands after it, which remove what the look has made, are not interrupted."""
+        if self._stop():
+            self._stop = _never
+            raise Stopped
 
     def output(self, argv: Sequence[str], *, timeout: float) -> contextlib.AbstractContextManager[BinaryIO]:
         """Return a command's output as it is written, for output too large for memory. Raises OSError."""
@@ -306,6 +326,7 @@ class System:
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
+        self._leave_if_asked()
 
     def clock(self) -> int:
         """Return the time of day, in seconds since 1970."""
@@ -314,6 +335,10 @@ class System:
     def now(self) -> float:
         """Return a monotonic clock in seconds."""
         return time.monotonic()
+
+
+def _never() -> bool:
+    return False
 
 
 def sha256_of(content: bytes) -> str:

@@ -19,12 +19,13 @@ from gpuprov.agent.probe import (
 )  # fmt: skip
 from gpuprov.agent.push import STORE, agent_command, no_probe_problem, said, unfinished_problem
 from gpuprov.agent.refusals import sudo_problem
+from gpuprov.agent.worker import STOP
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import Finished, Note, Sink, from_line
+from gpuprov.wire.events import Finished, Note, Sink, Started, from_line
 from gpuprov.wire.request import Request, request_to_line
 
 if TYPE_CHECKING:
@@ -56,11 +57,13 @@ def run_agent(
     bootstrap_python: bool = False,
     host_timeout: float | None = None,
     claim: Callable[[str], None] = lambda _: None,
+    stoppable: Callable[[Callable[[], None]], None] = lambda _: None,
 ) -> Finished:
     """Run the request on the host and return its last event. Raises GpuprovError if there is none.
 
     `host_timeout`: how many seconds the agent may be silent. `claim` gets the machine's identity before any change, and
-    raises GpuprovError to prevent it.
+    raises GpuprovError to prevent it. `stoppable` gets, once the agent runs, what asks it to stop unless a change has
+    begun.
     """
     probe = probe_host(connection, target, agent.digest)
     claim(probe.machine)
@@ -87,9 +90,12 @@ def run_agent(
             finished.append(event)
         else:
             sink(event)
+            if isinstance(event, Started):
+                stoppable(lambda: later(STOP.encode() + b"\n"))
 
     line = _line(request_to_line(request))
-    done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout)
+    later = remote.Later()
+    done = as_root(connection, target, probe, command, line, on_line, timeout=host_timeout, later=later)
     if not finished:
         raise _error(_unfinished_problem(done, strays))
     # A Finished event that announces a reboot is not the final one.
@@ -163,16 +169,17 @@ def as_root(
     on_line: Callable[[str], None],
     *,
     timeout: float | None = None,
+    later: remote.Later | None = None,
 ) -> Completed:
-    """Run a command as root and write to its stdin. Raises GpuprovError if sudo refuses."""
+    """Run a command as root and write to its stdin; `later` keeps that open. Raises GpuprovError if sudo refuses."""
     if probe.uid == 0 or probe.sudo_code == 0:
         words = command if probe.uid == 0 else ("sudo", "-n", "--", *command)
-        return remote.stream(connection, shlex.join(words), on_line, stdin=stdin, timeout=timeout)
+        return remote.stream(connection, shlex.join(words), on_line, stdin=stdin, timeout=timeout, later=later)
     words = ("sudo", "-k", "-S", "-p", "", "--", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
     answer = _SudoAnswer(stdin)
     done = remote.stream(
         connection, "env LC_ALL=C " + shlex.join(words), on_line,
-        stdin=_line(target.become_password), answer=answer, timeout=timeout,
+        stdin=_line(target.become_password), answer=answer, timeout=timeout, later=later,
     )  # fmt: skip
     if not answer.went_through:
         raise _error(_sudo_refusal(target, done, wrong_password=answer.wrong_password))

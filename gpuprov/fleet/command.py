@@ -21,7 +21,7 @@ from gpuprov.fleet.inventory import read_extra_vars, read_inventory
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.result import HostResult
 from gpuprov.fleet.target import HostTarget, Inventory
-from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error
+from gpuprov.wire.errors import ExitCode, GpuprovError, Problem, from_os_error, worst
 from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.request import Request
 from gpuprov.wire.secrets import masked
@@ -61,16 +61,16 @@ def run_command(options: Options) -> ExitCode:
         arguments=options.arguments,
     )  # fmt: skip
     now, begun = time.time(), time.monotonic()
-    results = _run(options, inventory.hosts, request, rollout, commands)
+    results, ended_by = _run(options, inventory.hosts, request, rollout, commands)
     if options.command == "doctor":
         results = _with_whole_commands(results, options)
     run = Run(
         new_identifier(now), options.command, moment(now), round(time.monotonic() - begun, 1), results,
-        options.check, options.hosts, options.limit,
+        options.check, options.hosts, options.limit, ended_by=ended_by,
     )  # fmt: skip
     conclude(options, run, inventory.hosts, _next_command(options))
-    drifted = options.detailed_exitcode and run.exit_code == ExitCode.DONE and any(one.changed for one in results)
-    return ExitCode.WOULD_CHANGE if drifted else run.exit_code
+    drifted = options.detailed_exitcode and any(one.changed for one in results)
+    return worst((run.exit_code, ExitCode.WOULD_CHANGE if drifted else ExitCode.DONE))
 
 
 def conclude(options: Options, run: Run, targets: Sequence[HostTarget], next_command: str) -> None:
@@ -186,7 +186,8 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
 
 def _run(
     options: Options, targets: Sequence[HostTarget], request: Request, rollout: Rollout, commands: HostCommands
-) -> tuple[HostResult, ...]:
+) -> tuple[tuple[HostResult, ...], ExitCode | None]:
+    """Return the results, and the exit code of the signal that ended the run."""
     from gpuprov.fleet.run import Fleet, RunSettings
 
     console = make_console()
@@ -199,7 +200,8 @@ def _run(
     )
     progress = make_progress(options, console, [target.name for target in targets])
     with progress if isinstance(progress, contextlib.AbstractContextManager) else contextlib.nullcontext():
-        return Fleet(settings).run(targets, request, progress)
+        fleet = Fleet(settings)
+        return fleet.run(targets, request, progress), fleet.ended_by
 
 
 def make_console() -> Console:
@@ -237,7 +239,7 @@ def _report(options: Options, run: Run, next_command: str) -> None:
     else:
         print_report(
             console, run.command, run.results, check=run.check, next_command=next_command,
-            verbose=options.verbose,
+            verbose=options.verbose, ended_by=run.ended_by,
         )  # fmt: skip
     if options.report:
         write_page(run, options.report)

@@ -37,7 +37,10 @@ _PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]{0,255}:)[^/\s@]{1,255}@")
 
 @dataclass(frozen=True)
 class Run:
-    """One run: `began` is local time with its offset, `seconds` its wall time, `inventory` what --hosts named."""
+    """One run: `began` is local time with its offset, `seconds` its wall time, `inventory` what --hosts named.
+
+    `ended_by`: the exit code of the signal that ended it.
+    """
 
     identifier: str
     command: str
@@ -48,10 +51,11 @@ class Run:
     inventory: tuple[str, ...] = ()
     limit: str = ""
     version: str = __version__
+    ended_by: ExitCode | None = None
 
     @property
     def exit_code(self) -> ExitCode:
-        return overall_exit_code(self.results)
+        return overall_exit_code(self.results, self.ended_by)
 
 
 def folder() -> Path:
@@ -156,7 +160,8 @@ def from_json(data: Mapping[str, Any]) -> Run:
         raise ValueError(f"format {data['format']} is not known to gpuprov {__version__}")
     values = {key: value for key, value in data.items() if key not in ("format", "exit_code")}
     results = tuple(_result(one, _RENAMED if data["format"] == 1 else {}) for one in data["results"])
-    return Run(**{**values, "inventory": tuple(data["inventory"]), "results": results})
+    ended_by = ExitCode(data["ended_by"]) if data.get("ended_by") else None
+    return Run(**{**values, "inventory": tuple(data["inventory"]), "results": results, "ended_by": ended_by})
 
 
 def _result(data: Mapping[str, Any], renamed: Mapping[str, str]) -> HostResult:

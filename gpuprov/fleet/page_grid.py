@@ -11,7 +11,7 @@ from gpuprov.wire.errors import ExitCode
 
 # Colour never stands alone: each state has its word, and in the grid its width.
 STATES = {"done": "good", "reboot needed": "warn", "failed": "bad", "refused": "bad", "unreachable": "bad",
-           "not run": "none"}  # fmt: skip
+           "not run": "none", "stopped": "warn"}  # fmt: skip
 CHECK_STATES = {"ok": "good", "failed": "bad", "skipped": "warn"}
 FEW_HOSTS = 12  # so many have their names, and a bar for the time of each
 _SOME_HOSTS = 150  # more have smaller squares

@@ -32,6 +32,18 @@ class TooMuchError(Exception):
     """The host's output exceeds the limit."""
 
 
+class Later:
+    """Writes to a running command's stdin, after what it got at its start; silently nothing before and after it."""
+
+    def __init__(self) -> None:
+        self.channel: Any = None
+
+    def __call__(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            if self.channel is not None:
+                self.channel.sendall(data)
+
+
 def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: float = 60) -> Completed:
     """Run a command to its end. `returncode` is one of the constants above if it does not reach its end."""
     output: list[str] = []
@@ -48,12 +60,13 @@ def stream(
     answer: Callable[[str], Iterable[bytes] | None] | None = None,
     timeout: float | None = None,
     most: int = _MOST_OUTPUT,
+    later: Later | None = None,
 ) -> Completed:
     """Run a command and pass each line of its stdout to `on_line` as it arrives; `stderr` in the result is its tail.
 
-    `stdin` is an iterable, so it may exceed memory. `answer` sees each line of stderr and returns what to write to
-    stdin; None aborts. `returncode` is 255 if the connection breaks, 253 after `timeout` seconds of silence, 254 if the
-    output exceeds `most` bytes.
+    `stdin` is an iterable, so it may exceed memory; with `later` it stays open. `answer` sees each line of stderr and
+    returns what to write to stdin; None aborts. `returncode` is 255 if the connection breaks, 253 after `timeout`
+    seconds of silence, 254 if the output exceeds `most` bytes.
     """
     from paramiko.ssh_exception import SSHException
 
@@ -63,9 +76,13 @@ def stream(
         channel = connection.create_session()
         channel.settimeout(timeout)
         _begin(channel, command)
-        reader = threading.Thread(target=_read_errors, args=(channel, errors, answer), daemon=True)
+        if later is not None:
+            later.channel = channel
+        reader = threading.Thread(
+            target=_read_errors, args=(channel, errors, answer), kwargs={"last": later is None}, daemon=True
+        )
         reader.start()
-        _write(channel, stdin, last=answer is None)
+        _write(channel, stdin, last=answer is None and later is None)
         for line in _lines(channel.recv, most):
             on_line(line)
         reader.join(5)
@@ -123,7 +140,9 @@ def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:
         pass  # the command ended without reading it all; its exit code and stderr say why
 
 
-def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Iterable[bytes] | None] | None) -> None:
+def _read_errors(
+    channel: Any, errors: deque[str], answer: Callable[[str], Iterable[bytes] | None] | None, *, last: bool
+) -> None:
     try:
         for line in _lines(channel.recv_stderr, _MOST_OUTPUT):
             errors.append(line[:_LONGEST_KEPT])
@@ -132,7 +151,7 @@ def _read_errors(channel: Any, errors: deque[str], answer: Callable[[str], Itera
                 channel.close()
                 return
             if reply:
-                _write(channel, reply, last=True)
+                _write(channel, reply, last=last)
     except (OSError, EOFError):
         pass  # the same break shows on stdout
     except TooMuchError as error:

@@ -25,7 +25,12 @@ from gpuprov.wire.events import SCHEMA, CheckDone
 from gpuprov.wire.words import counted, one_line, plain
 
 _STYLES = {"done": "green", "failed": "red", "refused": "red", "reboot needed": "yellow", "unreachable": "red",
-           "not run": "yellow"}  # fmt: skip
+           "not run": "yellow", "stopped": "yellow"}  # fmt: skip
+# What ended the run, at the end of its last line.
+_SIGNALS = {
+    None: "", ExitCode.INTERRUPTED: "; ended by Ctrl-C", ExitCode.TERMINATED: "; ended by SIGTERM",
+    ExitCode.HUNG_UP: "; ended by SIGHUP",
+}  # fmt: skip
 _MOST_DETAILED = 3  # hosts side by side with what was measured; more do not fit on a terminal
 _MOST_SIDE_BY_SIDE = 8
 _MOST_ROWS = 50  # of one host each; beyond that only -v shows them all
@@ -34,8 +39,9 @@ _CHECK_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def print_report(
-    console: Console, command: str, results: Sequence[HostResult], *, check: bool, next_command: str, verbose: bool
-) -> None:
+    console: Console, command: str, results: Sequence[HostResult], *, check: bool, next_command: str, verbose: bool,
+    ended_by: ExitCode | None = None,
+) -> None:  # fmt: skip
     """Print all results of a run; the last line summarises them."""
     parts: list[RenderableType] = []
     if command == "facts":
@@ -43,7 +49,7 @@ def print_report(
     if any(result.checks for result in results):
         table = _checks_table if verbose or len(results) <= _MOST_SIDE_BY_SIDE else _checks_count_table
         parts.append(table(results))
-    if len(results) > 1 and (command != "facts" or overall_exit_code(tuple(results)) != ExitCode.DONE):
+    if len(results) > 1 and (command != "facts" or overall_exit_code(results) != ExitCode.DONE):
         short = len(results) > _MOST_ROWS and not verbose
         parts.append(_count_table(results) if short else _summary_table(results, foreseen=check))
     parts += drains_table(results, verbose=verbose)
@@ -53,13 +59,19 @@ def print_report(
         console.print(part, soft_wrap=isinstance(part, Text))  # a long line of JSON is copied whole
         console.print()
     console.print(problems_text(results), soft_wrap=True, end="")
-    worst = overall_exit_code(tuple(results))
+    worst = overall_exit_code(results, ended_by)
     style = "green" if worst == ExitCode.DONE else "yellow" if worst == ExitCode.REBOOT_NEEDED else "red"
-    line = last_line(command, results, check=check, next_command=next_command) + still_drained(results)
+    line = (
+        last_line(command, results, check=check, next_command=next_command)
+        + still_drained(results)
+        + _SIGNALS.get(ended_by, "")
+    )
     console.print(Text(line, style), soft_wrap=True)
 
 
-def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
+def summary_json(
+    command: str, results: Sequence[HostResult], ended_by: ExitCode | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Return the last object of `--json`: the exit code of the run, and the result of each host."""
     hosts = [
         {
@@ -80,7 +92,7 @@ def summary_json(command: str, results: Sequence[HostResult]) -> dict[str, Any]:
         "schema": SCHEMA,
         "event": "Summary",
         "command": command,
-        "exit_code": int(overall_exit_code(tuple(results))),
+        "exit_code": int(overall_exit_code(results, ended_by)),
         "hosts": hosts,
         "causes": [asdict(cause) for cause in causes(results)],
         "holes": [

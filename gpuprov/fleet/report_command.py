@@ -24,7 +24,9 @@ def show_run(console: Console, run: Run, *, as_json: bool, verbose: bool) -> Non
         return
     console.print(Text(f"run {run.identifier}: {_call(run)}, {run.began}, {run.seconds:.0f} s", "bold"), soft_wrap=True)
     console.print()
-    print_report(console, run.command, run.results, check=run.check, next_command="", verbose=verbose)
+    print_report(
+        console, run.command, run.results, check=run.check, next_command="", verbose=verbose, ended_by=run.ended_by
+    )
 
 
 def show_list(console: Console, *, as_json: bool) -> None:
@@ -80,4 +82,4 @@ def write_page(run: Run, path: str) -> None:
 
 def summary(run: Run) -> dict[str, object]:
     """Return the last object of `--json`, with the identifier of the stored run."""
-    return {**summary_json(run.command, run.results), "run": run.identifier}
+    return {**summary_json(run.command, run.results, run.ended_by), "run": run.identifier}

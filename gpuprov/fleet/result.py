@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.errors import ExitCode, Problem, worst
 from gpuprov.wire.events import CheckDone, PlannedChange
 
 DrainState = Literal["foreseen", "failed", "drained", "undrained"]
@@ -72,7 +72,7 @@ class HostResult:
 
     @property
     def word(self) -> str:
-        return _WORDS[self.exit_code] if self.begun else "not run"
+        return _WORDS.get(self.exit_code, "failed") if self.begun else "not run"
 
     @property
     def reason(self) -> str:
@@ -89,9 +89,8 @@ _WORDS = {
     ExitCode.USAGE: "refused",
     ExitCode.REBOOT_NEEDED: "reboot needed",
     ExitCode.UNREACHABLE: "unreachable",
+    ExitCode.INTERRUPTED: "stopped",
 }
-# The worst result decides, and a problem on a host outranks an unreachable host.
-_PRECEDENCE = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.UNREACHABLE, ExitCode.REBOOT_NEEDED)
 
 
 def machines(results: Sequence[HostResult]) -> tuple[HostResult, ...]:
@@ -104,7 +103,6 @@ def told(check: CheckDone) -> str:
     return f"{check.name}: {check.reason}" if check.reason else check.name
 
 
-def overall_exit_code(results: tuple[HostResult, ...]) -> ExitCode:
-    """Return the exit code of a run over all hosts; the precedence is 2, 1, 4, 3, 0."""
-    codes = {result.exit_code for result in results}
-    return next((code for code in _PRECEDENCE if code in codes), ExitCode.DONE)
+def overall_exit_code(results: Sequence[HostResult], ended_by: ExitCode | None = None) -> ExitCode:
+    """Return the exit code of a run over all hosts; `ended_by`: the code of the signal that ended it."""
+    return worst((*(result.exit_code for result in results), ended_by or ExitCode.DONE))

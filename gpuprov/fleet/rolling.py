@@ -43,11 +43,11 @@ class Rolling:
             return looked
         if request.check:
             return self._foreseen(looked, sink) if look.disturbs else looked
-        if not look.disturbs:
-            return carry_out(replace(request, undisturbed=True), sink)
         stopped = self.stopped()
         if stopped is not None:
             raise GpuprovError.several((stopped,))
+        if not look.disturbs:
+            return carry_out(replace(request, undisturbed=True), sink)
         begun = time.monotonic()
         self._drain(sink)
         try:

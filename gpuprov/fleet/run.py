@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from gpuprov.agent import same_machine
 from gpuprov.agent.same_machine import local_machine
+from gpuprov.agent.worker import StopFlag
 from gpuprov.core.site_tables import for_request
 from gpuprov.core.system import System
 from gpuprov.fleet.agent_run import Agent, run_agent
@@ -59,14 +61,22 @@ class RunSettings:
 
 
 class Fleet:
-    """A run over hosts. `interrupt` lets running hosts finish and starts no more; called twice, it cuts connections."""
+    """A run over hosts. `interrupt` lets changing hosts finish and starts no more; called twice, it cuts connections.
+
+    A host that is still looked at stops before its first change. This machine alone, and a root file system, stop after
+    the current change.
+    """
 
     def __init__(self, settings: RunSettings) -> None:
         self.settings = settings
         self.interruptions = 0
+        # The code of a run that a signal ended.
+        self.ended_by: ExitCode | None = None
         # Why no further host starts; None while hosts may start.
         self.stopped: Problem | None = None
         self._connections: set[Any] = set()
+        # Each asks the agent of one host to stop unless a change has begun.
+        self._looking: set[Callable[[], None]] = set()
         self._lock = threading.Lock()
         self._alone = True
         self._here = False
@@ -74,21 +84,29 @@ class Fleet:
         self._machines: dict[str, str] = {}
         self._same_as: dict[str, str] = {}
         self._drains: dict[str, Drain] = {}
+        self._rebooted: set[str] = set()
 
-    def interrupt(self) -> None:
+    def interrupt(self, code: ExitCode = ExitCode.INTERRUPTED) -> None:
         """Start no further host; at the second call, close the connections of running ones."""
         self.interruptions += 1
+        self.ended_by = self.ended_by or code
         self.stopped = self.stopped or _STOPPED_BY_CTRL_C
         drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
         if drained:
             self.settings.tell(f"drained now: {listed(drained)}; the report says who still is in the end")
         if self.interruptions == 1:
             self.settings.tell(_HERE_ONCE if self._here else _ONCE)
-            return
+        # A handler interrupts the thread that may hold the lock.
+        threading.Thread(target=self._reach, daemon=True).start()
+
+    def _reach(self) -> None:
+        """Ask hosts that are looked at to stop; after the second interruption, close all connections."""
         with self._lock:
-            connections = list(self._connections)
-        for connection in connections:  # each in a thread: closing waits for the connection's own
-            threading.Thread(target=close, args=(connection,), daemon=True).start()
+            calls = list(self._looking)
+            if self.interruptions > 1:
+                calls = [functools.partial(close, connection) for connection in self._connections]
+        for call in calls:  # each in a thread: closing waits for the connection's own
+            threading.Thread(target=call, daemon=True).start()
 
     def run_host(self, request: Request, agent: Callable[[], Agent]) -> RunHost:
         """Return the function that runs the request on one host."""
@@ -98,12 +116,13 @@ class Fleet:
             if target.connection == "local":
                 self._claim(target.name, local_machine(System()), wanted, sink)
             if target.connection == "chroot":
-                run_in_root(target.address, wanted, agent(), sink, self._is_cut)
+                stop = self._is_interrupted if self._here else self._is_cut
+                run_in_root(target.address, wanted, agent(), sink, stop)
                 return
 
             def carry_out(one: Request, events: Sink) -> Finished:
                 if target.connection == "local":
-                    return run_here(one, events, self._is_cut)
+                    return self._run_here(target, one, events)
                 return self._through_reboots(target, one, wanted, agent(), events)
 
             if not self.settings.commands.before:
@@ -120,6 +139,46 @@ class Fleet:
     def _is_cut(self) -> bool:
         return self.interruptions > 1
 
+    def _is_interrupted(self) -> bool:
+        return self.interruptions > 0
+
+    def _run_here(self, target: HostTarget, request: Request, sink: Sink) -> Finished:
+        """Run the request in this process; alone, it stops after the current change, else as a host over SSH."""
+        flag = StopFlag()
+
+        def stop() -> bool:
+            if self._is_interrupted() and self._stops_before_its_first_change(target, request):
+                flag.set_unless_begun()
+            return self._is_cut() or (self._here and self._is_interrupted()) or flag()
+
+        return run_here(request, flag.watching(sink), stop)
+
+    def _stops_before_its_first_change(self, target: HostTarget, request: Request) -> bool:
+        """Say whether a first Ctrl-C ends the look at this host: a drained host is changed, verified and undrained."""
+        drain = self._drains.get(target.name)
+        begun = target.name in self._rebooted or (drain is not None and drain.lasts)
+        return same_machine.changes_the_host(request) and not begun
+
+    @contextmanager
+    def _stoppable(self, target: HostTarget, request: Request) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """Yield a function that takes what asks the host's agent to stop, and does so if Ctrl-C came before."""
+        held: list[Callable[[], None]] = []
+
+        def hold(ask: Callable[[], None]) -> None:
+            if not self._stops_before_its_first_change(target, request):
+                return
+            with self._lock:
+                held.append(ask)
+                self._looking.add(ask)
+            if self._is_interrupted():
+                ask()
+
+        try:
+            yield hold
+        finally:
+            with self._lock:
+                self._looking.difference_update(held)
+
     def _through_reboots(
         self, target: HostTarget, request: Request, claims: Request, agent: Agent, sink: Sink
     ) -> Finished:
@@ -131,6 +190,7 @@ class Fleet:
             if not finished.left_boot:
                 break
             made = finished.changed
+            self._rebooted.add(target.name)
             sink(Note(f"{finished.summary}; waiting for the host"))
             wait_for_boot(target, self.settings.options, finished.left_boot, self._is_cut)
         return finished
@@ -140,11 +200,14 @@ class Fleet:
 
         `claims` is the whole run's request: examining its plan must also find a machine with two names.
         """
-        with self._held() as hold, connected(target, self.settings.options, hold) as connection:
+        with (
+            self._held() as hold, connected(target, self.settings.options, hold) as connection,
+            self._stoppable(target, request) as stoppable,
+        ):  # fmt: skip
             if self.interruptions > 1:
                 raise _left()
             return run_agent(
-                connection, target, request, agent, _all_but_the_last(sink),
+                connection, target, request, agent, _all_but_the_last(sink), stoppable=stoppable,
                 bootstrap_python=self.settings.options.bootstrap_python,
                 host_timeout=self.settings.options.host_timeout,
                 claim=lambda machine: self._claim(target.name, machine, claims, sink),
@@ -186,7 +249,7 @@ class Fleet:
         run_host = self.run_host(request, lambda: _present(agent))
         results: dict[str, HostResult] = {}
         self._alone = len(targets) == 1
-        self._here = self._alone and targets[0].connection != "ssh"
+        self._here = self._alone and targets[0].connection != "ssh" and not self.settings.commands.before
         forks = max(1, min(self.settings.options.forks, len(targets)))
         with self._interruptible(), ThreadPoolExecutor(max_workers=forks) as pool:
             for batch in batches:
@@ -243,12 +306,16 @@ class Fleet:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers: dict[int, Callable[[], None]] = {signal.SIGINT: self.interrupt}
-        if self.settings.commands.before:
-            # A closed terminal or a job that is cancelled must not end the run without a word on who is drained.
-            handlers |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), self._cut_off)
+        # A closed terminal or a job that is cancelled must not end the run without a word on what is done.
+        handlers: dict[int, Callable[[], None]] = {
+            signal.SIGINT: self.interrupt,
+            signal.SIGTERM: lambda: self._cut_off(ExitCode.TERMINATED),
+            signal.SIGHUP: lambda: self._cut_off(ExitCode.HUNG_UP),
+        }
         before = {
             number: signal.signal(number, lambda *_, do=handler: do()) for number, handler in handlers.items()
+            # nohup(1) and a service's manager ignore what is not for this process.
+            if signal.getsignal(number) is not signal.SIG_IGN
         }  # fmt: skip
         try:
             yield
@@ -256,10 +323,10 @@ class Fleet:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _cut_off(self) -> None:
+    def _cut_off(self, code: ExitCode) -> None:
         """Interrupt as Ctrl-C does the second time."""
         while self.interruptions < 2:
-            self.interrupt()
+            self.interrupt(code)
 
 
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
@@ -321,6 +388,6 @@ def _too_many_failed(batch: Batch, failed: Sequence[str]) -> Problem:
     )
 
 
-_ONCE = "no further host begins; those that run are let finish (Ctrl-C again to leave them)"
-_HERE_ONCE = "the run is let finish (Ctrl-C again: it stops after the change that it is at)"
+_ONCE = "no further host begins; hosts whose changes have begun finish (Ctrl-C again leaves them, and ends a drain)"
+_HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
 _STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")

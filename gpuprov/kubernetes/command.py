@@ -68,7 +68,7 @@ def verify_cluster(options: Options, cluster: Cluster) -> ExitCode:
             results += verify_nodes(kubectl, chosen, wanted, stop, progress)
     run = Run(
         new_identifier(now), "verify", moment(now), round(time.monotonic() - begun, 1), results,
-        inventory=options.hosts, limit=options.limit,
+        inventory=options.hosts, limit=options.limit, ended_by=stop.code,
     )  # fmt: skip
     conclude(options, run, targets, "")
     return run.exit_code

@@ -31,6 +31,8 @@ class Stop:
     def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
         self._asked = threading.Event()
         self._tell = tell
+        # The exit code of the signal.
+        self.code: ExitCode | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -54,6 +56,7 @@ class Stop:
 
         def take(number: int, frame: FrameType | None) -> None:
             if not self._asked.is_set():
+                self.code = ExitCode(128 + number)
                 self._asked.set()
                 self._tell("stopping: the test pods are being removed")
 

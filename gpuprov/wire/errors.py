@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a gpuprov process returns; the README and `gpuprov --help` tell."""
+    """What a gpuprov process returns, the worst first: docs/fleets.md has the same table.
 
-    DONE = 0
-    FAILED = 1
+    128 + the signal's number is what a shell reports for a process that a signal ended.
+    """
+
+    TERMINATED = 143
+    HUNG_UP = 129
+    INTERRUPTED = 130
     USAGE = 2
-    REBOOT_NEEDED = 3
+    FAILED = 1
     UNREACHABLE = 4
+    REBOOT_NEEDED = 3
     WOULD_CHANGE = 5
+    DONE = 0
+
+
+def worst(codes: Iterable[ExitCode]) -> ExitCode:
+    """Return the code of a run whose parts ended with these; the order of ExitCode decides."""
+    found = set(codes)
+    return next((code for code in ExitCode if code in found), ExitCode.DONE)
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,17 @@ class GpuprovError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
+    """The run was asked to stop: the change in progress was finished, the next one was not begun.
+
+    `left` names the changes that are not made.
+    """
+
+    def __init__(self, left: Sequence[str] = ()) -> None:
+        super().__init__(f"stopped as asked, {len(left)} changes left")
+        self.left = tuple(left)
 
 
 _HINTS = {

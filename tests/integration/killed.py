@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.lab import Host, cgroups
 
-_AGENT = re.compile(rb"agent-[0-9a-f]+\.pyz")
+_AGENT = re.compile(rb"(agent-[0-9a-f]+|gpuprov-host)\.pyz")
 _JOURNALS = "var/lib/gpuprov/runs"
 _SECONDS = 180
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.integration.killed import held_at, journal_lines, kill_at
+from tests.integration.test_host_program import bare_host
 from tests.integration.test_install import etc, packages
+from tests.lab import Host
 from tests.lab.fixtures import GPUPROV, Site, gpuprov, patience
+from tools import host_program
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KILLS = 10
@@ -99,6 +104,74 @@ def test_ctrl_c_ends_the_run_and_leaves_no_mess(site: Site) -> None:
             process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     assert "Traceback" not in output
+    assert process.returncode == 128 + signal.SIGINT, output
+    # The host's changes had begun: it has come to its end.
     done = gpuprov("install", "--hosts", site.inventory("main"))
     assert done.returncode == 0, done.stdout
     assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+
+
+# The lock of dpkg, so that a run waits with its plan printed; ends with its input.
+HOLD_DPKG = (
+    "import fcntl; held = open('/var/lib/dpkg/lock-frontend', 'w'); fcntl.lockf(held, 2); print(flush=True); input()"
+)
+HERE = f"cd /root && exec python3 {host_program.NAME} install -e @site.json"
+
+
+@contextlib.contextmanager
+def waiting_for_dpkg(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a run and yield it once its plan is printed and it waits."""
+    holding = (*host.ssh_argv("root"), f'python3 -c "{HOLD_DPKG}"')
+    with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            seen = ""
+            while "holds the package manager's lock" not in seen:
+                line = process.stdout.readline()
+                assert line, seen
+                seen += line
+            yield process
+        holder.communicate("\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_ctrl_c_after_the_plan_changes_nothing_on_this_machine(site: Site, number: int) -> None:
+    host = bare_host("bullseye", site)
+    before = etc(host)
+    with waiting_for_dpkg(host, (*host.ssh_argv("root"), HERE)) as process:
+        host.ssh(f"pkill -{int(number)} -f '[g]puprov-host.pyz'")
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, output
+    assert "no change was begun" in output and "Traceback" not in output
+    assert etc(host) == before
+    assert not (host.root / "var/lib/gpuprov/runs").exists()
+
+
+def test_ctrl_c_between_two_changes_says_what_is_done_on_this_machine(site: Site) -> None:
+    host = bare_host("bullseye", site)
+    argv = (*host.ssh_argv("root"), HERE)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with held_at(host, process, _IN_THE_MIDDLE):
+            host.ssh("pkill -INT -f '[g]puprov-host.pyz'")
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "stopped as asked after " in output
+    assert "\n        not made: " in output and "made: " in output, output
+    done = host.ssh(HERE).stdout
+    assert "1 host installed" in done
+    assert "0 changes" in host.ssh(HERE).stdout
+
+
+def test_ctrl_c_over_ssh_while_a_host_is_looked_at_changes_nothing(site: Site) -> None:
+    host = site.fresh("main")
+    before = etc(host)
+    words = ("install", "--hosts", str(site.inventory("main")))
+    with waiting_for_dpkg(host, (str(GPUPROV), *words, *patience(words))) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "no change was begun" in output and "ended by Ctrl-C" in output
+    assert etc(host) == before
+    assert not (host.root / "var/lib/gpuprov/runs").exists()

@@ -12,7 +12,6 @@ import pytest
 from gpuprov.agent.run import run_request
 from gpuprov.core.apply import (
     Applied,
-    Stopped,
     apply_changes,
     last_undoable_run,
     roll_back,
@@ -31,8 +30,8 @@ from gpuprov.core.journal import (
     unfinished_run,
 )
 from gpuprov.core.system import System, sha256_of
-from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note
+from gpuprov.wire.errors import ExitCode, GpuprovError, Stopped
+from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Event, Finished, Note, Planned
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import parse_spec, spec_to_json
 from tests.unit.loaded_host import NEW, LoadedHost, install
@@ -235,10 +234,25 @@ def test_a_run_that_is_stopped_says_so_in_its_journal(tmp_path: Path) -> None:
     spec = parse_spec({"driver_version": NEW, "driver_url": "/driver.run"})
     events: list[Event] = []
     request = Request("install", spec_to_json(spec), steps=("driver",))
-    assert run_request(request, events.append, host, lambda: True) == ExitCode.FAILED
+
+    def asked() -> bool:
+        return isinstance(events[-1], Planned) if events else False
+
+    assert run_request(request, events.append, host, asked) == ExitCode.INTERRUPTED
     finished = events[-1]
     assert isinstance(finished, Finished)
-    assert finished.problems[0].what.startswith("stopped as asked before change 1 of 1: install NVIDIA driver")
+    assert finished.problems[0].what == "stopped as asked while it looked at the host: no change was begun"
+    assert read_runs(host) == ()
+    # Later: between two changes.
+    events.clear()
+    request = Request("install", spec_to_json(spec), steps=("driver", "cdi"))
+    asking = lambda: any(isinstance(event, ChangeStarted) for event in events)  # noqa: E731
+    assert run_request(request, events.append, host, asking) == ExitCode.INTERRUPTED
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    (problem,) = finished.problems
+    assert (problem.what, finished.changed) == ("stopped as asked after 1 of 2 changes", 1), problem
+    assert "made: " in problem.evidence and "not made: " in problem.evidence
     assert [run.end for run in read_runs(host)] == ["failed"]
 
 
@@ -336,8 +350,9 @@ def test_several_runs_are_undone_in_the_order_given_and_counted_as_one(system: R
 def test_an_undoing_that_is_stopped_goes_on_from_there(system: Recording) -> None:
     two_runs(system)
     answers = iter([False, True])
-    with pytest.raises(Stopped, match="stopped as asked before 2 of 4: undo: write /b"):
+    with pytest.raises(Stopped) as stopped:
         undo_runs(system, tuple(reversed(read_runs(system))), KINDS, ignore, lambda: next(answers))
+    assert stopped.value.left[0] == "undo: write /b" and len(stopped.value.left) == 3
     first, second = read_runs(system)
     assert [entry.state for entry in second.entries] == ["done", "undone"]
     assert (first.end, second.end) == ("done", "done")

@@ -90,7 +90,7 @@ def test_drift_has_an_exit_code_for_those_who_ask(
     words: tuple[str, ...], result: HostResult, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "_run", lambda *_: (result,))
+    monkeypatch.setattr(command, "_run", lambda *_: ((result,), None))
     path = tmp_path / "gpuprov.prom"
     done = CliRunner().invoke(cli, ["install", "--hosts", "gpu1,", *words, "--metrics", str(path)])
     assert done.exit_code == code, done.output

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpuprov.cli.main import cli
+from gpuprov.fleet.agent_run import Agent
 from gpuprov.fleet.batches import Rollout, parse_rollout
 from gpuprov.fleet.options import Options, SshSettings
 from gpuprov.fleet.reboot import wait_for_boot
@@ -17,9 +21,20 @@ from gpuprov.fleet.result import HostResult, overall_exit_code
 from gpuprov.fleet.run import Fleet, RunSettings, request_for
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, Event, FactsGathered, Finished, Planned, PlannedChange, Sink
+from gpuprov.wire.events import (
+    ChangeStarted,
+    CheckDone,
+    Event,
+    FactsGathered,
+    Finished,
+    Planned,
+    PlannedChange,
+    Sink,
+    Started,
+)  # fmt: skip
 from gpuprov.wire.request import Request
-from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.spec import HostSpec, parse_spec
+from tests.unit.loaded_host import NEW, LoadedHost
 
 HOSTS = [HostTarget(f"lab-{letter}", HostSpec(), connection="local") for letter in "abcdef"]
 
@@ -132,7 +147,9 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
     before = signal.getsignal(signal.SIGINT)
     fleet = Scripted(script, forks=1)
     fleet.settings = RunSettings(fleet.settings.build, Options("install", forks=1), told.append)
-    assert [result.exit_code for result in run(fleet)] == [0, 1, 1, 1, 1, 1]
+    results = run(fleet)
+    assert [result.exit_code for result in results] == [0, 1, 1, 1, 1, 1]
+    assert overall_exit_code(results, fleet.ended_by) == ExitCode.INTERRUPTED
     assert "no further host begins" in told[0]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -147,17 +164,66 @@ def test_ctrl_c_of_a_run_on_this_machine_speaks_of_no_other_hosts() -> None:
     fleet = Scripted(script)
     fleet.settings = RunSettings(fleet.settings.build, Options("install"), told.append)
     fleet.run(HOSTS[:1], Request("install"), lambda host, event: None)
-    assert told == ["the run is let finish (Ctrl-C again: it stops after the change that it is at)"]
+    assert told == ["stopping: a change that has begun is finished, no further one begins"]
+
+
+# The moment → changes begun, the first problem. On this machine alone; and among other hosts, whose rule it follows.
+STOPPED_HERE = {
+    (Started, True): (0, "stopped as asked while it looked at the host: no change was begun"),
+    (Planned, True): (0, "stopped as asked while it looked at the host: no change was begun"),
+    (ChangeStarted, True): (1, "stopped as asked after 1 of 2 changes"),
+    (Planned, False): (0, "stopped as asked while it looked at the host: no change was begun"),
+    (ChangeStarted, False): (2, "the host did not settle: after all changes were made, some are still wanted"),
+}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize(("moment", "alone"), STOPPED_HERE)
+def test_ctrl_c_on_this_machine(
+    moment: type[Event], number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, alone: bool
+) -> None:
+    """A real signal at an event of a run of two changes; SIGTERM is as two Ctrl-C."""
+    monkeypatch.setattr("gpuprov.agent.run.System", lambda: LoadedHost(tmp_path / "root"))
+    begun: list[str] = []
+
+    def sink(host: str, event: Event) -> None:
+        if isinstance(event, ChangeStarted):
+            begun.append(event.key)
+        if isinstance(event, moment) and not fleet.interruptions:
+            os.kill(os.getpid(), number)
+            while not fleet.interruptions:
+                time.sleep(0.01)
+
+    fleet = Fleet(RunSettings(lambda: Agent(b"", ""), Options("install", forks=1)))
+    here = replace(HOSTS[0], spec=parse_spec({"driver_version": NEW, "driver_url": "/driver.run"}))
+    targets = [here, *([] if alone else [replace(HOSTS[1], connection="ssh")])]
+    result = fleet.run(targets, Request("install", steps=("driver", "cdi")), sink)[0]
+    count, what = STOPPED_HERE[moment, (alone and number == signal.SIGINT) or number == signal.SIGTERM]
+    assert (len(begun), result.problems[0].what if result.problems else "") == (count, what)
+    assert overall_exit_code([result], fleet.ended_by) == 128 + number
+    assert result.word == ("stopped" if "stopped" in what else "failed")
 
 
 PRECEDENCE = [
     ((), 0), ((0, 0), 0), ((0, 3), 3), ((3, 4), 4), ((0, 4), 4), ((4, 1, 3), 1), ((1, 2, 4), 2),
+    ((0, 5), 5), ((5, 3), 3), ((2, 1, 130), 130), ((130, 143), 143),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("codes", "overall"), PRECEDENCE, ids=str)
 def test_overall_exit_code(codes: tuple[int, ...], overall: int) -> None:
     assert overall_exit_code(tuple(HostResult("h", ExitCode(code)) for code in codes)) == overall
+
+
+def test_page_and_help_list_all_exit_codes_in_their_precedence() -> None:
+    page = (
+        (Path(__file__).parents[3] / "docs/fleets.md").read_text().partition("### Exit codes")[2].partition("\n### ")[0]
+    )
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    words = (cli.help or "").partition("Exit codes")[2]
+    for listed in (" ".join(rows), re.sub(r"\((docs|install).*?\)", "", words)):
+        assert [int(number) for number in re.findall(r"\d+", listed)] == [int(code) for code in ExitCode]
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------
