@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import pytest
 
-from gpuprov.core.apply import Stopped, apply_changes, last_undoable_run, roll_back, take_up
+from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back, take_up
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
 from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
-from gpuprov.wire.errors import GpuprovError
+from gpuprov.wire.errors import GpuprovError, Stopped
 from gpuprov.wire.events import Event
 
 
