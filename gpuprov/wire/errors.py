@@ -84,7 +84,7 @@ class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)
     """
 
     def __init__(self, left: Sequence[str] = ()) -> None:
-        super().__init__(f"stopped as asked, {len(left)} changes left")
+        super().__init__("stopped as asked")
         self.left = tuple(left)
 
 
