@@ -8,24 +8,29 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+import click
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from gpuprov.agent.run import run_request
-from gpuprov.fleet.history import Run
+from gpuprov.cli.main import cli
+from gpuprov.fleet.history import Run, save
 from gpuprov.fleet.progress import JsonLines
 from gpuprov.fleet.recorder import Recorder
 from gpuprov.fleet.report_command import summary
-from gpuprov.wire.errors import Problem
-from gpuprov.wire.events import SCHEMA, CauseFound, Event, PlannedChange
+from gpuprov.fleet.result import HostResult
+from gpuprov.wire.errors import ExitCode, Problem
+from gpuprov.wire.events import SCHEMA, Event, PlannedChange
 from gpuprov.wire.request import COMMANDS, Request
 from gpuprov.wire.spec import HostSpec, spec_to_json
 from tests import simgpu
+from tests.bundles import write_test_bundle
 from tests.unit.fake_host import FakeHost, write_runfile
 
 _PAGE = Path(__file__).parents[2] / "docs/json.md"
@@ -37,6 +42,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
+    "any": lambda value: True,
 }
 _PARTS = {"changes": "PlannedChange", "problems": "Problem"}
 
@@ -45,13 +51,13 @@ def documented() -> dict[str, dict[str, str]]:
     """Return the fields and their types of every heading in the page."""
     sections = re.split(r"^#+ (.+)$", _PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
     return {
-        name: dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.MULTILINE))
+        name: dict(re.findall(r"^\| `(\w+)` \| ([\w ]+) \|", text, re.MULTILINE))
         for name, text in zip(sections[::2], sections[1::2])
     }
 
 
-def strictly(line: str) -> dict[str, Any]:
-    """Parse one line; refuse a key that comes twice, and what JSON does not have (NaN)."""
+def strictly(line: str) -> Any:
+    """Parse one document; refuse a key that comes twice, and what JSON does not have (NaN)."""
 
     def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len({key for key, _ in pairs}) == len(pairs), f"a key comes twice: {line}"
@@ -60,9 +66,13 @@ def strictly(line: str) -> dict[str, Any]:
     def refuse(word: str) -> Any:
         raise AssertionError(f"{word} is invalid JSON")
 
-    found = json.loads(line, object_pairs_hook=no_twins, parse_constant=refuse)
-    assert isinstance(found, dict)
-    return found
+    return json.loads(line, object_pairs_hook=no_twins, parse_constant=refuse)
+
+
+def require_kinds(found: dict[str, Any], wanted: dict[str, str]) -> None:
+    for name, value in found.items():
+        kind, _, null = wanted[name].partition(" or ")
+        assert _KINDS[kind](value) or (null and value is None), f"{name} is {value!r}, not {wanted[name]}"
 
 
 def require_documented(line: str) -> str:
@@ -74,8 +84,7 @@ def require_documented(line: str) -> str:
         del wanted["host"]
     assert set(found) == set(wanted)
     assert found["schema"] == SCHEMA
-    for name, value in found.items():
-        assert _KINDS[wanted[name]](value), f"{name} is {value!r}, not {wanted[name]}"
+    require_kinds(found, wanted)
     for name, part in _PARTS.items():
         for one in found.get(name, []):
             assert {key: _KINDS[pages[part][key]](value) for key, value in one.items()} == dict.fromkeys(
@@ -130,16 +139,51 @@ def test_every_line_of_every_command_is_as_documented(host: FakeHost, tmp_path: 
         seen |= set(events)
         asked.add(command)
     assert asked == set(COMMANDS)
-    assert seen | {"CauseFound", "Note", "ChangeProgress", "Summary"} == {cls.__name__ for cls in get_args(Event)} | {
-        "Summary"
-    }
+    assert seen == {*(cls.__name__ for cls in get_args(Event)), "Summary"}
 
 
-def test_causes_are_as_documented(tmp_path: Path) -> None:
-    console = Console(file=io.StringIO())
-    JsonLines(console)("lab-a", CauseFound(1, "rule", "area", "what", "seen", "next", "certain"))
-    assert isinstance(console.file, io.StringIO)
-    assert require_documented(console.file.getvalue()) == "CauseFound"
+def commands_with_json(group: click.Group, *names: str) -> Iterator[str]:
+    """Yield the subcommands that have --json."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands_with_json(command, *names, name)
+        if any("--json" in parameter.opts for parameter in command.params):
+            yield " ".join((*names, name))
+
+
+# Commands that print one document → what else to type, with files below the test's folder.
+DOCUMENTS = {
+    "options": (),
+    "advisories": (),
+    "bundle show": ("bundle.tar",),
+    "bundle verify": ("bundle.tar",),
+    "cdi list": ("--spec-dir", "."),
+    "cuda": (),
+    "hook explain": (),
+    "kubernetes manifest": (),
+    "report": (),
+    "runtime configure": ("--config", "{folder}/daemon.json", "--dry-run"),
+}
+
+
+def test_each_command_with_json_is_here() -> None:
+    assert {name.partition(" ")[0] for name in COMMANDS} <= set(commands_with_json(cli))
+    assert set(commands_with_json(cli)) == {*DOCUMENTS, *COMMANDS}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_each_document_is_as_documented(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    write_test_bundle(tmp_path / "bundle.tar")
+    save(Run("20261121T081500-7", "install", "", 1.0, (HostResult("lab-a", ExitCode.DONE),)))
+    words = [word.format(folder=tmp_path) for word in DOCUMENTS[name]]
+    done = CliRunner().invoke(cli, [*name.split(), *words, "--json"], input='{"process": {"env": []}}')
+    found = strictly(done.stdout)
+    wanted = documented()[f"`gpuprov {name} --json`"]
+    for one in found if isinstance(found, list) else [found]:
+        assert set(one) == set(wanted)
+        require_kinds(one, wanted)
 
 
 def test_what_the_program_prints_is_as_documented(tmp_path: Path) -> None:
