@@ -58,7 +58,8 @@ def _open_closed() -> None:
 def _made_lasting(name: str) -> _Lasting:
     stream = getattr(sys, name)
     raw = _Lasting(stream.fileno(), "wb", closefd=False)
-    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=stream.line_buffering)
+    by_line = stream.line_buffering or stream.write_through  # the latter: PYTHONUNBUFFERED
+    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_line)
     setattr(sys, name, text)
     return raw
 
