@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.wire.site_repository import SiteRepository
 from gpuprov.wire.spec import HostSpec
+from tests.gpg import gpg_home
 from tests.integration.loopback import served
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
@@ -91,8 +92,9 @@ class SiteServer:
 def site_server(folder: Path) -> Iterator[SiteServer]:
     """Serve a repository in `folder`/www."""
     (folder / "www").mkdir(parents=True)
-    with served(folder / "www") as url:
-        try:
-            yield SiteServer(folder / "www", folder / "gnupg", url)
-        finally:
-            subprocess.run(("gpgconf", "--homedir", str(folder / "gnupg"), "--kill", "all"), check=False)
+    # Not pytest's folder: the socket of gpg's agent would have too long a path (unix(7): 108 bytes).
+    with (
+        tempfile.TemporaryDirectory(prefix="gpuprov-gpg-") as short, gpg_home(Path(short)) as gnupg,
+        served(folder / "www") as url,
+    ):  # fmt: skip
+        yield SiteServer(folder / "www", gnupg, url)

@@ -15,8 +15,8 @@ from typing import Any
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 
-_STARTS_SECONDS = 30
-_STOPS_SECONDS = 20
+_STARTS_SECONDS = 120
+_STOPS_SECONDS = 120
 # StartLimitBurst of docker.service: after as many starts in a row systemd refuses until reset-failed.
 _STARTS_IN_A_ROW = 3
 # In a mount namespace of its own, so that the machine's /etc/docker stays unseen; $1: the folder that stands for it.

@@ -55,11 +55,12 @@ OLD_DRIVER = {**VERSIONS, "driver": "535.247.01"}
 class Host:
     """One host: its kind, the agents that it was given, how many events it has sent."""
 
-    def __init__(self, name: str, address: str, kind: str, seconds: float) -> None:
+    def __init__(self, name: str, address: str, kind: str, seconds: float, folder: Path = Path()) -> None:
         self.name = name
         self.address = address
         self.kind = kind
         self.seconds = seconds
+        self.folder = folder
         self.agents: set[str] = set()
         self.sent = 0
         self.request: dict[str, Any] = {}
@@ -68,6 +69,11 @@ class Host:
         """Send an event as the agent does."""
         process.stdout.write(to_line(event).encode() + b"\n")
         self.sent += 1
+
+    async def released(self, hold: str) -> None:
+        """Return once a file of this name, with which a test holds such hosts up, is not in the folder."""
+        while (self.folder / hold).exists():
+            await asyncio.sleep(0.02)
 
 
 # -- what the agent does on a host, by kind --------------------------------------------------------------------------
@@ -81,6 +87,7 @@ async def _begin(host: Host, process: Process, changes: int = _CHANGES) -> None:
     host.tell(process, Planned(PLAN))
     for number in range(1, changes + 1):
         host.tell(process, ChangeStarted(f"c{number}", f"change {number}", number, _CHANGES))
+        await host.released("hold-changes")
         for part in range(4):
             await asyncio.sleep(host.seconds / _CHANGES / 4)
             host.tell(process, ChangeProgress(f"c{number}", "reading", part, 4))
@@ -279,12 +286,13 @@ async def _serve(folder: Path, hosts: Sequence[Host], latency: float) -> None:
             )  # fmt: skip
 
     async def not_ssh(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if by_address[writer.get_extra_info("sockname")[0]].kind == "web":
+        host = by_address[writer.get_extra_info("sockname")[0]]
+        if host.kind == "web":
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 40)
             await writer.drain()
-            writer.close()
         else:
-            await asyncio.sleep(3600)
+            await host.released("hold-silence")
+        writer.close()
 
     others = [host for host in hosts if host.kind == "other-key"]
     await listen(other_key, others)
@@ -336,11 +344,11 @@ def playing(folder: Path, *options: str) -> Iterator[Path]:
         server.wait(60)
 
 
-def make_hosts(kinds: Sequence[str], seconds: float) -> list[Host]:
+def make_hosts(kinds: Sequence[str], seconds: float, folder: Path = Path()) -> list[Host]:
     """Return a host of each kind named, with addresses of its own in 127.77.0.0/16."""
     width = len(str(len(kinds)))
     return [
-        Host(f"gpu{number:0{width}}", f"127.77.{number // 250}.{number % 250 + 1}", kind, seconds)
+        Host(f"gpu{number:0{width}}", f"127.77.{number // 250}.{number % 250 + 1}", kind, seconds, folder)
         for number, kind in enumerate(kinds, 1)
     ]
 
@@ -362,7 +370,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="how long the agent works")
     given = parser.parse_args()
     kinds = given.kinds.split(",") if given.kinds else list(mixed(given.hosts))
-    asyncio.run(_serve(given.folder.absolute(), make_hosts(kinds, given.seconds), given.latency))
+    folder = given.folder.absolute()
+    asyncio.run(_serve(folder, make_hosts(kinds, given.seconds, folder), given.latency))
 
 
 if __name__ == "__main__":

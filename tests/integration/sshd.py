@@ -95,7 +95,7 @@ def _serving(folder: Path, path: str) -> Iterator[Server]:
             yield server
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 def _prepare(server: Server, path: str) -> None:
@@ -137,7 +137,7 @@ def _free_port() -> int:
 
 
 def _wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(100):
+    for _ in range(6000):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), 1):
             return
         if process.poll() is not None:

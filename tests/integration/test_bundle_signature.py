@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from gpuprov.bundle.signature import export_key, parse_fingerprint, sign
 from gpuprov.core.system import System
 from gpuprov.wire.errors import ExitCode, GpuprovError
 from tests.bundles import FILES, MANIFEST, listed
-from tests.gpg import signing_key
+from tests.gpg import gpg_home, signing_key
 
 
 class Signer:
@@ -110,15 +109,14 @@ def test_rubbish_for_a_signature_is_refused(signer: Signer, tmp_path: Path) -> N
 
 
 def test_an_expired_signature_is_refused(signer: Signer, tmp_path: Path) -> None:
-    key = signer.key("ops@example.org")
-    command = (
-        "gpg", "--homedir", str(signer.home), "--batch", "--local-user", "ops@example.org", "--armor", "--output", "-",
-        "--default-sig-expire", "seconds=1", "--detach-sign",
-    )  # fmt: skip
-    signature = subprocess.run(command, check=True, capture_output=True, input=manifest_with(key)).stdout
-    path = write(tmp_path / "b.tar", key, signature)
-    time.sleep(2)
-    assert "EXPSIG" in refusal(path, signer.pinned)
+    """By a key of a year that is long over, and signed in it for a second."""
+    with gpg_home(tmp_path / "gnupg") as home:
+        at = ("--faked-system-time", "20200101T000000")
+        pinned = signing_key(home, "ops@example.org", *at)
+        key = export_key(System(), "ops@example.org", {"GNUPGHOME": str(home)})
+        command = ("gpg", "--homedir", home, "--batch", *at, "--default-sig-expire", "seconds=1", "--detach-sign")
+        signature = subprocess.run(command, check=True, capture_output=True, input=manifest_with(key)).stdout
+        assert "EXPSIG" in refusal(write(tmp_path / "b.tar", key, signature), pinned)
 
 
 @pytest.mark.parametrize("text", ["", "ops@example.org", "ABCD1234", "A" * 41, "0x" + "A" * 40])

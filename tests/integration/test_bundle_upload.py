@@ -25,7 +25,7 @@ from tests.integration.test_fleet import fake_agent
 
 pytestmark = pytest.mark.root
 
-ACCEPTING = SshSettings(accept_new_host_keys=True, connect_timeout=5)
+ACCEPTING = SshSettings(accept_new_host_keys=True, connect_timeout=60)
 DIGEST = "d" * 64
 SIZE = 5_000_001
 # The agent tells what the host got, by the path that its request names.

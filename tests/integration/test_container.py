@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.container_bench import LIBRARIES, NAME, Bench, low_level_runtime, nodes
+from tests.lab.shell import wait_for
 
 pytestmark = pytest.mark.root
 
@@ -62,9 +63,7 @@ def test_a_node_that_was_not_asked_for_cannot_be_opened_even_if_it_is_made(bench
     bench.config.write_text(json.dumps(config))
     assert bench.create().returncode == 0
     bench.call("start", NAME)
-    for _ in range(200):
-        if json.loads(bench.call("state", NAME).stdout)["status"] == "stopped":
-            break
+    wait_for("the end", lambda: json.loads(bench.call("state", NAME).stdout)["status"] == "stopped")
     assert "Operation not permitted" in (bench.folder / "errors").read_text() + (bench.folder / "output").read_text()
 
 

@@ -121,7 +121,7 @@ def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
     try:
         for name, start in starts.items():
             ready = "busybox test -e /dev/nvidiactl" if node in start else "busybox test ! -s /opt/own/libcuda.so.1"
-            wait_for(name, functools.partial(_says, docker, name, ready), 30)
+            wait_for(name, functools.partial(_says, docker, name, ready))
         found = gather_containers(System("/"))
         assert (found.left, found.why) == (0, "")
         faults = {one.name: [fault.what for fault in one.findings] for one in found.examined}

@@ -287,7 +287,8 @@ def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Be
     codes = set()
     end = time.monotonic() + _RACE_SECONDS
     try:
-        while time.monotonic() < end:
+        # A slow machine tries until one start has won, too.
+        while time.monotonic() < end or 0 not in codes:
             done = bench.create(runtime=bench.low_level)
             codes.add(done.returncode)
             assert "Traceback" not in done.stderr

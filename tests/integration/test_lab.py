@@ -47,7 +47,7 @@ MOMENTS: dict[str, Callable[[Lab], bool]] = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_it_comes_up_the_next_up_works_and_down_leaves_no_trace(lab: Lab, moment: str) -> None:
     with subprocess.Popen((sys.executable, "-c", _UP.format(lab.number)), cwd=REPOSITORY) as process:
-        wait_for(f"the lab's {moment}", lambda: MOMENTS[moment](lab) or process.poll() is not None, 60)
+        wait_for(f"the lab's {moment}", lambda: MOMENTS[moment](lab) or process.poll() is not None)
         assert process.poll() is None, "it was up before it could be killed"
         process.send_signal(signal.SIGKILL)
     hosts = lab.up([HostRequest("one"), HostRequest("two")])

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +74,8 @@ OUTCOMES = [
 ]
 
 
+# Hosts that accept a login, and hold the run up then.
+TIMED = ("hangs", "frozen")
 ENDING = ("works", "settled", "old-driver", "reboot", "fails", "rolls", "ill", "calm")
 
 
@@ -87,13 +88,32 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what came of a run over all kinds: results and events by host, what hosts sent, the kind of each."""
     folder = tmp_path_factory.mktemp("mixed")
     seen: dict[str, list[Event]] = collections.defaultdict(list)
-    with pytest.MonkeyPatch.context() as patch, hosts(folder, MIXED) as inventory:
-        patch.setattr(remote, "ACCEPTANCE_SECONDS", 8)
+    (folder / "hold-silence").touch()
+    with hosts(folder, MIXED) as inventory:
         targets = read_inventory((str(inventory),)).hosts
-        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=3, forks=40, host_timeout=6))
-        results = Fleet(settings).run(targets, Request("install"), lambda host, event: seen[host].append(event))
+        kind_of = dict(zip((target.name for target in targets), MIXED))
+        results = {}
+        # Only those that say nothing meet a time limit: each is the first of all that it could meet.
+        for kinds, connects, silent, accepts in (
+            (TIMED, 60, 6, 8), (("silent",), 3, 300, 300), ({*KINDS} - {*TIMED, "silent"}, 300, 300, 300),
+        ):  # fmt: skip
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(remote, "ACCEPTANCE_SECONDS", accepts)
+                settings = RunSettings(
+                    lambda: AGENT, Options("install", forks=40, connect_timeout=connects, host_timeout=silent)
+                )
+                some = [target for target in targets if kind_of[target.name] in kinds]
+                for result in Fleet(settings).run(
+                    some, Request("install"), lambda host, event: seen[host].append(event)
+                ):
+                    results[result.host] = result
     sent = json.loads((folder / "sent.json").read_text())
-    return {"results": results, "seen": seen, "sent": sent, "kinds": dict(zip(sent, MIXED))}
+    return {
+        "results": tuple(results[target.name] for target in targets),
+        "seen": seen,
+        "sent": sent,
+        "kinds": dict(zip(sent, MIXED)),
+    }
 
 
 AGENT = Agent(b"never run here", hashlib.sha256(b"never run here").hexdigest())
@@ -176,7 +196,8 @@ def test_serial_stops_after_the_batch_with_too_many_failures(tmp_path: Path) -> 
 
 
 def test_first_ctrl_c_lets_running_hosts_finish(tmp_path: Path) -> None:
-    with hosts(tmp_path, ["works"] * 4, seconds=2) as inventory:
+    (tmp_path / "hold-changes").touch()
+    with hosts(tmp_path, ["works"] * 4) as inventory:
         done = _interrupted(inventory, times=1)
     results = json.loads(done.splitlines()[-1])["hosts"]
     assert [host["result"] for host in results] == ["done", "done", "not run", "not run"]
@@ -193,37 +214,45 @@ def test_second_ctrl_c_leaves_hosts_that_would_run_for_long(tmp_path: Path) -> N
 
 def _interrupted(inventory: Path, *, times: int) -> str:
     """Run over the hosts, two at a time; interrupt once both have begun a change, and return the output."""
-    process = subprocess.Popen(
-        (GPUPROV, "install", "--hosts", str(inventory), "--json", "--forks", "2"), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ},
-    )  # fmt: skip
-    assert process.stdout is not None
-    lines: list[str] = []
-    begun: set[str] = set()
-    try:
-        while len(begun) < 2:
-            lines.append(process.stdout.readline())
-            event = json.loads(lines[-1])
-            begun |= {event["host"]} if event["event"] == "ChangeStarted" else set()
-        for _ in range(times):
+    command = (GPUPROV, "install", "--hosts", str(inventory), "--json", "--forks", "2")
+    # As in many CI systems; what is printed comes at once, as it does without.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        lines: list[str] = []
+        begun: set[str] = set()
+        try:
+            while len(begun) < 2:
+                lines.append(process.stdout.readline())
+                event = json.loads(lines[-1])
+                begun |= {event["host"]} if event["event"] == "ChangeStarted" else set()
             process.send_signal(signal.SIGINT)
-            time.sleep(0.2)  # two signals at once would be one
-        return "".join(lines) + process.communicate(timeout=60)[0]
-    finally:
-        process.kill()
-        process.wait()
+            # Two signals at once would be one.
+            while "no further host begins" not in process.stderr.readline():
+                assert process.poll() is None
+            if times > 1:
+                process.send_signal(signal.SIGINT)
+            (inventory.parent / "hold-changes").unlink(missing_ok=True)
+            return "".join(lines) + process.communicate(timeout=300)[0]
+        finally:
+            process.kill()
 
 
 def test_slow_hosts_delay_nobody(tmp_path: Path) -> None:
     """Hosts that say nothing at all take their place among the forks and no more."""
     order: list[str] = []
+    silence = tmp_path / "hold-silence"
+    silence.touch()
     with hosts(tmp_path, ["silent", "silent", *["works"] * 6]) as inventory:
         targets = read_inventory((str(inventory),)).hosts
-        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=8, forks=4))
+        settings = RunSettings(lambda: AGENT, Options("install", connect_timeout=300, forks=4))
 
         def sink(host: str, event: Event) -> None:
             if type(event).__name__ == "Finished":
                 order.append(host)
+                # The silent ones hang up once all others are through.
+                if len(order) == 6:
+                    silence.unlink()
 
         results: Sequence[HostResult] = Fleet(settings).run(targets, Request("install"), sink)
     assert [result.exit_code for result in results] == [ExitCode.UNREACHABLE] * 2 + [ExitCode.DONE] * 6

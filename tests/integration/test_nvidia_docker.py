@@ -291,11 +291,11 @@ def test_in_the_foreground_until_ctrl_c(host: Host) -> None:
     host.ssh("systemctl stop gpuprov-serve.socket")
     try:
         host.ssh(f"systemd-run --quiet --unit=foreground --collect {GPUPROV} serve")
-        wait_for("an answer", lambda: host.ssh("ask /docker/cli", check=False).returncode == 0, 60)
+        wait_for("an answer", lambda: host.ssh("ask /docker/cli", check=False).returncode == 0)
         assert host.ssh(f"stat -c '%U %a' {_SOCKET}").stdout.split() == ["root", "600"]
         assert "Temperature:" in host.ssh(f"ask /gpu/status {_SOCKET}").stdout
         host.ssh("systemctl kill --signal=INT foreground")
-        wait_for("its end", lambda: host.ssh(f"test -e {_SOCKET}", check=False).returncode != 0, 60)
+        wait_for("its end", lambda: host.ssh(f"test -e {_SOCKET}", check=False).returncode != 0)
         assert "serving 127.0.0.1:3476 until Ctrl-C" in host.ssh("journalctl --unit foreground").stdout
     finally:
         host.ssh("systemctl stop foreground", check=False)

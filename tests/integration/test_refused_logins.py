@@ -171,7 +171,7 @@ PROXIES = (
 @pytest.mark.parametrize(("option", "value", "what", "seen"), PROXIES, ids=[row[2] for row in PROXIES])
 def test_a_dead_proxy_is_named(target: HostTarget, option: str, value: str, what: str, seen: str) -> None:
     through = dataclasses.replace(target, ssh_options=(*target.ssh_options, (option, value)))
-    patience = 1 if value.startswith("sleep") else 5
+    patience = 1 if value.startswith("sleep") else 60
     error = failure(through, dataclasses.replace(ACCEPTING, connect_timeout=patience))
     assert error.exit_code == ExitCode.UNREACHABLE
     assert what in error.problems[0].what

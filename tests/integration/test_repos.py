@@ -42,7 +42,9 @@ _SCRIPT = " && ".join(f'mount --bind "$1/{place}" /{place}' for place in _PLACES
 
 
 class AptHost(System):
-    """A machine below a folder with nothing installed, whose apt is this machine's."""
+    """A machine below a folder with nothing installed, whose apt is this machine's; `patience` is for servers."""
+
+    patience = 60
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
@@ -54,8 +56,8 @@ class AptHost(System):
         return System().which(program)
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        # Attempts that only lengthen the test are left out, and apt's patience (30 s) with a silent server.
-        hasty = ("Acquire::Retries=0", "-o", "Acquire::http::Timeout=2")
+        # Attempts that only lengthen the test are left out.
+        hasty = ("Acquire::Retries=0", "-o", f"Acquire::http::Timeout={self.patience}")
         argv = tuple(new for word in argv for new in (hasty if word == "Acquire::Retries=3" else (word,)))
         command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
         done = super().run(command, **more)
@@ -378,6 +380,7 @@ def test_a_repository_that_never_answers_is_told(host: AptHost, repository: Repo
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sources_from(host, repository, uri)
+        host.patience = 2
         found = refusal(host)
     assert "a repository can't be reached" in found and uri in found
 

@@ -317,13 +317,13 @@ def starts_cri(containerd: str, main: Path) -> tuple[bool, str]:
                 ("unshare", "--mount", *argv, "--address", f"{folder}/c.sock"), stdout=log, stderr=log
             ) as process,
         ):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 300
             said = ""
             while "successfully booted" not in said and time.monotonic() < deadline and process.poll() is None:
                 time.sleep(0.1)
                 said = (folder / "log").read_text("utf-8", "replace")
             process.terminate()
-            process.wait(20)
+            process.wait(60)
         return "successfully booted" in said and "failed to load plugin io.containerd.grpc.v1.cri" not in said, said
 
 

@@ -247,7 +247,7 @@ def _left_behind(output: str) -> set[str]:
 
 
 def _header(run_file: Path, option: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(("sh", str(run_file), option), capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(("sh", str(run_file), option), capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_same_input_gives_the_same_run_file(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,7 +18,9 @@ from gpuprov.verify.image import REPOSITORY
 from gpuprov.verify.outcome import Failed
 from gpuprov.verify.smi import SmiReport
 from gpuprov.wire.errors import GpuprovError
+from tests.clock import clock_of
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.lab.shell import wait_for
 from tests.simgpu import build_libraries
 
 pytestmark = [
@@ -117,8 +120,19 @@ def test_no_gpu_is_seen_where_none_is(host: DockerHost) -> None:
         containers.all_gpus(bench)
 
 
-def test_a_container_that_hangs_is_removed(host: DockerHost) -> None:
-    done = DOCKER.run(System(), DOCKER.image(System()), ("sh", "-c", "read forever < /dev/zero"), seconds=2)
+def test_a_container_that_hangs_is_removed(host: DockerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over once it runs."""
+    image = DOCKER.image(System())
+    clock = clock_of(monkeypatch, "gpuprov.core.commands")
+
+    def pass_time() -> None:
+        wait_for("the container runs", lambda: host.docker("ps", "--quiet"))
+        clock.ahead = 7200
+
+    with ThreadPoolExecutor(1) as pool:
+        passing = pool.submit(pass_time)
+        done = DOCKER.run(System(), image, ("sh", "-c", "read forever < /dev/zero"), seconds=600)
+        passing.result()
     assert done.returncode == TIMED_OUT
     assert host.docker("ps", "--all", "--quiet") == ""
 

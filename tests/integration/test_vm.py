@@ -127,7 +127,7 @@ def test_a_second_run_has_nothing_to_do(machine: Machine) -> None:
 def test_a_newer_driver_waits_for_a_process_with_an_open_gpu_and_names_it(machine: Machine) -> None:
     machine.set(gpuprov_driver_version=DRIVER, gpuprov_driver_url=f"/root/{DRIVER}.run", gpuprov_reboot="never")
     machine.vm.ssh(f"systemd-run --quiet --unit=trainer python3 -c {shlex.quote(_HOLD)}")
-    wait_for("the trainer", lambda: "/dev/nvidia0" in machine.vm.ssh(_HOLDS, check=False).stdout, 60)
+    wait_for("the trainer", lambda: "/dev/nvidia0" in machine.vm.ssh(_HOLDS, check=False).stdout)
     code, said = machine.gpuprov("install")
     assert code == 1, said
     assert f"driver {_OLDER} is loaded and in use" in said

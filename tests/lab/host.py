@@ -156,13 +156,13 @@ class Host:
             wait_for(f"SSH on {self.name}", self.answers, _BOOT_SECONDS)
         except LabError as error:
             console = (self.directory / "console.log").read_text(errors="replace")[-1500:]
-            said = self.ssh("systemctl list-jobs; systemctl --failed", check=False, timeout=15)
+            said = self.ssh("systemctl list-jobs; systemctl --failed", check=False, timeout=60)
             raise LabError(f"{error}\nssh: {said.stdout}{said.stderr}\nconsole: {console}") from None
 
     def answers(self) -> bool:
         """Say whether a command runs over SSH."""
         return (
-            self.ssh("test -e /run/systemd/system && ! test -e /run/nologin", check=False, timeout=15).returncode == 0
+            self.ssh("test -e /run/systemd/system && ! test -e /run/nologin", check=False, timeout=60).returncode == 0
         )
 
     def wait_until_settled(self) -> None:

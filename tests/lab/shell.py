@@ -24,8 +24,8 @@ def run(argv: Sequence[str], *, check: bool = True, stdin: str = "", timeout: fl
     return done.stdout
 
 
-def wait_for(what: str, condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition holds. Raises LabError if it does not in time."""
+def wait_for(what: str, condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a condition holds. Raises LabError if it does not in time, which only a fault takes."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

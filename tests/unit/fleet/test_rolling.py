@@ -239,7 +239,7 @@ def test_ctrl_c_during_the_look_leaves_the_host_alone(site: Site) -> None:
 
 
 def test_a_drain_that_is_cut_says_so_itself(site: Site) -> None:
-    site.script.write_text(f"#!/bin/sh\necho drain >> {site.calls}; sleep 30\n")
+    site.script.write_text(f"#!/bin/sh\necho drain >> {site.calls}; sleep 3600\n")
 
     def cut() -> None:
         while "drain" not in site.order():

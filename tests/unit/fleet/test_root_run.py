@@ -130,7 +130,7 @@ def test_a_stop_reaches_the_agent_inside(root: Path, tmp_path: Path) -> None:
     ready = root / "tmp/ready"
     lines = (
         "signal.signal(signal.SIGTERM, lambda *_: said.append('asked to stop'))", "open('/tmp/ready', 'w').close()",
-        "[time.sleep(0.1) for _ in range(300) if 'asked to stop' not in said] and None",
+        "[time.sleep(0.1) for _ in range(3000) if 'asked to stop' not in said] and None",
     )  # fmt: skip
     assert "asked to stop" in run(root, *lines, stop=ready.exists)
 

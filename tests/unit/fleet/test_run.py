@@ -34,6 +34,8 @@ from gpuprov.wire.events import (
 )  # fmt: skip
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec, parse_spec
+from tests.clock import clock_of
+from tests.lab.shell import wait_for
 from tests.unit.loaded_host import NEW, LoadedHost
 
 HOSTS = [HostTarget(f"lab-{letter}", HostSpec(), connection="local") for letter in "abcdef"]
@@ -55,9 +57,13 @@ def run(fleet: Fleet) -> tuple[HostResult, ...]:
 
 
 def test_results_come_in_the_order_of_the_inventory() -> None:
+    ended = threading.Semaphore(0)
+
     def script(target: HostTarget, sink: Sink) -> None:
-        time.sleep(0.05 if target.name == "lab-a" else 0)
+        for _ in HOSTS[1:] if target == HOSTS[0] else ():
+            ended.acquire()  # the first host is the last to end
         sink(Finished(0, changed=ord(target.name[-1])))
+        ended.release()
 
     assert [(result.host, result.changed) for result in run(Scripted(script))] == [
         (host.name, ord(host.name[-1])) for host in HOSTS
@@ -65,13 +71,14 @@ def test_results_come_in_the_order_of_the_inventory() -> None:
 
 
 def test_no_more_hosts_at_a_time_than_forks() -> None:
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, pairs = 0, 0, threading.Lock(), threading.Barrier(2)
 
     def script(target: HostTarget, sink: Sink) -> None:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
+        pairs.wait()  # two do run at a time; a third one would come meanwhile
         time.sleep(0.02)
         with lock:
             running -= 1
@@ -141,7 +148,7 @@ def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
 
     def script(target: HostTarget, sink: Sink) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.1)
+        wait_for("the main thread has handled the signal", lambda: told)
         sink(Finished(0))
 
     before = signal.getsignal(signal.SIGINT)
@@ -325,13 +332,16 @@ def test_this_machine_never_reboots_under_a_run_over_others(connection: str, *, 
     assert asked.caller_returns is (connection == "ssh")
 
 
-def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path) -> None:
+def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One pause is longer than the patience: the host is tried once.
+    clock = clock_of(monkeypatch, "gpuprov.fleet.reboot")
+    monkeypatch.setattr(clock, "sleep", lambda seconds: setattr(clock, "ahead", 7200))
     (tmp_path / "config").write_text("")
     # Port 1 (tcpmux) is nobody's.
     target = HostTarget(
         "gone", HostSpec(), address="127.0.0.1", port=1, connection="ssh", ssh_config_file=str(tmp_path / "config")
     )
     with pytest.raises(GpuprovError, match="did not come back from its reboot") as raised:
-        wait_for_boot(target, SshSettings(connect_timeout=1), "boot-1", lambda: False, patience=0.5)
+        wait_for_boot(target, SshSettings(), "boot-1", lambda: False, patience=3600)
     assert raised.value.exit_code == ExitCode.UNREACHABLE
     assert "refused" in str(raised.value)

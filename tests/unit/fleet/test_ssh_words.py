@@ -143,7 +143,7 @@ def test_algorithms_of_known_keys_are_asked_for_first() -> None:
 
 def test_probe_of_this_machine_is_read() -> None:
     done = subprocess.run(
-        ("sh", "-s", "0" * 64, *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=30
+        ("sh", "-s", "0" * 64, *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=300
     )  # fmt: skip
     probe = parse_probe(f"Welcome to the machine!\n{done.stdout}")
     assert probe is not None
@@ -159,7 +159,7 @@ def test_probe_names_the_packages_of_a_python_that_is_gone(tmp_path: Path) -> No
         assert found is not None
         (tmp_path / tool).symlink_to(found)
     done = subprocess.run(
-        ("/bin/sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=30,
+        ("/bin/sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
         env={"PATH": str(tmp_path), "HOME": "/root"},
     )  # fmt: skip
     probe = parse_probe(done.stdout)

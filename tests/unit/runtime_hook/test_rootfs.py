@@ -236,7 +236,7 @@ def test_an_empty_file_and_one_that_another_process_has_leased_are_not_waited_fo
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored, unlike SIGIO
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         reader = subprocess.run(
-            (sys.executable, "-c", _READ, str(tree)), capture_output=True, text=True, check=True, timeout=30
+            (sys.executable, "-c", _READ, str(tree)), capture_output=True, text=True, check=True, timeout=300
         )
     root.close()
     assert reader.stdout == "None\n"
