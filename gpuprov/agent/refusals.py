@@ -76,8 +76,8 @@ def account_problem(done: Completed) -> Problem | None:
 
 def _found(signs: tuple[_Sign, ...], said: str) -> Problem | None:
     for sign in signs:
-        match = re.search(sign.pattern, said)
-        if match is not None:
-            line = next((one for one in said.splitlines() if re.search(sign.pattern, one)), match[0])
-            return Problem(sign.what.format(**match.groupdict()), line.strip()[:300], sign.next_step)
+        for line in said.splitlines():
+            match = re.search(sign.pattern, line)
+            if match is not None:
+                return Problem(sign.what.format(**match.groupdict()), line.strip()[:300], sign.next_step)
     return None

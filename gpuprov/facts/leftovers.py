@@ -38,6 +38,7 @@ _ENGINE_FOLDERS = ("/etc/containerd/conf.d", "/etc/crio/crio.conf.d", "/etc/cont
 _HOOK_FOLDERS = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
 _PROGRAM = re.compile(r"[\w./-]*nvidia-container-(runtime|toolkit|cli)[\w.-]*")
 _SECONDS = 30
+_NEXT = "systemctl status docker"
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def _users(system: System, docker: DockerFacts) -> Mapping[str, tuple[str, ...]]
 
 def _volumes(system: System) -> tuple[Volume, ...]:
     words = ("docker", "volume", "ls", "--format", "{{.Driver}} {{.Name}}")
-    done = system.require(words, "docker does not tell which volumes there are", timeout=_SECONDS)
+    done = system.require(words, "docker does not tell which volumes there are", _NEXT, timeout=_SECONDS)
     rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
     named = [(row[0], row[1]) for row in rows if len(row) == 2 and _VOLUME.match(row[1])]
     return tuple(Volume(name, driver, _containers(system, name)) for driver, name in named)
@@ -217,7 +218,7 @@ def _containers(system: System, volume: str) -> tuple[str, ...]:
     """Return the containers, running or stopped, that refer to a volume, each with its state."""
     form = ("--format", "{{.Names}} ({{.Status}})")
     words = ("docker", "ps", "--all", "--no-trunc", "--filter", f"volume={volume}", *form)
-    done = system.require(words, f"docker does not tell which containers use volume {volume}", timeout=_SECONDS)
+    done = system.require(words, f"docker does not tell which containers use volume {volume}", _NEXT, timeout=_SECONDS)
     return tuple(sorted(done.stdout.splitlines()))
 
 
@@ -238,11 +239,12 @@ def _running(system: System) -> tuple[str, ...]:
 def _inspected(system: System, which: tuple[str, ...], form: str) -> list[str]:
     """Return a line of each container. Raises GpuprovError if docker does not tell: nobody is no answer to that."""
     what = "docker does not tell which containers use what nvidia-docker has left"
-    ids = system.require(("docker", "ps", *which, "--quiet", "--no-trunc"), what, timeout=_SECONDS).stdout.split()
+    words = ("docker", "ps", *which, "--quiet", "--no-trunc")
+    ids = system.require(words, what, _NEXT, timeout=_SECONDS).stdout.split()
     if not ids:
         return []
     done = system.run(("docker", "inspect", "--format", form, *ids), timeout=_SECONDS)
     # A container may have gone since it was listed; docker tells of the others then.
     if not done.ok and "no such" not in done.stderr.lower():
-        raise GpuprovError(what, done.evidence(4), "systemctl status docker")
+        raise GpuprovError(what, done.evidence(4), _NEXT)
     return done.stdout.splitlines()

@@ -407,15 +407,18 @@ def test_a_redirect_from_https_to_http_is_refused(
     with pytest.raises(GpuprovError, match="leads from https to http"):
         fetch(system, f"{url}/a.run", "/a.run", sha256=DIGEST, tell=lambda *_: None)
     (problem,) = unreachable(system, [f"{url}/a.run"])
-    assert "leads from https to http" in problem.what
+    assert "leads from https to http" in problem.what and f"Location: {site.url}" in problem.evidence
+    assert "https" in problem.next_step
     # As requests reads a URL: the scheme in any case, tabs and control characters dropped.
     for scheme in ("HTTP:", "Http:", "ht\ttp:", "\thttp:"):
         handler.target = f"{scheme}{site.url.partition(':')[2]}/a.run"
         with pytest.raises(GpuprovError, match="leads from https to http"):
             fetch_small(system, f"{url}/a.run")
     handler.target = "https://[::1/a.run"
-    with pytest.raises(GpuprovError, match="leads to something that is not a URL"):
+    with pytest.raises(GpuprovError, match="leads to something that is not a URL") as caught:
         fetch_small(system, f"{url}/a.run")
+    (problem,) = caught.value.problems
+    assert "Location: https://[::1/a.run" in problem.evidence and "URL" in problem.next_step
     # From http anything may follow, and within https too: there it ends with what the second place says.
     handler.target = "/elsewhere"
     with pytest.raises(GpuprovError, match="can't be reached"):

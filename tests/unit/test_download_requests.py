@@ -6,11 +6,14 @@ import pytest
 import requests
 
 from gpuprov.core.download import fetch, fetch_small, unreachable
+from gpuprov.core.http_session import proxy_for
+from gpuprov.core.proxy import NO_PROXY, Proxy
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError
 from tests.unit.download_server import (
     DIGEST,
     Impatient,
+    Site,
     download,
     site,
     system,
@@ -75,6 +78,47 @@ def test_certificates_are_always_checked_against_those_of_the_host(
         system.write(path, b"")
     ask_in_every_way(system)
     assert [options["verify"] for options in asked_of_requests] == [expected] * 3
+
+
+ENVIRONMENT = {"https_proxy": "http://e:2", "no_proxy": ".example.org,localhost"}
+
+
+@pytest.mark.parametrize(
+    ("proxy", "environment", "url", "expected"),
+    [
+        (NO_PROXY, {}, "http://a.example.net/x", ""),
+        (NO_PROXY, ENVIRONMENT, "https://a.example.net/x", "http://e:2"),
+        (NO_PROXY, ENVIRONMENT, "http://a.example.net/x", ""),
+        (NO_PROXY, ENVIRONMENT, "https://a.example.org/x", ""),
+        (Proxy("http://p:1", ".example.com"), ENVIRONMENT, "https://a.example.net/x", "http://p:1"),
+        (Proxy("http://p:1", ".example.com"), ENVIRONMENT, "http://a.example.org/x", "http://p:1"),
+        (Proxy("http://p:1", ".example.com"), ENVIRONMENT, "http://a.example.com/x", ""),
+        (Proxy("http://p:1"), ENVIRONMENT, "http://a.example.org/x", "http://p:1"),
+        (Proxy("http://p:1"), {}, "https://[", ""),
+    ],
+)
+def test_gpuprov_proxy_counts_alone_and_else_the_environment(
+    system: System, monkeypatch: pytest.MonkeyPatch, proxy: Proxy, environment: dict[str, str], url: str, expected: str
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    system.proxy = proxy
+    assert proxy_for(system, url) == expected
+
+
+def test_each_request_uses_the_proxy_of_its_own_url(system: System, site: Site) -> None:
+    system.proxy = Proxy(site.url.replace("//", "//robot:secret@"), "127.0.0.1")
+    site.files = {"http://a.example.net/key": b"key", "/key": b"key"}
+    site.moved = {"http://a.example.net/moved": f"{site.url}/key"}
+    assert fetch_small(system, "http://a.example.net/key") == b"key"
+    assert unreachable(system, ["http://a.example.net/moved"]) == ()
+    assert [path for path, _ in site.asked] == ["http://a.example.net/key", "http://a.example.net/moved", "/key"]
+    (problem,) = unreachable(system, ["https://a.example.net/key"])
+    assert "Tunnel connection failed: 501" in problem.evidence and "secret" not in problem.evidence
+    assert problem.evidence.endswith(f"\nthrough the proxy {site.url}")
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuprov.boot import clean, prepare
-from gpuprov.core.changes import FileFact
+from gpuprov.core.changes import Change, FileFact, WriteFile
+from gpuprov.core.commands import Completed
 from gpuprov.core.image_system import ImageSystem
 from gpuprov.driver import driver_install, generations, image_modules
 from gpuprov.driver.installer import install_arguments
-from gpuprov.facts.boot_files import MODULES, SSH_KEYS
+from gpuprov.facts.boot_files import MODULES, SSH_KEYGEN, SSH_KEYS
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.image import ImageFacts, gather_identity, kernel_to_come, newest_kernel
 from gpuprov.facts.kernels import InstalledKernel
@@ -155,12 +158,47 @@ def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -
     noted = json.dumps(change.capture(host))
     assert not any(text in noted or base64.b64encode(text.encode()).decode() in noted for text in secrets.values())
     told: list[str] = []
-    change.apply(host, lambda message, done, total: told.append(message))
+    change.apply(host, lambda message, done, total: told.append(message if (done, total) == (0, 0) else ""))
     assert told == ["remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_ed25519_key",
                     "remove /etc/ssh/ssh_host_rsa_key"]  # fmt: skip
     assert (host.root / "etc/machine-id").read_bytes() == b""
     assert (host.root / "etc/ssh/sshd_config").read_text() == "kept"
     assert gather_identity(host) == ()
+
+
+def test_an_identity_that_is_there_goes_and_ssh_gets_new_keys_with_the_undo(tmp_path: Path, facts: HostFacts) -> None:
+    class KeyHost(FakeHost):
+        def run(self, argv: Sequence[str], **more: Any) -> Completed:
+            assert 0 < more["timeout"] <= 60
+            return super().run(argv, **more)
+
+    assert facts.image is not None
+    assert clean.plan(replace(facts, image=None), spec()) == clean.plan(facts, spec()) == ()
+    host, paths = KeyHost(tmp_path / "other", gpus=0), ("/etc/machine-id", "/etc/ssh/ssh_host_rsa_key")
+    (change,) = clean.plan(replace(facts, image=replace(facts.image, identity=paths)), spec())
+    assert change.summary() == "clean the image: empty /etc/machine-id, remove /etc/ssh/ssh_host_rsa_key"
+    assert change.diff(host).splitlines() == [f"-{path}" for path in paths]
+    change.undo(host, change.capture(host), None)
+    host.make_directory(SSH_KEYGEN.rpartition("/")[0])
+    host.write(SSH_KEYGEN, b"\x7fELF")
+    without_keys = clean.CleanImage(paths[:1])
+    without_keys.undo(host, without_keys.capture(host), {})
+    assert host.commands == []
+    change.undo(host, change.capture(host), {})
+    assert host.commands == [(SSH_KEYGEN, "-A")]
+
+
+def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
+    (mark,) = clean.plan_mark(facts, spec())
+    assert isinstance(mark, WriteFile)
+
+    def planned(content: bytes) -> tuple[Change, ...]:
+        there = {**facts.files, "/etc/gpuprov/image": FileFact(content, 0o644, 0, 0)}
+        return clean.plan_mark(replace(facts, files=there), spec())
+
+    assert (planned(mark.content), planned(b"another version's")) == ((), (mark,))
+    # On a host there is nothing to write, and where no mark is, nothing to remove.
+    assert clean.plan_mark(replace(facts, image=None), spec()) == clean.plan_mark(facts, HostSpec()) == ()
 
 
 def test_a_host_loses_the_mark_of_the_image_that_it_was(facts: HostFacts) -> None:

@@ -367,24 +367,6 @@ def test_containers_that_mount_its_folder_are_found(tmp_path: Path, row: str, ba
     assert found.folder_users == ("job",)
 
 
-def test_stopped_containers_are_users_too(tmp_path: Path, bare: HostFacts) -> None:
-    """They start again one day, and then need their volume."""
-
-    class Stopped(FakeHost):
-        def run(self, argv: Sequence[str], **more: Any) -> Completed:
-            argv = tuple(argv)
-            answers = {"volume": "local nvidia_driver_375.26\n", "inspect": f'["{FOLDER}/x:/x"] null /job\n'}
-            if argv[:2] == ("docker", "ps") and "--all" in argv:
-                return Completed(argv, 0, "1" * 64 if "--quiet" in argv else "job (Exited (0) 2 years ago)\n")
-            return Completed(argv, 0, answers.get(argv[1], "")) if argv[0] == "docker" else super().run(argv, **more)
-
-    docker = replace(bare.docker, active=True)
-    host = Stopped(tmp_path / "root")
-    found = with_docker(host, replace(bare.leftovers, folder=True), docker, bare.packages)
-    assert found.volumes == (Volume("nvidia_driver_375.26", "local", ("job (Exited (0) 2 years ago)",)),)
-    assert found.folder_users == ("job",)
-
-
 @pytest.mark.parametrize(("home", "theirs"), [(FOLDER, True), ("/home/nvidia-docker", False)])
 def test_a_user_of_the_sites_own_is_not_the_plugins(tmp_path: Path, home: str, theirs: bool) -> None:
     host = FakeHost(tmp_path / "root")

@@ -21,7 +21,7 @@ from gpuprov.agent.probe import (
     probe_problem,
     python_problem,
 )
-from gpuprov.agent.refusals import account_problem
+from gpuprov.agent.refusals import account_problem, sudo_problem
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.fleet.host_keys import KnownHosts, known_hosts_name, preferred_key_types
@@ -226,8 +226,34 @@ def test_probe_problems(probe: Probe, become: bool, has_password: bool, what: st
     ],
 )  # fmt: skip
 def test_an_account_that_runs_nothing(returncode: int, said: str, what: str | None) -> None:
-    problem = account_problem(Completed((), returncode, said, "Could not chdir to home directory /x"))
+    problem = account_problem(Completed((), returncode, said, "1\n2\n3\n4\n5\n"))
     assert (problem and problem.what) == what
+    assert problem is None or problem.next_step
+    if problem is not None and not said.strip():
+        assert problem.evidence.splitlines()[1:] == ["2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ("sudo: sorry, you must have a tty to run sudo", "requires a terminal"),
+        ("ops is not in the sudoers file.", "ops is not in sudoers on the host"),
+        ("Sorry, user ops is not allowed to execute '/bin/sh' as root on a.", "ops may run some commands with sudo"),
+        ("sudo: ops may not run sudo on a.", "may not use sudo"),
+        ("sudo: Account expired or PAM config lacks an account section", None),
+        ("sudo: account validation failure, is your account locked?", "expired account or password"),
+        ('sudo: The "no new privileges" flag is set', "no_new_privs"),
+        ("sudo: effective uid is not 0, is sudo installed setuid root?", "not setuid root"),
+        ("sudo: parse error in /etc/sudoers near line 3", "can't read its configuration"),
+        ("sudo: a password is required", None),
+    ],
+)
+def test_why_sudo_refuses(said: str, what: str | None) -> None:
+    problem = sudo_problem(f"Welcome!\n  {said}{'!' * 300}\n")
+    assert (problem is None) == (what is None)
+    if problem is not None and what is not None:
+        assert what in problem.what and problem.next_step
+        assert problem.evidence == f"{said}{'!' * 300}"[:300]
 
 
 def without_python(*os_release: str) -> Probe:
