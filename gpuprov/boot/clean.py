@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile
+from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, parent_of
+from gpuprov.core.image_system import BOOTED
 from gpuprov.core.system import System
 from gpuprov.facts.boot_files import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
-from gpuprov.facts.image import MACHINE_ID, gather_identity
+from gpuprov.facts.image import MACHINE_ID, gather_identity, gather_signing_keys
 from gpuprov.machine.image_mark import MARK
 from gpuprov.wire.image_options import IMAGE
 from gpuprov.wire.spec import HostSpec
@@ -19,6 +20,7 @@ _MARK_TEXT = b"""\
 # Where a copy of it meets none, gpuprov's units have nothing to do, and verify says what it can't know.
 """
 _SSH = "/etc/ssh/"
+_NO_SEED = "/run/systemd/system/systemd-random-seed.service.d/gpuprov-image.conf"
 
 
 def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
@@ -31,9 +33,19 @@ def plan_mark(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the removal of an image's identity; empty for a host."""
-    if facts.image is None or not facts.image.identity:
+    if facts.image is None:
         return ()
-    return (CleanImage(facts.image.identity),)
+    keys = facts.image.signing_keys if spec.image_remove_signing_key else ()
+    found = (*facts.image.identity, *keys)
+    return (CleanImage(found, signing_keys=spec.image_remove_signing_key),) if found else ()
+
+
+def warning(facts: HostFacts, spec: HostSpec) -> str:
+    """Return a warning for an image that keeps a private key which all copies trust, "" for any other."""
+    if facts.image is None or not facts.image.signing_keys or spec.image_remove_signing_key:
+        return ""
+    paths = ", ".join(facts.image.signing_keys)
+    return f"the image keeps the private key of its kernel modules, {paths}: gpuprov_image_remove_signing_key removes it"
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class CleanImage(Change):
     """
 
     paths: tuple[str, ...]
+    signing_keys: bool = False
 
     undo_when_interrupted: ClassVar[bool] = False
 
@@ -67,17 +80,26 @@ class CleanImage(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         # Includes files that this run created: the first installation of sshd generates host keys.
-        for path in sorted({*self.paths, *gather_identity(system)}):
+        keys = gather_signing_keys(system)
+        for path in sorted({*self.paths, *gather_identity(system), *(keys if self.signing_keys else ())}):
             if path == MACHINE_ID:
                 system.write(path, b"")
             else:
                 system.remove(path)
             tell(self._done(path), 0, 0)
+        for path in () if self.signing_keys else keys:
+            tell(f"keep {path}, the private key of kernel modules: gpuprov_image_remove_signing_key removes it", 0, 0)
+        if system.exists(BOOTED):
+            # Else the shutdown would save a new seed; what is in /run is not in the image.
+            system.make_directory(parent_of(_NO_SEED))
+            system.write(_NO_SEED, b"[Service]\nExecStop=\n")
+            system.run(("systemctl", "daemon-reload"))
         return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         """Generate new SSH host keys, without which no login works; the next boot generates the machine-id."""
+        system.remove(_NO_SEED)
         keys = any(path.startswith(_SSH) for path in before["paths"])
         if keys and system.exists(SSH_KEYGEN):
             system.run((SSH_KEYGEN, "-A"), timeout=60)

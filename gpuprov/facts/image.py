@@ -13,8 +13,13 @@ from gpuprov.machine.machine import Kernel
 MACHINE_ID = "/etc/machine-id"
 _DBUS_ID = "/var/lib/dbus/machine-id"
 _SSH = "/etc/ssh"
-# systemd's documentation "Safely Building Images" names these besides the machine id.
-_SECRETS = ("/var/lib/systemd/random-seed", "/var/lib/systemd/credential.secret")
+# systemd's documentation "Safely Building Images" names these besides the machine id; the last is NetworkManager's.
+_SECRETS = (
+    "/var/lib/systemd/random-seed", "/boot/loader/random-seed", "/boot/efi/loader/random-seed",
+    "/efi/loader/random-seed", "/var/lib/systemd/credential.secret", "/var/lib/NetworkManager/secret_key",
+)  # fmt: skip
+# What DKMS signs modules with (dkms(8); Ubuntu has shim-signed's). Whoever has it signs modules that copies load.
+_SIGNING_KEYS = ("/var/lib/dkms/mok.key", "/var/lib/shim-signed/mok/MOK.priv")
 _UNINITIALIZED = b"uninitialized"
 
 
@@ -23,12 +28,14 @@ class ImageFacts:
     """`kernels`: those that the image's copies can boot, oldest first. `offline`: systemd does not run here.
 
     `device_ids`: PCI device ids that stand for the GPUs to come. `identity`: files that must not be in two machines.
+    `signing_keys`: the private keys of kernel modules.
     """
 
     kernels: tuple[InstalledKernel, ...] = ()
     device_ids: tuple[str, ...] = ()
     offline: bool = False
     identity: tuple[str, ...] = ()
+    signing_keys: tuple[str, ...] = ()
 
     @property
     def without_module(self) -> tuple[str, ...]:
@@ -38,7 +45,7 @@ class ImageFacts:
 
 def gather_image(system: System, device_ids: tuple[str, ...], *, offline: bool) -> ImageFacts:
     """Return the facts; reads only."""
-    return ImageFacts(gather_kernels(system), device_ids, offline, gather_identity(system))
+    return ImageFacts(gather_kernels(system), device_ids, offline, gather_identity(system), gather_signing_keys(system))
 
 
 def newest_kernel(system: System) -> str:
@@ -57,6 +64,11 @@ def gather_identity(system: System) -> tuple[str, ...]:
         found.append(_DBUS_ID)
     keys = [name for name in system.list_directory(_SSH) if name.startswith("ssh_host_") and "_key" in name]
     return tuple(sorted((*found, *(f"{_SSH}/{name}" for name in keys))))
+
+
+def gather_signing_keys(system: System) -> tuple[str, ...]:
+    """Return the private keys with which DKMS signs kernel modules."""
+    return tuple(path for path in _SIGNING_KEYS if system.status(path) is not None)
 
 
 def kernel_to_come(release: str) -> Kernel:

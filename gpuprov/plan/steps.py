@@ -232,7 +232,7 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     unfinished = software.note(facts)
     late = docker_proxy.warning(facts.docker, _docker_proxy(facts, spec), in_use=facts.docker_proxy_in_use)
     kept = nvidia_docker.warning(migration.without_removed(facts, spec), spec)
-    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept)))
+    warnings = (*security_warnings(facts, spec), *filter(None, (late, unfinished, kept, clean.warning(facts, spec))))
     urls = tuple(url for one in changes for url in one.change.urls)
     return Plan(changes, notes=tuple(note for note in notes if note), warnings=warnings, urls=urls)
 

@@ -41,3 +41,8 @@ class ImageOptions:
         "With `gpuprov_target: image`: build the image on a machine that looks as if it were in use, because it has "
         "GPUs, running containers, a display or a kubelet. Its identity (machine-id, SSH host keys) is removed.",
     )
+    image_remove_signing_key: bool = flag(
+        False,
+        "With `gpuprov_target: image`: remove the private key with which DKMS signs kernel modules. With Secure Boot, "
+        "copies then load the modules of the image, but none that DKMS builds later.",
+    )

@@ -45,14 +45,29 @@ def clouded(doors: Site) -> Host:
 
 
 def test_packer_takes_the_template(clouded: Host) -> None:
-    values = "-var base=https://example.org/base.qcow2 -var base_sha256=none"
+    clouded.ssh("ssh-keygen -q -t ed25519 -N '' -f /root/build-key")
+    values = "-var base=https://example.org/base.qcow2 -var base_sha256=none -var key=/root/build-key"
     done = clouded.ssh(f"packer validate {values} {_TEMPLATE}", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_cloud_init_takes_the_user_data(clouded: Host) -> None:
-    done = clouded.ssh(f"cloud-init schema --config-file {_USER_DATA}", check=False)
-    assert done.returncode == 0 and "Valid cloud-config" in done.stdout, done.stdout + done.stderr
+    for path in (_USER_DATA, _EXAMPLES / "packer/seed/user-data"):
+        done = clouded.ssh(f"cloud-init schema --config-file {path}", check=False)
+        assert done.returncode == 0 and "Valid cloud-config" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_seed_lets_the_builds_key_in_and_the_last_provisioner_removes_it(clouded: Host) -> None:
+    # mount(8) is left out: a container has no seed disk.
+    (script,) = yaml.safe_load((_EXAMPLES / "packer/seed/user-data").read_text())["bootcmd"]
+    keys, own = "/root/.ssh/authorized_keys", "/root/keys-of-this-test"
+    clouded.ssh(f"mkdir -p /run/gpuprov-seed && echo ssh-ed25519 AAAA build > /run/gpuprov-seed/k.pub; cp {keys} {own}")
+    assert script.count("mount ") == 2
+    clouded.ssh("\n".join(line for line in script.splitlines() if "mount " not in line))
+    assert clouded.ssh(f"cat {keys}; stat -c %a {keys}; cp {own} {keys}").stdout == "ssh-ed25519 AAAA build\n600\n"
+    lines = [line.strip() for line in _TEMPLATE.read_text().splitlines()]
+    install = next(number for number, line in enumerate(lines) if "gpuprov install" in line)
+    assert lines[install + 1].startswith(f'"rm -rf {keys} ')
 
 
 def _user_data(site: Site) -> str:

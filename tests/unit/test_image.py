@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from gpuprov.wire.image_options import GENERATIONS
 from gpuprov.wire.spec import HostSpec, parse_spec, spec_to_json
 from tests.unit.fake_host import FakeHost
 
+ROOT = Path(__file__).resolve().parents[2]
 _OLD, _NEW = "6.1.0-12-amd64", "6.1.0-13-amd64"
 _SAID = {"target": "image", "image_gpus": ["ampere"], "image_nvswitch": False, "driver_version": "550.163.01",
          "driver_url": "/root/driver.run"}  # fmt: skip
@@ -145,7 +147,8 @@ def test_the_builders_devices_are_hidden_and_no_unit_is_started(tmp_path: Path) 
 
 def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "host", gpus=0)
-    secrets = {"etc/machine-id": "0123", "etc/ssh/ssh_host_rsa_key": "private", "etc/cdi/nvidia.json": "GPU-1234"}
+    secrets = {"etc/machine-id": "0123", "var/lib/NetworkManager/secret_key": "4711", "boot/loader/random-seed": "noise",
+               "etc/ssh/ssh_host_rsa_key": "private", "etc/cdi/nvidia.json": "GPU-1234"}  # fmt: skip
     for name, text in secrets.items():
         (host.root / name).parent.mkdir(parents=True, exist_ok=True)
         (host.root / name).write_text(text)
@@ -153,14 +156,15 @@ def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -
     paths = gather_identity(host)
     # Made by the run itself, after the plan.
     (host.root / "etc/ssh/ssh_host_ed25519_key").write_text("private")
-    assert paths == ("/etc/cdi/nvidia.json", "/etc/machine-id", "/etc/ssh/ssh_host_rsa_key")
+    assert paths == ("/boot/loader/random-seed", "/etc/cdi/nvidia.json", "/etc/machine-id", "/etc/ssh/ssh_host_rsa_key",
+                     "/var/lib/NetworkManager/secret_key")  # fmt: skip
     change = clean.CleanImage(paths)
     noted = json.dumps(change.capture(host))
     assert not any(text in noted or base64.b64encode(text.encode()).decode() in noted for text in secrets.values())
     told: list[str] = []
     change.apply(host, lambda message, done, total: told.append(message if (done, total) == (0, 0) else ""))
-    assert told == ["remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_ed25519_key",
-                    "remove /etc/ssh/ssh_host_rsa_key"]  # fmt: skip
+    assert told == ["remove /boot/loader/random-seed", "remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_ed25519_key",
+                    "remove /etc/ssh/ssh_host_rsa_key", "remove /var/lib/NetworkManager/secret_key"]  # fmt: skip
     assert (host.root / "etc/machine-id").read_bytes() == b""
     assert (host.root / "etc/ssh/sshd_config").read_text() == "kept"
     assert gather_identity(host) == ()
@@ -199,6 +203,38 @@ def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
     assert (planned(mark.content), planned(b"another version's")) == ((), (mark,))
     # On a host there is nothing to write, and where no mark is, nothing to remove.
     assert clean.plan_mark(replace(facts, image=None), spec()) == clean.plan_mark(facts, HostSpec()) == ()
+
+
+def test_no_example_of_an_image_sets_a_password() -> None:
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
+    assert examples and not [path for path in examples if re.search(r"passw(?!ord is set)|pwauth: true", path.read_text())]
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_the_key_that_signs_modules_goes_only_on_request(remove: bool, tmp_path: Path, facts: HostFacts) -> None:
+    host = FakeHost(tmp_path / "clean", gpus=0)
+    key = "/var/lib/dkms/mok.key"
+    (host.root / key[1:]).parent.mkdir(parents=True)
+    (host.root / key[1:]).write_text("private")
+    image = replace(facts.image or ImageFacts(), identity=(), signing_keys=(key,))
+    wanted = spec(image_remove_signing_key=remove)
+    changes = clean.plan(replace(facts, image=image), wanted)
+    assert [change.diff(host) for change in changes] == ([f"-{key}"] if remove else [])
+    assert (key in clean.warning(replace(facts, image=image), wanted)) is not remove
+    # DKMS makes the key while this run builds the modules.
+    told: list[str] = []
+    clean.CleanImage((), signing_keys=remove).apply(host, lambda message, done, total: told.append(message))
+    assert host.exists(key) is not remove and told[0].startswith(f"remove {key}" if remove else f"keep {key}")
+
+
+def test_the_shutdown_after_an_image_saves_no_random_seed(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path / "host", gpus=0)
+    host.make_directory("/run/systemd/system")
+    clean.CleanImage(()).apply(host, lambda *_: None)
+    drop_in = "/run/systemd/system/systemd-random-seed.service.d/gpuprov-image.conf"
+    assert host.read_text(drop_in) == "[Service]\nExecStop=\n" and ("systemctl", "daemon-reload") in host.commands
+    clean.CleanImage.undo(host, {"paths": []}, {})
+    assert not host.exists(drop_in)
 
 
 def test_a_host_loses_the_mark_of_the_image_that_it_was(facts: HostFacts) -> None:
