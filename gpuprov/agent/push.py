@@ -18,12 +18,26 @@ STORE = (
     'test "$(sha256sum < "$t" | cut -c1-64)" = "$1" || { rm -f "$t"; echo digest mismatch >&2; exit 1; }; '
     'mv -f "$t" "$d/agent-$1.pyz"; find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +'
 )
+# Root takes the agent from the login user's home into its own, and runs only its own copy: a process of that user can
+# replace a file in the home at any time. $1: the digest, $2: the Python, $3: the user's copy; more goes to the agent.
+_RUN = (
+    'umask 077; d=~root/.cache/gpuprov; f="$d/agent-$1.pyz"; t="$d/.agent-$$"; '
+    'same() { test "$(sha256sum < "$1" | cut -c1-64)" = "$2"; }; '
+    '{ test -f "$f" && same "$f" "$1"; } || { mkdir -p ~root/.cache && mkdir -p -m 0700 "$d" && '
+    'head -c 100000000 < "$3" > "$t" && same "$t" "$1" && mv -f "$t" "$f" && '
+    'find "$d" -name "agent-*.pyz" -mtime +30 -exec rm -f {} +; } || '
+    '{ rm -f "$t"; echo "the stored agent is not the one that was sent" >&2; exit 126; }; '
+    'p=$2; shift 3; exec "$p" -I "$f" "$@"'
+)
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
-    """Return the command that runs the agent stored by STORE; its request goes to standard input."""
+    """Return the command by which root runs the agent stored by STORE; its request goes to standard input."""
     assert probe.python is not None
-    return (probe.python.path, "-I", f"{probe.cache}/agent-{digest}.pyz")
+    stored = f"{probe.cache}/agent-{digest}.pyz"
+    if probe.uid == 0:
+        return (probe.python.path, "-I", stored)
+    return ("sh", "-c", _RUN, "sh", digest, probe.python.path, stored)
 
 
 def unfinished_problem(

@@ -45,7 +45,9 @@ def warning(facts: HostFacts, spec: HostSpec) -> str:
     if facts.image is None or not facts.image.signing_keys or spec.image_remove_signing_key:
         return ""
     paths = ", ".join(facts.image.signing_keys)
-    return f"the image keeps the private key of its kernel modules, {paths}: gpuprov_image_remove_signing_key removes it"
+    return (
+        f"the image keeps the private key of its kernel modules, {paths}: gpuprov_image_remove_signing_key removes it"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gpuprov.core.changes import (
 )
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
-from gpuprov.core.system import System
+from gpuprov.core.system import System, sha256_of
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import (
     LINK,
@@ -103,7 +103,8 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     stale = bool(facts.watch.agent) and facts.watch.agent != facts.watch.program
     if not wrong and not stale and facts.watch.link == TIMER_FILE:
         return ()
-    return (SetWatch(spec.watch, spec.watch_metrics, wrong, facts.watch.agent_path if stale else ""),)
+    return (SetWatch(spec.watch, spec.watch_metrics, wrong, facts.watch.agent_path if stale else "",
+                     facts.watch.agent),)  # fmt: skip
 
 
 def problems(facts: HostFacts, spec: HostSpec) -> tuple[Problem, ...]:
@@ -165,13 +166,15 @@ def stored_text(facts: HostFacts, spec: HostSpec) -> bytes:
 class SetWatch(Change):
     """Install the timer by which the host checks and verifies itself.
 
-    `files`: path, content, mode; `agent`: the file to install as the program, empty if the installed one stays.
+    `files`: path, content, mode; `agent`: the file to install as the program, empty if the installed one stays;
+    `digest`: its SHA-256.
     """
 
     schedule: str
     metrics: str
     files: tuple[tuple[str, bytes, int], ...]
     agent: str = ""
+    digest: str = ""
 
     def summary(self) -> str:
         return f"watch this host {self.schedule} ({TIMER}), metrics in {self.metrics}"
@@ -193,8 +196,14 @@ class SetWatch(Change):
     def apply(self, system: System, tell: Tell) -> Json:
         system.make_directory(STATE_DIRECTORY, 0o700)
         if self.agent:
+            content = system.read_bytes(self.agent) or b""
+            if sha256_of(content) != self.digest:
+                raise GpuprovError(
+                    f"{self.agent} has changed since the plan was made", f"its SHA-256 is not {self.digest}",
+                    "run the same command again",
+                )  # fmt: skip
             system.make_directory(parent_of(PROGRAM))
-            system.write(PROGRAM, system.read_bytes(self.agent) or b"", mode=0o644, owner=(0, 0))
+            system.write(PROGRAM, content, mode=0o644, owner=(0, 0))
         if (old := _metrics(system)) != self.metrics:
             remove_metrics(system, old)
         for path, content, mode in self.files:

@@ -68,7 +68,7 @@ def is_ours(path):
 
 
 def is_below_others(path):
-    """Say whether another user could swap the folder: his home in $HOME, or no home, so that the path is relative."""
+    """Say whether another user could swap the folder: below his home, or writable by a group, or a relative path."""
     if not os.path.isabs(path):
         return True
     above = os.path.dirname(os.path.realpath(path))
@@ -76,7 +76,9 @@ def is_below_others(path):
         above = os.path.dirname(above)
     while True:
         found = os.stat(above)
-        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o1002 == 0o2:
+        mode = found.st_mode
+        by_group = mode & 0o1020 == 0o20 and found.st_gid not in (0, os.geteuid())
+        if found.st_uid not in (0, os.geteuid()) or mode & 0o1002 == 0o2 or by_group:
             return True
         if above == "/":
             return False

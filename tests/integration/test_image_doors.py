@@ -61,10 +61,13 @@ def test_the_seed_lets_the_builds_key_in_and_the_last_provisioner_removes_it(clo
     # mount(8) is left out: a container has no seed disk.
     (script,) = yaml.safe_load((_EXAMPLES / "packer/seed/user-data").read_text())["bootcmd"]
     keys, own = "/root/.ssh/authorized_keys", "/root/keys-of-this-test"
-    clouded.ssh(f"mkdir -p /run/gpuprov-seed && echo ssh-ed25519 AAAA build > /run/gpuprov-seed/k.pub; cp {keys} {own}")
     assert script.count("mount ") == 2
-    clouded.ssh("\n".join(line for line in script.splitlines() if "mount " not in line))
-    assert clouded.ssh(f"cat {keys}; stat -c %a {keys}; cp {own} {keys}").stdout == "ssh-ed25519 AAAA build\n600\n"
+    done = clouded.ssh(
+        f"mkdir -p /run/gpuprov-seed && echo ssh-ed25519 AAAA build > /run/gpuprov-seed/k.pub; cp {keys} {own}\n"
+        + "\n".join(line for line in script.splitlines() if "mount " not in line)
+        + f"\ncat {keys}; stat -c %a {keys}; cp {own} {keys}"
+    )
+    assert done.stdout == "ssh-ed25519 AAAA build\n600\n"
     lines = [line.strip() for line in _TEMPLATE.read_text().splitlines()]
     install = next(number for number, line in enumerate(lines) if "gpuprov install" in line)
     assert lines[install + 1].startswith(f'"rm -rf {keys} ')

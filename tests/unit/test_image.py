@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,10 @@ def test_the_builders_devices_are_hidden_and_no_unit_is_started(tmp_path: Path) 
 
 def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "host", gpus=0)
-    secrets = {"etc/machine-id": "0123", "var/lib/NetworkManager/secret_key": "4711", "boot/loader/random-seed": "noise",
-               "etc/ssh/ssh_host_rsa_key": "private", "etc/cdi/nvidia.json": "GPU-1234"}  # fmt: skip
+    secrets = {
+        "etc/machine-id": "0123", "etc/ssh/ssh_host_rsa_key": "private", "etc/cdi/nvidia.json": "GPU-1234",
+        "var/lib/NetworkManager/secret_key": "4711", "boot/loader/random-seed": "noise",
+    }  # fmt: skip
     for name, text in secrets.items():
         (host.root / name).parent.mkdir(parents=True, exist_ok=True)
         (host.root / name).write_text(text)
@@ -163,8 +165,11 @@ def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -
     assert not any(text in noted or base64.b64encode(text.encode()).decode() in noted for text in secrets.values())
     told: list[str] = []
     change.apply(host, lambda message, done, total: told.append(message if (done, total) == (0, 0) else ""))
-    assert told == ["remove /boot/loader/random-seed", "remove /etc/cdi/nvidia.json", "empty /etc/machine-id", "remove /etc/ssh/ssh_host_ed25519_key",
-                    "remove /etc/ssh/ssh_host_rsa_key", "remove /var/lib/NetworkManager/secret_key"]  # fmt: skip
+    assert told == [
+        "remove /boot/loader/random-seed", "remove /etc/cdi/nvidia.json", "empty /etc/machine-id",
+        "remove /etc/ssh/ssh_host_ed25519_key", "remove /etc/ssh/ssh_host_rsa_key",
+        "remove /var/lib/NetworkManager/secret_key",
+    ]  # fmt: skip
     assert (host.root / "etc/machine-id").read_bytes() == b""
     assert (host.root / "etc/ssh/sshd_config").read_text() == "kept"
     assert gather_identity(host) == ()
@@ -207,7 +212,9 @@ def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
 
 def test_no_example_of_an_image_sets_a_password() -> None:
     examples = [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
-    assert examples and not [path for path in examples if re.search(r"passw(?!ord is set)|pwauth: true", path.read_text())]
+    assert examples and not [
+        path for path in examples if re.search(r"passw(?!ord is set)|pwauth: true", path.read_text())
+    ]
 
 
 @pytest.mark.parametrize("remove", [True, False])

@@ -16,6 +16,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.agent.watch_metrics import Measured, metrics_text
 from gpuprov.boot import watch as boot_watch
 from gpuprov.core.lock import LOCK_PATH
+from gpuprov.core.system import sha256_of
 from gpuprov.engines.docker_proxy import ENVIRONMENT
 from gpuprov.facts.host import gather
 from gpuprov.facts.watch import LINK, PROGRAM, SERVICE_FILE, STORED, TEXTS, TIMER, TIMER_FILE
@@ -91,6 +92,13 @@ def test_other_file_for_the_metrics_takes_the_old_one_away(host: DoctorHost) -> 
     (host.root / METRICS[1:]).write_text("# HELP gpuprov_x\n")
     assert install(host, replace(DAILY, watch_metrics="/srv/other.prom")).changed == 1
     assert METRICS not in there(host)
+
+
+def test_an_agent_that_changed_since_the_plan_is_not_installed(host: DoctorHost) -> None:
+    change = boot_watch.SetWatch("daily", METRICS, (), "/srv/agent.pyz", sha256_of(b"another agent"))
+    with pytest.raises(GpuprovError, match="has changed since the plan was made"):
+        change.apply(host, lambda *_: None)
+    assert not host.exists(PROGRAM)
 
 
 def test_another_agent_replaces_the_program(host: DoctorHost) -> None:

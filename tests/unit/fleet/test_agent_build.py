@@ -172,6 +172,19 @@ def test_a_home_that_is_anothers_is_not_used(small: Path, tmp_path: Path) -> Non
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.root
+def test_a_folder_below_one_that_a_group_may_write_is_not_used(small: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    os.chown(cache, 0, 50)
+    cache.chmod(0o775)
+    move(small, str(cache / "gpuprov"))
+    assert start(small) == (5, f"{small}/gpuprov/agent/agent.py")
+    assert list(cache.iterdir()) == []
+    cache.chmod(0o755)
+    assert start(small) == (5, f"{cache}/gpuprov/agent-d1/gpuprov/agent/agent.py")
+
+
 def test_without_a_home_nothing_is_written(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then `~` stands for itself, and would be a folder in the current one."""
     monkeypatch.chdir(tmp_path)
