@@ -18,7 +18,7 @@ _SECRETS = (
     "/var/lib/systemd/random-seed", "/boot/loader/random-seed", "/boot/efi/loader/random-seed",
     "/efi/loader/random-seed", "/var/lib/systemd/credential.secret", "/var/lib/NetworkManager/secret_key",
 )  # fmt: skip
-# What DKMS signs modules with (dkms(8); Ubuntu has shim-signed's). The owner of such a key signs modules that copies load.
+# What DKMS signs modules with (dkms(8); Ubuntu has shim-signed's): its owner signs modules that copies load.
 _SIGNING_KEYS = ("/var/lib/dkms/mok.key", "/var/lib/shim-signed/mok/MOK.priv")
 _UNINITIALIZED = b"uninitialized"
 

@@ -19,7 +19,7 @@ from .edits import has_user_namespace
 from .equipment import Equipment
 from .errors import Refused
 from .links import prepare_root
-from .main import printable
+from .main import failure, printable
 from .params import masked_copy
 from .rootfs import Root
 from .settings import read_settings
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> NoReturn:
     except Refused as refused:
         code = _refuse(f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must neither start a half-equipped container nor print a traceback
-        code = _refuse(f"gpuprov: internal error {type(error).__name__}: {error}: please report this")
+        code = _refuse(failure(error))
     posix._exit(code)
 
 

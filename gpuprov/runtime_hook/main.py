@@ -38,7 +38,7 @@ def main(low_level: str, arguments: list[str]) -> NoReturn:
     except Refused as refused:
         refuse(arguments, f"gpuprov: {refused}")
     except Exception as error:  # a fault of ours must not let a half-equipped container start, nor print a traceback
-        refuse(arguments, f"gpuprov: internal error {type(error).__name__}: {error}: please report this")
+        refuse(arguments, failure(error))
     # Python ignores these two; a low-level runtime in C would hand that down to the container.
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
@@ -46,6 +46,13 @@ def main(low_level: str, arguments: list[str]) -> NoReturn:
         posix.execv(low_level, [low_level, *arguments])
     except OSError as error:
         refuse(arguments, f"gpuprov: {low_level} can't be started: {error.strerror}")
+
+
+def failure(error: Exception) -> str:
+    """Return the line for an error that is no refusal: what a file system does is no fault of ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"gpuprov: the container's files can't be prepared: {error.filename or 'a file'}: {error.strerror}"
+    return f"gpuprov: internal error {type(error).__name__}: {error}: please report this"
 
 
 def is_create(arguments: list[str]) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpuprov.runtime_hook.decision import owner_of, root_of
 from gpuprov.runtime_hook.errors import Refused
-from gpuprov.runtime_hook.main import bundle_of, is_create, prepare
+from gpuprov.runtime_hook.main import bundle_of, failure, is_create, prepare
 
 GPU = {"deviceNodes": [{"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0, "permissions": "rw"}]}
 SPECIFICATION = {
@@ -242,6 +242,18 @@ def test_a_bundle_without_a_configuration_is_left_to_runc(bundle: Bundle) -> Non
     bundle.run()
     prepare(str(bundle.absent), (str(bundle.settings), str(bundle.absent)))
     assert not bundle.config.exists()
+
+
+def test_a_link_loop_in_the_image_is_named_and_is_no_internal_error(bundle: Bundle) -> None:
+    (bundle.root / "usr").mkdir()
+    (bundle.root / "usr/bin").symlink_to("bin")
+    volume = {"destination": "/data", "type": "bind", "source": str(bundle.folder), "options": ["rbind"]}
+    config = {**json.loads(ASKS), "mounts": [volume]}
+    with pytest.raises(OSError, match="too many links") as caught:
+        bundle.prepare(json.dumps(config))
+    said = "gpuprov: the container's files can't be prepared: /usr/bin/nvidia-smi: too many links"
+    assert failure(caught.value) == said and bundle.is_untouched
+    assert "please report this" in failure(KeyError("x"))
 
 
 def test_a_configuration_that_cannot_be_replaced_is_refused(bundle: Bundle) -> None:
