@@ -278,12 +278,13 @@ def _hook_unseen(x: Examined) -> Finding | None:
 
 
 def _hook_not_on_path(x: Examined) -> Finding | None:
-    path = re.search(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit)
-    if path is None or "/usr/bin" in path[1].split(":"):
+    # Of several drop-ins the last one counts.
+    path = re.findall(r"Environment=.*\bPATH=([^\s\"]+)", x.docker_unit)
+    if not path or "/usr/bin" in path[-1].split(":"):
         return None
     return Finding(
         "dockerd's PATH is set without /usr/bin, where the hook of `docker run --gpus` is",
-        f"systemctl cat docker: PATH={path[1]}", f"systemctl edit docker; {words.restart_docker(x)}", LIKELY,
+        f"systemctl cat docker: PATH={path[-1]}", f"systemctl edit docker; {words.restart_docker(x)}", LIKELY,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ ROOTS = (
     "no-gpu", "wsl-without-gpu", "gpu-nouveau", "gpu-vfio", "fallen-off-bus", "init-failed", "power-cables",
     "bar-invalid", "gsp-firmware-missing", "gsp-timeout", "driver-outside", "module-not-loaded", "module-missing",
     "version-mismatch", "driver-missing", "nvml-missing", "nodes-missing", "node-wrong", "gpu-too-old-or-new",
-    "library-hidden", "driver-damaged", "nvidia-smi-missing",
+    "library-hidden", "driver-damaged", "nvidia-smi-missing", "gpus-fewer", "gpu-unbound",
 )  # fmt: skip
 
 

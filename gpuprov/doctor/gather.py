@@ -102,7 +102,7 @@ def gather(system: System, spec: HostSpec) -> Examined:
         modified=_modified(system, host.docker.config_path),
         settings_fault=_settings_fault(system),
         specification_fault=difference(specification, host.driver) if specification is not None else "",
-        programs={name: path for name in ("runc", "crun", _HOOK) if (path := system.which(name))},
+        programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
         library_files=_library_files(system),
         package_change=_package_change(system),
         in_place={node.path: _what_lies_at(system, node.path) for node in missing_nodes(host.driver)},

@@ -93,17 +93,8 @@ def _wrapped_smi(x: Examined) -> Finding | None:
     return Finding(
         f"{x.smi_path} {kind} prints something else than its report",
         f"{x.smi_path} -q -x exited {x.smi.returncode}: {x.smi.first_line}",
-        _smi_again(x),
+        words.smi_again(x),
     )
-
-
-def _smi_again(x: Examined) -> str:
-    """Return the command that replaces another nvidia-smi with the driver's own."""
-    names = ("nvidia-utils", "nvidia-smi", "nvidia-compute-utils")
-    package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
-    if package:
-        return words.reinstall_packages(x, package)
-    return f"mv {x.smi_path} {x.smi_path}.old; {words.driver_again(x)}"
 
 
 RULES = (

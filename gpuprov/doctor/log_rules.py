@@ -129,15 +129,16 @@ _DRIVER_SIGNS = (
         "bar-invalid", GPUS, "`PCI I/O region … is invalid`, `BAR1 is 0M @ 0x0`",
         r"PCI I/O region assigned to your NVIDIA device is invalid|BAR\d is 0M @ 0x0",
         "the firmware has given a GPU no room in the address space (BAR)",
-        _say("systemctl reboot --firmware-setup  # switch on `Above 4G decoding`; or boot with pci=realloc"),
+        lambda x: words.firmware_setup(x, "switch on `Above 4G decoding`; or boot with pci=realloc"),
         follows=("fallen-off-bus",),
     ),
     LogSign(
         "no-interrupt", GPUS, "`Can't find an IRQ for your NVIDIA card`",
         r"Can't find an IRQ for your NVIDIA card",
         "the firmware, or the virtual machine, has given a GPU no interrupt",
-        _say("lspci -d 10de: -vv | grep -e Interrupt -e MSI; systemctl reboot --firmware-setup  # update the firmware; "
-             "of a virtual machine, check how the GPU is passed through"),
+        lambda x: words.firmware_setup(
+            x, "update the firmware; of a virtual machine, check how the GPU is passed through"
+        ),
         follows=("fallen-off-bus",),
     ),
     LogSign(
@@ -233,13 +234,14 @@ _REFUSALS = (
 )  # fmt: skip
 # Number, meaning, next command; docs.nvidia.com/deploy/xid-errors.
 _XIDS: tuple[tuple[int, str, Callable[[Examined], str]], ...] = (
-    (31, "a program on a GPU has touched memory that is not its own", _say("compute-sanitizer PROGRAM")),
+    (31, "a program on a GPU has touched memory that is not its own",
+     _say("dmesg | grep -i xid  # then: compute-sanitizer PROGRAM")),
     (43, "a GPU has stopped a program's channel", _say("dmesg | grep -i xid  # restart the program")),
     (48, "a GPU has an ECC error that can't be corrected (double bit)", _reset),
     (62, "a GPU's power management has halted", _reset),
     (63, "a GPU has written down a broken memory row, and replaces it at its next reset", _reset),
     (64, "a GPU could not replace a broken memory row", _say(f"{_REPORT}  # replace the GPU (RMA)")),
-    (74, "an NVLink connection of a GPU fails", _say(f"nvidia-smi nvlink --status; systemctl reboot; {_REPORT}")),
+    (74, "an NVLink connection of a GPU fails", _say(f"nvidia-smi nvlink --status; {_REPORT}; systemctl reboot")),
     (92, "a GPU corrects many ECC errors (single bit)", _say("nvidia-smi -q -d ECC")),
     (94, "a GPU has an ECC error that ended one program (contained)",
      _say("nvidia-smi -q -d ECC  # restart the program")),

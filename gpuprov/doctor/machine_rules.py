@@ -24,7 +24,8 @@ def _no_gpu(x: Examined) -> Finding | None:
     return Finding(
         f"there is no NVIDIA GPU in this machine{inside}",
         "/sys/bus/pci/devices: no device of vendor 10de and class 03",
-        "lspci -d 10de:  # in a virtual machine pass the GPU through to it; in hardware look at seating and firmware",
+        f"{words.list_gpus(x)}  # in a virtual machine pass the GPU through to it; in hardware look at seating and "
+        "firmware",
     )
 
 
@@ -141,7 +142,7 @@ def _wrong_driver(x: Examined) -> Finding | None:
         name, _, value = step.removeprefix("set ").partition(": ")
         step = f"gpuprov install -e {name}={value.strip(chr(34))}"
     else:
-        step = f"lspci -d 10de:  # {step}"
+        step = f"{words.list_gpus(x)}  # {step}"
     return Finding(problem.what, problem.evidence, step, LIKELY)
 
 

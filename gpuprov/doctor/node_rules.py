@@ -25,7 +25,7 @@ _ERRORS = {
         "ls -l /dev/nvidia*  # allow the device on the host: lxc.cgroup2.devices.allow = c 195:* rwm, or "
         "DeviceAllow=char-nvidia rw",
     ),
-    "Permission denied": ("{path} may not be opened", "ls -lZ /dev/nvidia*; chmod 0666 /dev/nvidia*"),
+    "Permission denied": ("{path} may not be opened", f"ls -lZ /dev/nvidia*; {words.OPEN_NODES}"),
 }
 
 

@@ -18,8 +18,8 @@ _RESET = "systemctl reboot"
 # Exit code → meaning, next command; nvidia-smi's manual, "RETURN VALUE", and recorded runs.
 _EXITS: tuple[tuple[int, str, str], ...] = (
     (3, "nvidia-smi and the driver do not fit together (an operation that this GPU does not have)", ""),
-    (4, "nvidia-smi may not open the devices", "ls -l /dev/nvidia*; chmod 0666 /dev/nvidia*"),
-    (6, "the driver serves no GPU", "lspci -d 10de:; dmesg | grep -i nvrm"),
+    (4, "nvidia-smi may not open the devices", f"ls -l /dev/nvidia*; {words.OPEN_NODES}"),
+    (6, "the driver serves no GPU", "dmesg | grep -i nvrm"),
     (8, "a GPU lacks its power cable", "poweroff  # then connect the GPU's power cables"),
     (9, "nvidia-smi does not reach the driver", "modprobe -a nvidia nvidia-uvm; dmesg | grep -i nvrm"),
     (10, "the kernel has trouble with a GPU's interrupts", "dmesg | grep -i -e nvrm -e irq; systemctl reboot"),
@@ -32,20 +32,22 @@ _EXITS: tuple[tuple[int, str, str], ...] = (
     (124, "nvidia-smi hangs: a GPU does not answer", f"dmesg | grep -i -e nvrm -e xid; {_RESET}"),
     (255, "nvidia-smi fails in a way that it has no number for", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"),
 )  # fmt: skip
+# Exit code → the manual's. nvidia-smi exits with NVML's number, which is 11 (NVML_ERROR_IRQ_ISSUE) for the manual's 10.
+_MANUALS = {11: 10}
 
 
 def _exit_rule(code: int, what: str, step: str) -> Rule:
     def look(x: Examined) -> Finding | None:
-        if x.smi.reason or x.smi.returncode != code:
+        if x.smi.reason or _MANUALS.get(x.smi.returncode, x.smi.returncode) != code:
             return None
-        evidence = f"nvidia-smi exited {code}: {x.smi.first_line}"
-        return Finding(what, evidence, step or (words.same_versions(x) if code == 18 else words.driver_again(x)))
+        evidence = f"nvidia-smi exited {x.smi.returncode}: {x.smi.first_line}"
+        return Finding(what, evidence, step or (words.same_versions(x) if code == 18 else words.smi_again(x)))
 
     return Rule(f"nvidia-smi-{code}", DRIVER, f"nvidia-smi exits {code}", look, ANY_ROOT)
 
 
 def _other_exit(x: Examined) -> Finding | None:
-    known = {0, *(code for code, _, _ in _EXITS)}
+    known = {0, *_MANUALS, *(code for code, _, _ in _EXITS)}
     if x.smi.reason or x.smi.returncode in known:
         return None
     seen = f"nvidia-smi exited {x.smi.returncode}: {x.smi.first_line}"

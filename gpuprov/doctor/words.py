@@ -12,6 +12,8 @@ from gpuprov.machine.distros import kernel_headers
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 RESTART_DOCKER = "systemctl restart docker"
+# Not nvidia-caps, a folder, which nobody could enter then.
+OPEN_NODES = "chmod 0666 /dev/nvidia[0-9]* /dev/nvidiactl /dev/nvidia-uvm*"
 
 
 def install_packages(x: Examined, *names: str) -> str:
@@ -100,6 +102,15 @@ def driver_again(x: Examined) -> str:
     return gpuprov_install(x)
 
 
+def smi_again(x: Examined) -> str:
+    """Return the command that replaces another nvidia-smi with the driver's own."""
+    names = ("nvidia-utils", "nvidia-smi", "nvidia-compute-utils")
+    package = next((name for name in sorted(x.host.packages.installed) if name.startswith(names)), "")
+    if package:
+        return reinstall_packages(x, package)
+    return f"mv {x.smi_path} {x.smi_path}.old; {driver_again(x)}"
+
+
 def rebuild_module(x: Examined) -> str:
     """Return the command that builds or installs the driver's module for the running kernel."""
     kernel = x.host.kernel.release
@@ -119,6 +130,18 @@ def keep_nouveau_out(x: Examined) -> str:
         return f"{rebuild_initramfs(x)}; systemctl reboot"
     lines = "printf 'blacklist nouveau\\noptions nouveau modeset=0\\nblacklist nova_core\\nblacklist nova_drm\\n'"
     return f"{lines} > {BLACKLIST}; {rebuild_initramfs(x)}; systemctl reboot"
+
+
+def list_gpus(x: Examined) -> str:
+    """Return the command that lists NVIDIA's devices on the PCI bus; not every host has lspci."""
+    return "lspci -d 10de:" if x.programs.get("lspci") else "grep -l 0x10de /sys/bus/pci/devices/*/vendor"
+
+
+def firmware_setup(x: Examined, do: str) -> str:
+    """Return the command that reboots into the firmware's setup; only EFI can be told to. `do`: what to do there."""
+    if x.host.kernel.secure_boot == "no-efi":
+        return f"systemctl reboot  # and in the firmware's setup: {do}"
+    return f"systemctl reboot --firmware-setup  # {do}"
 
 
 def same_versions(x: Examined) -> str:

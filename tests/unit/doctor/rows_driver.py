@@ -131,7 +131,7 @@ DRIVER_ROWS = (
     # Recorded from nvidia-smi 535 and 550 (exit codes, message on stdout); the others from its manual.
     Row("nvidia-smi-3", smi(3, "Operation not supported"), "exited 3", "gpuprov install"),
     Row("nvidia-smi-4", smi(4, "Failed to initialize NVML: Insufficient Permissions"), "Insufficient", "chmod 0666"),
-    Row("nvidia-smi-6", smi(6, "No devices were found"), "exited 6: No devices were found", "lspci -d 10de:"),
+    Row("nvidia-smi-6", smi(6, "No devices were found"), "exited 6: No devices were found", "dmesg"),
     Row("nvidia-smi-8", smi(8, "power cables"), "exited 8", "poweroff"),
     Row(
         "nvidia-smi-9",
@@ -143,7 +143,8 @@ DRIVER_ROWS = (
         "couldn't communicate",
         "modprobe",
     ),
-    Row("nvidia-smi-10", smi(10, "interrupt"), "exited 10", "irq"),
+    # The genuine nvidia-smi exits with NVML's number.
+    Row("nvidia-smi-10", smi(11, "Interrupt Request Issue"), "exited 11", "irq"),
     Row(
         "nvidia-smi-12",
         smi(12, "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system."),

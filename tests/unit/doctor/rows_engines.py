@@ -218,7 +218,7 @@ ENGINE_ROWS = (
     ),
     Row(
         "hook-not-on-path",
-        lambda x: replace(x, docker_unit="[Service]\nEnvironment=PATH=/opt/bin:/bin\n"),
+        lambda x: replace(x, docker_unit="[Service]\nEnvironment=PATH=/usr/bin\nEnvironment=PATH=/opt/bin:/bin\n"),
         "PATH=/opt/bin:/bin",
         "systemctl edit docker",
         LIKELY,

@@ -49,7 +49,7 @@ KERNEL_ROWS = (
         "libnvidia-compute-550",
         "apt-get purge '*nvidia*'",
     ),
-    Row("no-gpu", lambda x: both(host(gpus=()))(metal(x)), "/sys/bus/pci/devices", "lspci -d 10de:"),
+    Row("no-gpu", lambda x: both(host(gpus=()))(metal(x)), "/sys/bus/pci/devices", "grep -l 0x10de"),
     Row("gpu-nouveau", bound_to("nouveau"), "driver: nouveau", "blacklist nouveau"),
     Row("gpu-nouveau", bound_to("NovaCore"), "driver: NovaCore", "update-initramfs -u -k all; systemctl reboot"),
     Row(
@@ -153,7 +153,7 @@ KERNEL_ROWS = (
             "NVRM: None of the NVIDIA devices were initialized.",
         ),
         "NVRM: Can't find an IRQ for your NVIDIA card!",
-        "systemctl reboot --firmware-setup",
+        "systemctl reboot  # and in the firmware's setup: ",
     ),
     Row(
         "gsp-timeout",

@@ -57,3 +57,16 @@ def test_an_installation_names_the_driver_where_the_inventory_does_not(x: Examin
     assert words.gpuprov_install(replace(x, spec=HostSpec(driver="packages"))) == "gpuprov install"
     nothing = with_driver(plain, kernel_version="", library_version="")
     assert words.gpuprov_install(nothing) == "gpuprov install"
+
+
+def test_only_efi_firmware_is_told_to_show_its_setup(x: Examined) -> None:
+    assert words.firmware_setup(with_kernel(x, secure_boot="disabled"), "do") == (
+        "systemctl reboot --firmware-setup  # do"
+    )
+    bios = words.firmware_setup(with_kernel(x, secure_boot="no-efi"), "do")
+    assert bios == "systemctl reboot  # and in the firmware's setup: do"
+
+
+def test_the_bus_is_listed_by_what_the_host_has(x: Examined) -> None:
+    assert words.list_gpus(replace(x, programs={"lspci": "/usr/bin/lspci"})) == "lspci -d 10de:"
+    assert words.list_gpus(replace(x, programs={})).startswith("grep -l 0x10de /sys/bus/pci/devices/")
