@@ -16,7 +16,7 @@ from typing import Any, Callable
 
 from gpuprov.agent.worker import start_worker
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Event, Finished, from_line
+from gpuprov.wire.events import Event, EventReader, Finished
 from gpuprov.wire.request import Request
 
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
@@ -74,7 +74,7 @@ def begin(request: Request, job: Job, work: Work) -> None:
     for number in (0, 1, 2):
         os.dup2(nothing, number)
     try:
-        _write(job.path, {**_result(job, _events(request, job.seconds, work)), "ansible_job_id": job.id})
+        _write(job.path, {**_result(job, request, work), "ansible_job_id": job.id})
     finally:
         os._exit(0)
 
@@ -86,15 +86,20 @@ def _events(request: Request, seconds: float, work: Work) -> tuple[Event, ...]:
     too_late.daemon = True
     too_late.start()
     with os.fdopen(reading, encoding="utf-8", errors="replace") as lines:
-        events = tuple(event for line in lines if (event := from_line(line)) is not None)
+        read = EventReader()
+        events = tuple(event for line in lines if (event := read(line)) is not None)
     too_late.cancel()
     os.waitpid(worker, 0)
     return events
 
 
-def _result(job: Job, events: tuple[Event, ...]) -> dict[str, Any]:
+def _result(job: Job, request: Request, work: Work) -> dict[str, Any]:
     from gpuprov.agent.playbook_task import failure, task_result
 
+    try:
+        events = _events(request, job.seconds, work)
+    except GpuprovError as error:
+        return failure(error).answer({})
     if not any(isinstance(event, Finished) for event in events):
         return failure(
             GpuprovError(
@@ -102,8 +107,8 @@ def _result(job: Job, events: tuple[Event, ...]) -> dict[str, Any]:
                 "the job's process was killed, or the host went down",
                 "run the same task again; it resumes that run",
             )
-        )
-    return task_result(job.command, events, job.local_facts)
+        ).answer({})
+    return task_result(job.command, events).answer(job.local_facts)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -6,22 +6,26 @@ part of the agent's file, so the plugin finds it with the agent.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Annotated, Any
 
 from gpuprov.core.site_tables import for_request
+from gpuprov.wire import words
+from gpuprov.wire.codec import Limit, Line, LongText, Name, Text, load
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
 from gpuprov.wire.events import (
     ChangeDone,
     CheckDone,
     CudaSurveyed,
     Event,
+    EventReader,
     FactsGathered,
     Finished,
     Note,
     Planned,
-    from_line,
+    no_agent_sends,
 )
 from gpuprov.wire.request import COMMANDS, Request
 from gpuprov.wire.spec import spec_from_variables, spec_to_json
@@ -103,8 +107,9 @@ def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
 
 
 def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
-    """Return the events in the agent's output, and the lines that are not events."""
-    lines = [(from_line(line), line) for line in text.splitlines()]
+    """Return the events in the agent's output, and the lines that are not events. Raises GpuprovError (EventReader)."""
+    read = EventReader()
+    lines = [(read(line), line) for line in text.splitlines()]
     return tuple(event for event, _ in lines if event is not None), [line for event, line in lines if event is None]
 
 
@@ -124,7 +129,7 @@ def one_line(result: Mapping[str, Any]) -> str:
     Empty for a task that did not change, check or fail anything. For a failure, the first line has the next step.
     """
     if result.get("failed"):
-        return str(result.get("msg", "")).partition("\n")[0]
+        return words.one_line(str(result.get("msg", "")).partition("\n")[0])
     by_step: dict[str, list[str]] = {}
     for change in result.get("changes", ()):
         by_step.setdefault(change["step"], []).append(change["summary"])
@@ -133,60 +138,120 @@ def one_line(result: Mapping[str, Any]) -> str:
     parts = [f"{step}: {', '.join(summaries)}" for step, summaries in by_step.items()]
     verified = [f"{good} of {counted(len(checks), 'check')} ok"] if checks else []
     told = "; ".join((*parts, *verified))
-    return f"{result.get('msg', '')} ({told})" if told else ""
+    return words.one_line(f"{result.get('msg', '')} ({told})") if told else ""
 
 
-def task_result(command: str, events: Iterable[Event], local_facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the result of a task in Ansible's keys, and `changes`, `checks`, `problems`, `versions` as data.
+@dataclass(frozen=True)
+class Change:
+    """One of `changes` in a result."""
 
-    `local_facts` is the host's `ansible_local`, to which its facts are added.
-    """
-    result: dict[str, Any] = {"changed": False, "changes": [], "checks": [], "problems": [], "diff": []}
-    warnings: list[str] = []
-    done = 0
-    for event in events:
-        if isinstance(event, Planned):
-            result["changes"] = [{"step": change.step, "summary": change.summary} for change in event.changes]
-            result["disturbs"] = event.disturbs
-            result["diff"] = [{"prepared": f"{change.diff}\n"} for change in event.changes if change.diff]
-        elif isinstance(event, ChangeDone):
-            done += 1
-        elif isinstance(event, CheckDone):
-            result["checks"].append(asdict(event))
-        elif isinstance(event, CudaSurveyed):
-            result["cuda"] = dict(event.survey)
-        elif isinstance(event, FactsGathered):
-            result["ansible_facts"] = {"ansible_local": {**(local_facts or {}), "gpuprov": dict(event.facts)}}
-        elif isinstance(event, Note) and event.level == "warning":
-            warnings.append(event.message)
-        elif isinstance(event, Finished):
-            result.update(_end(command, event, done, result["checks"]))
-    return {**result, "warnings": warnings} if warnings else result
+    step: Name
+    summary: Line
 
 
-def _end(command: str, finished: Finished, done: int, checks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of the last event. A failed run also reports the changes that it made before."""
+@dataclass(frozen=True)
+class Prepared:
+    """One of `diff` in a result, in Ansible's form."""
+
+    prepared: LongText
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Everything that a task may answer. Ansible obeys more keys than these: no other key of a host's is passed on."""
+
+    failed: bool = False
+    changed: bool = False
+    msg: Text = ""
+    changes: tuple[Change, ...] = ()
+    checks: Annotated[tuple[CheckDone, ...], Limit(CheckDone.MOST)] = ()
+    problems: tuple[Problem, ...] = ()
+    diff: tuple[Prepared, ...] = ()
+    disturbs: bool | None = None
+    cuda: Mapping[Name, Any] | None = None
+    versions: Mapping[Name, Name] = field(default_factory=dict)
+    reboot_needed: bool = False
+    warnings: tuple[Line, ...] = ()
+    facts: Mapping[Name, Any] | None = None
+
+    def answer(self, local_facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result in Ansible's keys. `local_facts`: the host's `ansible_local` as it is."""
+        absent = {name for name in ("disturbs", "cuda", "warnings") if getattr(self, name) in (None, ())}
+        shown = {key: _as_json(value) for key, value in asdict(self).items() if key not in {*absent, "facts"}}
+        # Ansible prints these as they are: no line of them may look like another host's.
+        shown["msg"] = "\n".join((*self.msg.splitlines()[:1], *_indented(self.msg.splitlines()[1:], " ")))
+        shown["diff"] = [
+            {"prepared": "".join(f"{line}\n" for line in _indented(one.prepared.splitlines(), "+-@ "))}
+            for one in self.diff
+        ]
+        if self.facts is not None:
+            shown["ansible_facts"] = {"ansible_local": {**local_facts, "gpuprov": _as_json(self.facts)}}
+        return shown
+
+
+def _indented(lines: Iterable[str], beginnings: str) -> list[str]:
+    """Return the lines, indented unless they begin with one of these characters."""
+    return [line if line[:1] in beginnings else f"  {line}" for line in lines]
+
+
+def _as_json(value: Any) -> Any:
+    """Return JSON without the keys by which Ansible marks what it trusts, hides or encrypts."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(one) for key, one in value.items() if not key.startswith(("_ansible_", "__ansible_"))}
+    return [_as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+_NO_END = Finished(
+    int(ExitCode.FAILED), problems=(Problem("the run ended without a result", "", "run the same task again"),)
+)
+
+
+def task_result(command: str, events: Iterable[Event]) -> TaskResult:
+    """Return the result of a task from the agent's events. A failed run reports the changes made before, too."""
+    events = tuple(events)
+    planned = next((event for event in reversed(events) if isinstance(event, Planned)), None)
+    finished = next((event for event in reversed(events) if isinstance(event, Finished)), _NO_END)
+    changes = planned.changes if planned else ()
+    checks = tuple(event for event in events if isinstance(event, CheckDone))
     failed = finished.exit_code != ExitCode.DONE
-    changed = done if failed else max(done, finished.changed)
-    problems = finished.problems or tuple(map(_check_problem, _failed(checks)))
-    return {
-        "failed": failed,
-        "changed": changed > 0 and command != PLAN,
-        "msg": problem_text(problems) if failed and problems else finished.summary,
-        "problems": [asdict(problem) for problem in problems],
-        "versions": dict(finished.versions),
-        "reboot_needed": finished.exit_code == ExitCode.REBOOT_NEEDED,
-    }
+    done = sum(isinstance(event, ChangeDone) for event in events)
+    problems = finished.problems or tuple(_check_problem(check) for check in checks if check.status == "failed")
+    return TaskResult(
+        failed=failed,
+        changed=(done if failed else max(done, finished.changed)) > 0 and command != PLAN,
+        msg=problem_text(problems) if failed and problems else words.one_line(finished.summary),
+        changes=tuple(Change(change.step, change.summary) for change in changes),
+        checks=checks,
+        problems=problems,
+        diff=tuple(Prepared(f"{change.diff}\n") for change in changes if change.diff),
+        disturbs=planned.disturbs if planned else None,
+        cuda=next((event.survey for event in reversed(events) if isinstance(event, CudaSurveyed)), None),
+        versions=finished.versions,
+        reboot_needed=finished.exit_code == ExitCode.REBOOT_NEEDED,
+        warnings=tuple(
+            words.one_line(event.message) for event in events if isinstance(event, Note) and event.level == "warning"
+        ),
+        facts=next((event.facts for event in reversed(events) if isinstance(event, FactsGathered)), None),
+    )
 
 
-def _failed(checks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [check for check in checks if check["status"] == "failed"]
+def job_result(text: str) -> TaskResult | None:
+    """Return the result in a job's file, None while the job runs. Raises GpuprovError for any other file."""
+    try:
+        # A login shell may print before it.
+        data = json.loads(text.strip().rpartition("\n")[2])
+        if data.get("started"):
+            return None
+        local = (data.get("ansible_facts") or {}).get("ansible_local") or {}
+        return load(TaskResult, {**data, "facts": local.get("gpuprov")})
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise no_agent_sends(str(error)) from None
 
 
-def _check_problem(check: Mapping[str, Any]) -> Problem:
-    there, here = check["in_container"], check["on_host"]
-    seen = f"host: {here}, container: {there}" if there else str(here)
-    return Problem(f"{check['name']}: {check['reason']}", seen)
+def _check_problem(check: CheckDone) -> Problem:
+    there, here = check.in_container, check.on_host
+    seen = f"host: {here}, container: {there}" if there else here
+    return Problem(f"{check.name}: {check.reason}", seen)
 
 
 def problem_text(problems: Iterable[Problem]) -> str:
@@ -195,17 +260,15 @@ def problem_text(problems: Iterable[Problem]) -> str:
 
 
 def _problem_text(problem: Problem) -> str:
-    """Return `what; next: step`, then the evidence in separate lines."""
-    steps = problem.next_step.strip().splitlines()
-    first = f"{problem.what}; next: {steps[0]}" if steps else problem.what
-    more = [*steps[1:], *(f"seen: {line}" for line in problem.evidence.strip().splitlines())]
+    """Return `what; next: step`, then the evidence in separate lines; none begins as a line of Ansible's does."""
+    steps = words.plain(problem.next_step).strip().splitlines()
+    what = words.one_line(problem.what)
+    first = f"{what}; next: {steps[0]}" if steps else what
+    more = [*steps[1:], *(f"seen: {line}" for line in words.plain(problem.evidence).strip().splitlines())]
     return "\n".join((first, *(f"  {line}" for line in more)))
 
 
-def failure(error: GpuprovError) -> dict[str, Any]:
+def failure(error: GpuprovError) -> TaskResult:
     """Return the result of a task that failed before the agent could report."""
-    return {
-        "failed": True,
-        "msg": problem_text(error.problems),
-        "problems": [asdict(problem) for problem in error.problems],
-    }
+    problems = tuple(Problem(*map(words.plain, astuple(problem))) for problem in error.problems)
+    return TaskResult(failed=True, msg=problem_text(problems), problems=problems)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpuprov.package_managers.interface import Commands
 
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
+_NUMBER = re.compile(r"[0-9]{1,10}")
 PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
 
@@ -101,7 +102,7 @@ def parse_probe(text: str) -> Probe | None:
     for line in answer.splitlines():
         word, _, rest = line.partition(" ")
         values.setdefault(word, []).append(rest)
-    if not found or "end" not in values or not values.get("uid", [""])[0].isdecimal():
+    if not found or "end" not in values or not _NUMBER.fullmatch(values.get("uid", [""])[0]):
         return None
     code, _, said = values.get("sudo", [""])[0].partition(" ")
     return Probe(
@@ -111,7 +112,7 @@ def parse_probe(text: str) -> Probe | None:
         agent_digest=values.get("agent", [""])[0],
         pythons=tuple(filter(None, map(_python, values.get("python", ())))),
         owners=tuple(dict.fromkeys(name for name in values.get("owner", ()) if _PACKAGE.fullmatch(name))),
-        sudo_code=int(code) if code.isdecimal() else None,
+        sudo_code=int(code) if _NUMBER.fullmatch(code) else None,
         sudo_said=said.strip(),
         os_release=tuple((values.get("os", [""])[0].split("|") + [""] * 7)[:7]),
         machine=machine_of(values.get("machine", [""])[0]),
@@ -120,7 +121,7 @@ def parse_probe(text: str) -> Probe | None:
 
 def _python(text: str) -> Python | None:
     version, _, path = text.partition(" ")
-    numbers = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})\.([0-9]{1,3})", version)
     return Python(path, tuple(map(int, numbers.groups()))) if numbers and path else None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gpuprov.verify import known_holes
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone
+from gpuprov.wire.versions import count_in
 
 COMMAND = "watch"
 _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
@@ -52,8 +53,8 @@ def _lines(found: Measured) -> Iterator[str]:
     yield from _gauge("check_success", "1 if this check of verify went well; skipped ones are missing", checks)
     versions = {name: str(found.versions.get(name, "")) for name in _VERSIONS}
     yield from _gauge("version_info", "What the host runs", [({**host, **versions}, 1)])
-    gpus = str(found.versions.get("gpus", ""))
-    yield from _gauge("gpus", "GPUs of the host", [(host, int(gpus))] if gpus.isdecimal() else [])
+    gpus = count_in(found.versions.get("gpus", ""))
+    yield from _gauge("gpus", "GPUs of the host", [] if gpus is None else [(host, gpus)])
     holes = known_holes({name: versions[name] for name in ("driver", "toolkit")})
     worst = [
         ({**host, "product": one.product, "version": one.version, "fixed_in": one.fixed_in}, one.score)

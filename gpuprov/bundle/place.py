@@ -5,10 +5,12 @@ Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the play
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 CACHE = "/var/cache/gpuprov"
+_SIZE = re.compile(r"[0-9]{1,15}")
 
 # As in agent/push.py: no single quote, backslash or exclamation mark, because the login shell may be csh or fish; all
 # as root. $1: the bundle's name, $2: its size in bytes.
@@ -64,6 +66,6 @@ def parse_there(lines: Iterable[str]) -> There | None:
     """Return the parsed output of ASK, ignoring any login banner before it; None if there is none."""
     for line in lines:
         word, _, size = line.strip().partition(" ")
-        if word in ("whole", "part") and size.isascii() and size.isdecimal():
+        if word in ("whole", "part") and _SIZE.fullmatch(size):
             return There(int(size), word == "whole")
     return None

@@ -25,7 +25,7 @@ from gpuprov.fleet import remote
 from gpuprov.fleet.bundle_upload import upload_bundle
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import Finished, Note, Sink, Started, from_line
+from gpuprov.wire.events import EventReader, Finished, Note, Sink, Started
 from gpuprov.wire.request import Request, request_to_line
 
 if TYPE_CHECKING:
@@ -81,9 +81,10 @@ def run_agent(
     command = agent_command(probe, agent.digest)
     finished: list[Finished] = []
     strays: list[str] = []
+    read = EventReader()
 
     def on_line(line: str) -> None:
-        event = from_line(line)
+        event = read(line)
         if event is None:
             strays[:] = [*strays[-20:], line[:_LONGEST_STRAY]]
         elif isinstance(event, Finished):

@@ -12,6 +12,7 @@ from gpuprov.fleet.result import HostResult, machines
 from gpuprov.fleet.versions import hosts_by_hole
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
+from gpuprov.wire.versions import count_in
 
 _VERSIONS = ("os", "kernel", "driver", "toolkit", "docker")
 
@@ -64,9 +65,9 @@ def _versions(registry: CollectorRegistry, results: tuple[HostResult, ...]) -> N
     for result in results:
         if result.versions:
             info.labels(result.host, *(str(result.versions.get(name, "")) for name in _VERSIONS)).set(1)
-        count = str(result.versions.get("gpus", ""))
-        if count.isdecimal():
-            gpus.labels(result.host).set(int(count))
+        count = count_in(result.versions.get("gpus", ""))
+        if count is not None:
+            gpus.labels(result.host).set(count)
 
 
 def _holes(registry: CollectorRegistry, results: tuple[HostResult, ...]) -> None:

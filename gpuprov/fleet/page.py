@@ -26,6 +26,7 @@ from gpuprov.fleet.versions import MIG, hosts_by_hole, mig_instances
 from gpuprov.wire.advisories import rows_of
 from gpuprov.wire.errors import ExitCode
 from gpuprov.wire.events import CheckDone, PlannedChange
+from gpuprov.wire.versions import count_in
 from gpuprov.wire.words import counted, plain
 
 _VERSION_NAMES = ("driver", "kernel", "docker", "os", "gpus")
@@ -171,7 +172,7 @@ def _gpus(results: Sequence[HostResult]) -> tuple[GpuLayout, ...]:
     found = []
     for (count, mig), names in sorted(hosts.items(), key=lambda item: -len(item[1])):
         instances = mig_instances(mig)
-        number = min(int(count), _MOST_DRAWN) if count.isascii() and count.isdigit() and len(count) < 4 else 0
+        number = min(count_in(count) or 0, _MOST_DRAWN)
         gpus = tuple(_slices(instances.get(index, ())) for index in range(number))
         found.append(GpuLayout(count, gpus, mig, tuple(names)))
     return tuple(found[:_MOST_VERSIONS])
@@ -183,7 +184,8 @@ def _slices(profiles: Sequence[str]) -> tuple[tuple[str, float, float], ...]:
     x = 0.0
     for profile in profiles[:_SLICES]:
         digits = profile.partition("g")[0]
-        width = 4.0 * min(int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 3 else 1, _SLICES)
+        number = count_in(digits)
+        width = 4.0 * min(1 if number is None else number, _SLICES)
         found.append((profile, x, round(width - 0.8, 1)))
         x += width
     return tuple(found)

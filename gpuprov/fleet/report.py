@@ -319,7 +319,7 @@ def _seen_by_containers(results: Sequence[HostResult]) -> str:
 def _gpu_count(checks: Sequence[CheckDone]) -> int | None:
     """Return the number of GPUs that a container with all of them was seen to have, or None."""
     seen = (check.in_container for check in checks if _has_counted(check))
-    number = re.match(r"(\d+) GPUs?\b", next(seen, ""))
+    number = re.match(r"([0-9]{1,6}) GPUs?\b", next(seen, ""))
     return int(number.group(1)) if number else None
 
 

@@ -23,7 +23,7 @@ from gpuprov.agent.same_machine import changes_the_host
 from gpuprov.core.commands import run_command
 from gpuprov.fleet.agent_run import Agent
 from gpuprov.wire.errors import ExitCode, GpuprovError
-from gpuprov.wire.events import Finished, Sink, from_line
+from gpuprov.wire.events import EventReader, Finished, Sink
 from gpuprov.wire.request import Request, request_to_line
 
 _SECONDS = 86400
@@ -144,9 +144,15 @@ def run_in_root(
 def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink) -> None:
     finished: list[Finished] = []
     strays: list[str] = []
+    refused: list[GpuprovError] = []
+    read = EventReader()
 
     def on_line(line: str) -> None:
-        event = from_line(line)
+        try:
+            event = None if refused else read(line)
+        except GpuprovError as error:
+            refused.append(error)
+            return
         if event is None:
             strays[:] = [*strays[-5:], line[:400]]
             return
@@ -167,6 +173,8 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
             stdin=f"{request_to_line(inside)}\n".encode(),
             on_line=on_line,
         )  # fmt: skip
+    if refused:
+        raise refused[0]
     if finished:
         return
     if done.returncode == _NO_PYTHON and (line := _line_with("Exec format error", done.stderr)):

@@ -15,7 +15,7 @@ from gpuprov.wire.advisories import DRIVER, TOOLKIT, TOOLKIT_PACKAGE, Advisory, 
 _ORDER = ("os", "kernel", "driver", "docker", "gpus")
 _NONE = "none"
 MIG = "mig"
-_OF_GPU = re.compile(r"(\d{1,3}): ([\w.+, -]+)")
+_OF_GPU = re.compile(r"([0-9]{1,3}): ([\w.+, -]+)")
 
 
 @dataclass(frozen=True)

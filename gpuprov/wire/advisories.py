@@ -23,6 +23,7 @@ _FORMAT = 1
 THRESHOLDS = {"none": 100.0, "high": 7.0, "critical": 9.0}
 _VERSION = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}")
 _BULLETIN = re.compile(r"\d{4}/\d{1,8}")
+_BRANCH = re.compile(r"[0-9]{1,9}")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _CVE = re.compile(r"CVE-\d{4}-\d{4,7}")
 
@@ -68,7 +69,7 @@ class Holes:
     def __str__(self) -> str:
         bulletins = f"NVIDIA {'bulletins' if len(self.advisories) > 1 else 'bulletin'} {self.bulletins}"
         if self.unfixed_branch:
-            branch = self.version.partition(".")[0]
+            branch = _branch(self.version)
             return (
                 f"{self.product} {self.version}: branch {branch} gets no security fixes any more, and may have the "
                 f"holes of {bulletins}; fixed in {self.fixed_in}"
@@ -105,7 +106,7 @@ def holes(product: str, version: str, known: Iterable[Advisory] | None = None) -
 
 
 def _branch(version: str) -> str:
-    return version.partition(".")[0]
+    return str(version_numbers(version)[0])
 
 
 def _affected(product: str, version: str, members: list[Advisory]) -> Advisory | None:
@@ -159,7 +160,7 @@ def _row(row: Mapping[str, Any]) -> Advisory:
     fits = (
         _BULLETIN.fullmatch(one.bulletin) and _DATE.fullmatch(one.published) and _VERSION.fullmatch(one.fixed_in)
         and one.product in PRODUCTS and 0 <= one.score <= 10 and all(map(_CVE.fullmatch, one.cves))
-        and (one.branch.isdigit() if one.product == DRIVER else not one.branch)
+        and (_BRANCH.fullmatch(one.branch) if one.product == DRIVER else not one.branch)
     )  # fmt: skip
     if not fits:
         raise ValueError(f"not an advisory: {str(dict(row))[:120]}")

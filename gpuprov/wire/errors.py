@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from gpuprov.wire.codec import Text
+
 
 class ExitCode(IntEnum):
     """What a gpuprov process returns, the worst first: docs/fleets.md has the same table.
@@ -39,9 +41,9 @@ class Problem:
     decisive line of a log); `next_step` is what to do about it, best a command to type.
     """
 
-    what: str
-    evidence: str = ""
-    next_step: str = ""
+    what: Text
+    evidence: Text = ""
+    next_step: Text = ""
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -1,19 +1,22 @@
 """The events that a run reports: what the agent on a host sends to the controller.
 
 Every event is a frozen dataclass; on the wire it is one JSON object a line, its class under the key `event`. A reader
-skips events it does not know, so that an older controller can watch a newer agent. docs/json.md documents each field;
-`gpuprov --json` adds `schema` and `host` to each line, so no event has a field of these names.
+skips events it does not know, so that an older controller can watch a newer agent. The annotation of a field is what it
+may hold (codec.py), `MOST` how often the event may come in a run. docs/json.md documents each field; `gpuprov --json`
+adds `schema` and `host` to each line, so no event has a field of these names.
 """
 
 from __future__ import annotations
 
+import collections
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Callable, Union, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Callable, ClassVar, Union, get_args
 
-from gpuprov.wire.errors import Problem
+from gpuprov.wire.codec import Limit, Line, LongText, Name, OneOf, Text, WrongDataError, load
+from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.words import plain
 
 # What programs read with --json. It grows by one whenever a field changes its meaning or goes; new fields do not count.
 SCHEMA = 1
@@ -23,8 +26,8 @@ SCHEMA = 1
 class Started:
     """The agent runs."""
 
-    version: str
-    command: str
+    version: Name
+    command: Name
     pid: int
 
 
@@ -32,8 +35,8 @@ class Started:
 class Note:
     """A sentence for the person who watches: `level` is info or warning."""
 
-    message: str
-    level: str = "info"
+    message: Text
+    level: Annotated[str, OneOf(("info", "warning", "debug"))] = "info"
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class PlannedChange:
     `disturbs`: containers or processes on the GPUs may stop by it.
     """
 
-    key: str
-    step: str
-    summary: str
-    diff: str = ""
-    diff_in_short: str = ""
+    key: Line
+    step: Name
+    summary: Line
+    diff: LongText = ""
+    diff_in_short: Text = ""
     disturbs: bool = False
 
 
@@ -59,7 +62,8 @@ class Planned:
     `disturbs`: a change of the plan disturbs containers, or the undo of one in which an earlier run was cut off.
     """
 
-    changes: tuple[PlannedChange, ...]
+    MOST: ClassVar[int] = 20
+    changes: Annotated[tuple[PlannedChange, ...], Limit(2_000)]
     disturbs: bool = False
 
 
@@ -67,8 +71,8 @@ class Planned:
 class ChangeStarted:
     """A change begins: number `index` (from 1) of `total`."""
 
-    key: str
-    summary: str
+    key: Line
+    summary: Line
     index: int
     total: int
 
@@ -77,8 +81,9 @@ class ChangeStarted:
 class ChangeProgress:
     """Something worth showing within a change that takes long: a line, and done/total (bytes, say) where known."""
 
-    key: str
-    message: str
+    MOST: ClassVar[int] = 1_000_000
+    key: Line
+    message: Line
     done: int = 0
     total: int = 0
 
@@ -87,7 +92,7 @@ class ChangeProgress:
 class ChangeDone:
     """A change is made; `seconds` is how long it took."""
 
-    key: str
+    key: Line
     seconds: float
 
 
@@ -95,7 +100,8 @@ class ChangeDone:
 class FactsGathered:
     """The host's facts as plain JSON (`gpuprov facts`)."""
 
-    facts: Mapping[str, Any]
+    MOST: ClassVar[int] = 20
+    facts: Mapping[Name, Any]
 
 
 @dataclass(frozen=True)
@@ -105,19 +111,21 @@ class CheckDone:
     `on_host` and `in_container` are what was measured there; `engine` is the container engine that it is about.
     """
 
-    name: str
-    status: str
-    on_host: str = ""
-    in_container: str = ""
-    reason: str = ""
-    engine: str = ""
+    MOST: ClassVar[int] = 1_000
+    name: Name
+    status: Annotated[str, OneOf(("ok", "failed", "skipped"))]
+    on_host: Line = ""
+    in_container: Line = ""
+    reason: Text = ""
+    engine: Name = ""
 
 
 @dataclass(frozen=True)
 class CudaSurveyed:
     """Which libcuda programs load, as `gpuprov cuda --json` prints it."""
 
-    survey: Mapping[str, Any]
+    MOST: ClassVar[int] = 20
+    survey: Mapping[Name, Any]
 
 
 @dataclass(frozen=True)
@@ -129,15 +137,16 @@ class CauseFound:
     does about it, nothing where a person must do the next step.
     """
 
+    MOST: ClassVar[int] = 2_000
     rank: int
-    rule: str
-    area: str
-    what: str
-    evidence: str
-    next_step: str
-    confidence: str
-    follows: str = ""
-    remedy: str = ""
+    rule: Name
+    area: Name
+    what: Text
+    evidence: Text
+    next_step: Text
+    confidence: Name
+    follows: Name = ""
+    remedy: Line = ""
 
 
 @dataclass(frozen=True)
@@ -147,13 +156,14 @@ class Finished:
     `left_boot`: the id of the boot that is about to end, where the host reboots now to go on afterwards.
     """
 
+    MOST: ClassVar[int] = 20
     exit_code: int
     changed: int = 0
     seconds: float = 0.0
-    problems: tuple[Problem, ...] = ()
-    summary: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    left_boot: str = ""
+    problems: Annotated[tuple[Problem, ...], Limit(1_000)] = ()
+    summary: Line = ""
+    versions: Annotated[Mapping[Name, Name], Limit(100)] = field(default_factory=dict)
+    left_boot: Name = ""
 
 
 Event = Union[
@@ -163,7 +173,7 @@ Event = Union[
 Sink = Callable[[Event], None]
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
-_NESTED: dict[str, type[Any]] = {"changes": PlannedChange, "problems": Problem}
+_MOST_EVENTS = 10_000
 
 
 def to_line(event: Event) -> str:
@@ -171,68 +181,46 @@ def to_line(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **asdict(event)}, separators=(",", ":"), ensure_ascii=True)
 
 
+class EventReader:
+    """Reads the lines of one run on one host, which is not trusted."""
+
+    def __init__(self) -> None:
+        self._seen: collections.Counter[type[Any]] = collections.Counter()
+
+    def __call__(self, line: str) -> Event | None:
+        """Return the event of a line, None for any other line (a login banner, an unknown event).
+
+        Raises GpuprovError for an event that no agent sends, or sends so often: it is the failure of this host.
+        """
+        try:
+            event = from_line(line)
+        except WrongDataError as error:
+            raise no_agent_sends(str(error)) from None
+        if event is None:
+            return None
+        self._seen[type(event)] += 1
+        most = getattr(event, "MOST", _MOST_EVENTS)
+        if self._seen[type(event)] > most:
+            raise no_agent_sends(f"more than {most} events {type(event).__name__}")
+        return event
+
+
+def no_agent_sends(evidence: str) -> GpuprovError:
+    """Return the error for data from a host that is not what an agent sends."""
+    return GpuprovError(
+        "the host sends what gpuprov's agent never sends", plain(evidence)[:500],
+        "do not trust this host before you know why: look at its Python, its shell and its root account",
+    )  # fmt: skip
+
+
 def from_line(line: str) -> Event | None:
-    """Return the event that a line holds, or None for anything else (a login banner, an unknown event).
-
-    What comes from a host is not trusted: wrong types make the line "anything else".
-    """
+    """Return the event that a line holds, None for any other. Raises WrongDataError for wrong values."""
     try:
-        data = json.loads(line, parse_constant=finite, parse_float=finite)
-    except (ValueError, RecursionError):
+        data = json.loads(line)
+    except RecursionError:
+        raise WrongDataError("a line is nested too deep") from None
+    except ValueError:
         return None
-    cls = _CLASSES.get(str(data.pop("event", ""))) if isinstance(data, dict) else None
-    if cls is None:
-        return None
-    known = {f.name for f in fields(cls)}
-    try:
-        values = {key: _decode(key, value) for key, value in data.items() if key in known}
-        event: Event = cls(**values)
-    except TypeError:
-        return None
-    return event if _well_typed(event) else None
-
-
-def finite(text: str) -> float:
-    """Return a JSON number. Raises ValueError for NaN, Infinity and 1e999: no report can count with these."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no number that JSON has")
-    return number
-
-
-def _decode(key: str, value: Any) -> Any:
-    nested = _NESTED.get(key)
-    if nested is None:
-        return value
-    return tuple(nested(**item) for item in value)
-
-
-_TYPES: dict[str, tuple[type[Any], ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-}
-
-
-_TOO_LARGE = 1 << 62
-
-
-def _well_typed(value: Any) -> bool:
-    """Say whether every field of the dataclass holds what its annotation names."""
-    for f in fields(value):
-        item = getattr(value, f.name)
-        expected = _TYPES.get(str(f.type))
-        if expected is not None and not isinstance(item, expected):
-            return False
-        # Beyond these, arithmetic on times and counts fails.
-        if isinstance(item, (int, float)) and abs(item) >= _TOO_LARGE:
-            return False
-        # In Python a bool is an int; on the wire it is not.
-        if isinstance(item, bool) and bool not in (expected or (bool,)):
-            return False
-        if str(f.type).startswith("Mapping") and not isinstance(item, Mapping):
-            return False
-        if isinstance(item, tuple) and not all(_well_typed(part) for part in item):
-            return False
-    return True
+    cls = _CLASSES.get(str(data.get("event", ""))) if isinstance(data, dict) else None
+    event: Event | None = None if cls is None else load(cls, data)
+    return event

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_NUMBERS = re.compile(r"(?:\d+:)?(\d+(?:\.\d+)*)")
+# Numbers that a version has; Python refuses to read those of thousands of digits.
+_NUMBERS = re.compile(r"(?:[0-9]{1,9}:)?([0-9]{1,18}(?:\.[0-9]{1,18})*)(?![0-9])")
+_COUNT = re.compile(r"[0-9]{1,6}")
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -14,3 +16,8 @@ def version_numbers(version: str) -> tuple[int, ...]:
     """
     found = _NUMBERS.match(version)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
+def count_in(text: object) -> int | None:
+    """Return the number that a text is, None if it is none, or more than anybody has GPUs."""
+    return int(str(text)) if _COUNT.fullmatch(str(text)) else None

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from ansible import constants
 
+from gpuprov.agent.playbook_task import split_output, task_result
 from gpuprov.wire.errors import Problem
 from gpuprov.wire.events import (
     ChangeDone,
@@ -125,12 +126,24 @@ def lines(text: str, exit_code: int) -> str:
     return "".join(json.dumps({**keys, **json.loads(to_line(event))}) + "\n" for event in events(text, exit_code))
 
 
-_PYTHON = """#!/bin/sh
+def job_result(text: str) -> dict[str, Any]:
+    """Return a job's file as an agent writes it, the text and the keys wherever a host may write."""
+    read, _ = split_output(lines(text, 0))
+    keys = {key: value for key, value in internal_keys().items() if key not in ("started", "failed", "changed")}
+    return {**keys, **task_result("facts", read).answer(keys), "warnings": [text], "changes": []}
+
+
+_PYTHON = r"""#!/bin/sh
 case "$1" in
   -E) echo 3.11.2 ;;
-  -I) if grep -q '"command":"verify"'; then answer=failed; else answer=done; fi
-      cat "{here}/${{3:-$answer}}" ;;
-  *) cat "{here}/module" ;;
+  -I) mkdir -p "$HOME/.ansible_async"
+      if [ "$3" = job ]; then
+        id=$(sed -n 's/.*"id": "\([^"]*\)".*/\1/p')
+        cp "{here}/module" "$HOME/.ansible_async/$id"
+        exec cat "{here}/job"
+      fi
+      if grep -q '"command":"verify"'; then answer=failed; else answer=done; fi
+      cat "{here}/$answer" ;;
 esac
 """
 
@@ -161,6 +174,10 @@ _PLAY = """
       async: 60
       poll: 0
       register: job
+    - gpuprov.host.agent: {{command: facts}}
+      async: 60
+      poll: 1
+      register: waited
 - hosts: localhost
   gather_facts: false
   tasks:
@@ -192,7 +209,7 @@ def played(
     for name, code in (("done", 0), ("failed", 1)):
         (here / name).write_text(lines(text, code))
     (here / "job").write_text("".join(f"{line}\n" for line in (lines(text, 0), json.dumps({**keys, "msg": text}))))
-    (here / "module").write_text(json.dumps({**keys, "msg": text}))
+    (here / "module").write_text(json.dumps({**job_result(text), "msg": text}))
     python = here / "python"
     python.write_text(_PYTHON.format(here=here))
     python.chmod(0o755)
@@ -233,7 +250,7 @@ def test_no_variable_of_a_host_changes_by_what_a_host_answers(played: Played) ->
 def test_a_result_has_the_keys_that_are_documented_and_no_others(played: Played) -> None:
     variables = played.seen["hostvars"]["hostile"]
     answers = [played.seen["failed"], *variables["looped"]["results"]]
-    answers += [variables[name] for name in ("looped", "checked", "delegated", "failed", "job")]
+    answers += [variables[name] for name in ("looped", "checked", "delegated", "failed", "job", "waited")]
     for answer in answers:
         assert {key for key in answer if not key.startswith("_ansible_")} <= _ANSWER
     assert set(variables["job"]) - {"failed", "changed"} == {"started", "finished", "ansible_job_id", "results_file"}
@@ -243,3 +260,8 @@ def test_a_result_has_the_keys_that_are_documented_and_no_others(played: Played)
 def test_nothing_that_a_host_answers_is_a_template(played: Played) -> None:
     assert "lookup" in played.seen["failed"]["msg"]
     assert not played.canary.exists()
+
+
+def test_no_answer_reaches_the_terminal_as_more_than_text(played: Played) -> None:
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", played.output)
+    assert not [line for line in played.output.splitlines() if line.startswith(("honest : ok=7", "ok: [honest]"))]

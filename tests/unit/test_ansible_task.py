@@ -93,8 +93,8 @@ def test_what_is_wrong_is_named(command: str, variables: dict[str, Any], said: s
         task_request(command, variables)
     assert caught.value.exit_code == ExitCode.USAGE
     assert said in str(caught.value)
-    assert failure(caught.value)["failed"]
-    assert said in failure(caught.value)["msg"]
+    assert failure(caught.value).failed
+    assert said in failure(caught.value).msg
 
 
 @pytest.mark.parametrize("command", TASK_COMMANDS)
@@ -110,7 +110,7 @@ PLANNED = Planned((PlannedChange("a", "docker", "write a", "--- a\n+++ a\n+x"), 
 
 
 def result(command: str, *events: Event) -> dict[str, Any]:
-    return task_result(command, (Started("1", command, 1), *events))
+    return task_result(command, (Started("1", command, 1), *events)).answer({})
 
 
 def test_an_installation_tells_its_changes_and_their_diffs_in_ansibles_form() -> None:
@@ -191,7 +191,7 @@ def test_a_host_is_told_that_the_play_comes_back_after_a_reboot() -> None:
 
 
 def test_facts_join_the_other_local_facts_of_the_host() -> None:
-    found = task_result("facts", (FactsGathered({"gpus": 2}), Finished(0)), {"site": {"rack": 7}})
+    found = task_result("facts", (FactsGathered({"gpus": 2}), Finished(0))).answer({"site": {"rack": 7}})
     assert found["ansible_facts"] == {"ansible_local": {"site": {"rack": 7}, "gpuprov": {"gpus": 2}}}
 
 

@@ -38,6 +38,8 @@ _MOST_RUNS = 3
 # Firmware that checks two terabytes of memory takes its time.
 _BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 3.0
+# A job whose time is over ends between two changes.
+_GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
 _ERRORS_ALONE = " -o LogLevel=ERROR"
 
@@ -87,24 +89,19 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 return {**result, **skipped}
             bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
             if self._task.async_val:
-                request = playbook_task.for_a_job(request)
-                return {**result, **self._begin_job(command, request, agent, digest, task_vars or {}, bootstrap)}
-            events: tuple[Any, ...] = ()
-            for _run in range(_MOST_RUNS):
-                output = self._ask(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
-                found, _strays = playbook_task.split_output(output)
-                left = playbook_task.left_boot(found)
-                if not left:
-                    events += found
-                    break
-                events += playbook_task.before_reboot(found)
-                self._wait_for_boot(left)
+                job = self._begin_job(command, request, agent, digest, task_vars or {}, bootstrap)
+                if not self._task.poll:
+                    # Nothing of the host's answer: Ansible obeys `add_host` in an action plugin's result.
+                    return {**result, **job.started()}
+                found = self._end_of_job(job)
+            else:
+                found = playbook_task.task_result(
+                    command, self._events(request, agent, digest, task_vars or {}, bootstrap=bootstrap)
+                )
         except GpuprovError as error:
-            return {**result, **self._told(playbook_task.failure(error), task_vars or {})}
-        answer = playbook_task.task_result(command, events, _local_facts(task_vars or {}))
-        warnings = [*answer.get("warnings", ()), *self._warnings]
-        told = {**answer, "warnings": warnings} if warnings else answer
-        return {**result, **self._told(told, task_vars or {})}
+            found = playbook_task.failure(error)
+        found = replace(found, warnings=(*found.warnings, *self._warnings))
+        return {**result, **self._told(found.answer(_local_facts(task_vars or {})), task_vars or {})}
 
     def _quiet_ssh(self) -> None:
         """Make ssh print its errors alone: stderr is the host's then, without banners and notices of new host keys."""
@@ -139,13 +136,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _begin_job(
         self, command: str, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], bootstrap: bool
-    ) -> dict[str, Any]:
-        """Let the agent work on behind our back (`async`); Ansible's async_status finds what came of it."""
+    ) -> Any:
+        """Let the agent continue without the connection (`async`), and return the Job."""
         from gpuprov.agent.agent import JOB
         from gpuprov.agent.background import Job, job_to_line
+        from gpuprov.agent.playbook_task import for_a_job
         from gpuprov.agent.push import agent_command
         from gpuprov.wire.request import request_to_line
 
+        request = for_a_job(request)
         probe, request = self._prepare(request, agent, digest, task_vars, bootstrap=bootstrap)
         job = Job(
             id=f"j{secrets.randbelow(10**12)}.{os.getpid()}",
@@ -157,11 +156,56 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         lines = f"{request_to_line(request)}\n{job_to_line(job)}\n".encode()
         done = self._on_host(shlex.join((*agent_command(probe, digest), JOB)), lines, become=True)
         self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
-        # Nothing of the host's answer: Ansible obeys `add_host` in an action plugin's result.
-        return dict(job.started())
+        return job
 
-    def _ask(self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool) -> str:
-        """Send the request to the host's agent, put there first if it is missing; return what it prints."""
+    def _end_of_job(self, job: Any) -> Any:
+        """Return the TaskResult in the job's file, once it is there.
+
+        Ansible would have the host run async_status, and take what that prints as the task's result.
+        """
+        from gpuprov.agent.playbook_task import job_result
+        from gpuprov.wire.errors import GpuprovError
+
+        seconds, self._task.async_val = self._task.async_val, 0
+        deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        home, folder = ("~/", job.folder[2:]) if job.folder.startswith("~/") else ("", job.folder)
+        path = f"{home}{shlex.quote(f'{folder}/{job.id}')}"
+        while time.monotonic() < deadline:
+            time.sleep(self._task.poll)
+            try:
+                done = self._low_level_execute_command(f"cat {path}", sudoable=True)
+            except AnsibleError:
+                self._connection.reset()
+                continue
+            found = job_result(done["stdout"]) if done["rc"] == 0 else None
+            if found is not None:
+                self._low_level_execute_command(f"rm -f {path}", sudoable=True)
+                return found
+        raise GpuprovError(
+            f"the job has no result after {seconds} s, the task's async", f"looked for {job.folder}/{job.id}",
+            "give the task more time; the agent stops after the change that it is at",
+        )  # fmt: skip
+
+    def _events(
+        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
+    ) -> tuple[Any, ...]:
+        """Return the events of the run, and of those that follow a reboot."""
+        from gpuprov.agent.playbook_task import before_reboot, left_boot
+
+        events: tuple[Any, ...] = ()
+        for _run in range(_MOST_RUNS):
+            found = self._ask(request, agent, digest, task_vars, bootstrap=bootstrap)
+            left = left_boot(found)
+            if not left:
+                return events + found
+            events += before_reboot(found)
+            self._wait_for_boot(left)
+        return events
+
+    def _ask(
+        self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
+    ) -> tuple[Any, ...]:
+        """Send the request to the host's agent, put there first if it is missing; return its events."""
         from gpuprov.agent.playbook_task import split_output
         from gpuprov.agent.push import agent_command, unfinished_problem
         from gpuprov.wire.errors import GpuprovError
@@ -173,7 +217,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
-        return str(done.stdout)
+        return events
 
     def _prepare(
         self, request: Any, agent: bytes, digest: str, task_vars: dict[str, Any], *, bootstrap: bool
