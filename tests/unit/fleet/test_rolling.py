@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +22,12 @@ from gpuprov.fleet.host_command import parse_host_commands
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.page import render
 from gpuprov.fleet.report import print_report, summary_json
-from gpuprov.fleet.result import HostResult
+from gpuprov.fleet.result import Drain, HostResult
+from gpuprov.fleet.rolling import Rolling
 from gpuprov.fleet.run import Fleet, RunSettings
 from gpuprov.fleet.target import HostTarget
 from gpuprov.wire.errors import ExitCode, GpuprovError, Problem
-from gpuprov.wire.events import CheckDone, Finished, Note, Planned, PlannedChange, Sink
+from gpuprov.wire.events import CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec
 
@@ -301,6 +305,144 @@ def test_report_json_page_and_history_say_who_is_still_drained(tmp_path: Path) -
     again = from_json(json.loads(json.dumps(to_json(run))))
     assert [result.drain for result in again.results] == [result.drain for result in results]
     assert report(again.results) == text
+
+
+# -- one host, without a fleet ---------------------------------------------------------------------------------------
+
+REQUEST = Request("install", steps=("docker",), diff=True, bundle="/b.tar", bundle_digest="0" * 64)
+PLANNED = Planned((PlannedChange("k", "docker", "restart docker", disturbs=True),))
+LOOK = replace(REQUEST, check=True, diff=False)
+
+
+class Host:
+    """A host that answers requests as it is told; `script` is what drains and undrains it."""
+
+    def __init__(self, folder: Path, script: str = "exit 0", *, after: bool = True) -> None:
+        path = folder / "hosts.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+        self.words = (f"{path} drain a", f"{path} undrain a" if after else "")
+        self.commands = parse_host_commands(*self.words, 20)
+        self.answers: dict[str, Finished] = {}
+        self.events: tuple[Event, ...] = (PLANNED,)
+        self.requests: list[Request] = []
+        self.seen: list[Event] = []
+        self.kept: list[Drain] = []
+        self.stopped: Problem | None = None
+        self.is_cut: Callable[[], bool] = lambda: False
+
+    def carry_out(self, request: Request, sink: Sink) -> Finished:
+        self.requests.append(request)
+        for event in self.events:
+            sink(event)
+        return self.answers.get("look" if request.check else request.command, Finished(0, 1, summary=request.command))
+
+    def run(self, request: Request = REQUEST) -> Finished:
+        target = HostTarget("a", HostSpec(), connection="local")
+        rolling = Rolling(target, self.commands, self.kept.append, lambda: self.stopped, lambda: self.is_cut())
+        return rolling.run(request, self.seen.append, self.carry_out)
+
+    @property
+    def notes(self) -> list[str]:
+        return [event.message for event in self.seen if isinstance(event, Note)]
+
+
+def test_what_is_asked_of_a_host_shown_and_kept(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.answers = {
+        "install": Finished(0, 3, summary="done", versions={"driver": "550", "docker": "20.10"}),
+        "verify": Finished(0, versions={"driver": "", "docker": "26.1"}),
+    }
+    finished = host.run()
+    assert finished == replace(host.answers["install"], versions={"driver": "550", "docker": "26.1"})
+    verify = replace(REQUEST, command="verify", steps=(), bundle="", bundle_digest="")
+    assert host.requests == [LOOK, REQUEST, verify]
+    # What the look at the plan says is not shown twice.
+    assert [event for event in host.seen if not isinstance(event, Note)] == [PLANNED, PLANNED]
+    draining, drained, verifying, undrained = host.notes
+    assert draining == f"draining: {host.words[0]}" and "verif" in verifying
+    seconds = [float(word) for note in (drained, undrained) for word in re.findall(r" (\d+\.\d) s", note)]
+    assert len(seconds) == 2 and max(seconds) < 60 and undrained.endswith(f": {host.words[1]}")
+    assert [one.state for one in host.kept] == ["failed", "drained", "undrained", "undrained"]
+    assert {(one.before, one.after) for one in host.kept} == {host.words}
+    assert all(re.match(r"\d{4}-\d\d-\d\dT", one.since) for one in host.kept)
+    assert isinstance(host.kept[-1].seconds, float) and host.kept[-1].seconds < 60
+
+
+def test_check_shows_the_plan_and_its_diff(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    assert host.run(replace(REQUEST, check=True)).summary == "install"
+    assert host.requests == [replace(REQUEST, check=True)] and PLANNED in host.seen
+    assert [one.state for one in host.kept] == ["foreseen"]
+
+
+@pytest.mark.parametrize("events", [(), (Planned(()),)])
+@pytest.mark.parametrize("check", [True, False])
+def test_host_whose_plan_disturbs_nothing_is_shown_as_ever(
+    tmp_path: Path, events: tuple[Event, ...], check: bool
+) -> None:
+    host = Host(tmp_path, "exit 1")
+    host.events = events
+    assert host.run(replace(REQUEST, check=check)).summary == "install"
+    assert (host.kept, host.seen) == ([], list(events))
+    assert check or host.requests == [LOOK, replace(REQUEST, undisturbed=True)]
+
+
+@pytest.mark.parametrize("event", [PLANNED, Planned((), disturbs=True)])
+def test_undo_of_a_cut_off_run_disturbs_too(tmp_path: Path, event: Event) -> None:
+    host = Host(tmp_path)
+    host.events = (event,)
+    host.run()
+    assert host.kept[-1].state == "undrained"
+
+
+def test_host_whose_plan_fails_is_not_drained(tmp_path: Path) -> None:
+    host = Host(tmp_path, "exit 1")
+    host.answers = {"look": Finished(1, summary="no driver")}
+    assert (host.run().summary, host.kept, host.requests) == ("no driver", [], [LOOK])
+
+
+def test_run_that_is_stopped_says_why(tmp_path: Path) -> None:
+    host = Host(tmp_path, "exit 1")
+    host.stopped = Problem("stopped by Ctrl-C")
+    with pytest.raises(GpuprovError) as caught:
+        host.run()
+    assert (caught.value.problems, host.kept) == ((host.stopped,), [])
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_drain_that_fails_in_silence(tmp_path: Path, after: bool) -> None:
+    host = Host(tmp_path, "exit 7", after=after)
+    with pytest.raises(GpuprovError) as caught:
+        host.run()
+    (problem,) = caught.value.problems
+    assert problem.evidence == f"{host.words[0]}: exit code 7"
+    assert problem.next_step.startswith(
+        f"the host may be drained in part{f': {host.words[1]}' if after else ''}; fix what the command names"
+    )
+    assert (host.requests, [one.state for one in host.kept]) == ([LOOK], ["failed"])
+
+
+def test_verify_that_is_not_green_says_what_it_said(tmp_path: Path) -> None:
+    host = Host(tmp_path)
+    host.answers = {"verify": Finished(1, problems=(Problem("no GPU"),), summary="1 check failed")}
+    finished = host.run()
+    assert (finished.exit_code, finished.changed) == (ExitCode.FAILED, 1)
+    assert [one.evidence for one in finished.problems] == ["", "1 check failed"]
+
+
+def test_undrain_that_fails_says_how(tmp_path: Path) -> None:
+    host = Host(tmp_path, '[ "$1" = drain ] || exit 7')
+    finished = host.run()
+    (problem,) = finished.problems
+    assert (finished.exit_code, problem.evidence) == (ExitCode.FAILED, f"{host.words[1]}: exit code 7")
+    assert "drained" in problem.what and host.kept[-1].state == "drained"
+
+
+def test_undrain_ends_with_the_second_ctrl_c(tmp_path: Path) -> None:
+    host = Host(tmp_path, f'[ "$1" = drain ] || {{ touch {tmp_path}/begun; sleep 30; }}')
+    host.is_cut = (tmp_path / "begun").exists
+    assert "stopped by Ctrl-C" in host.run().problems[0].evidence
 
 
 def test_runs_kept_by_an_earlier_version_have_no_drain(site: Site) -> None:
