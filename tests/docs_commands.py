@@ -5,7 +5,8 @@ says why, and holds for all commands of the block:
 
     <!-- example: needs a GPU -->
 
-- `gpuprov SUBCOMMAND`: executed if the test files of the subcommand (TESTS) have each of its options.
+- `gpuprov SUBCOMMAND`: executed if one call in the test files of the subcommand (TESTS) has the subcommand and all of
+  the command's own options. Options that all commands over hosts share are in a call of any of them (SHARED).
 - Tutorials: executed, each command of a `console` block.
 - Commands that need no host: HERE, by pattern; they are executed as they stand in the page.
 - All other programs: OTHERS, by pattern.
@@ -14,11 +15,14 @@ says why, and holds for all commands of the block:
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
@@ -43,7 +47,7 @@ _CONTAINERS = ("unit/test_commands_for_containers.py",)
 TESTS = {
     "advisories": ("unit/test_advisories.py",),
     "advisories update": ("unit/test_advisories.py",),
-    "agent build": ("unit/fleet/test_agent_build.py", "integration/test_bundle.py"),
+    "agent build": ("unit/test_cli.py",),
     "bundle create": ("integration/test_bundle.py", "integration/test_bundle_create.py",
                       "integration/test_bundle_create_rpm.py", "integration/test_bundle_rpm.py",
                       "unit/bundle/test_commands.py"),
@@ -66,7 +70,7 @@ TESTS = {
     "options": ("unit/test_cli.py",),
     "playbooks": ("integration/test_release.py",),
     "report": ("unit/fleet/test_history.py", "unit/test_cli.py"),
-    "rollback": _INSTALL,
+    "rollback": (*_INSTALL, "integration/test_proxy.py"),
     "runtime configure": ("integration/test_runtime_configure.py", "unit/test_runtime_commands.py"),
     "serve": ("integration/test_nvidia_docker.py", "unit/test_serve.py"),
     "uninstall": ("integration/test_uninstall.py",),
@@ -150,6 +154,57 @@ class Command:
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text}"
+
+
+@functools.cache
+def calls_in(file: str) -> tuple[frozenset[str], ...]:
+    """Return the words of each call in a test file: its texts, and those that its names stand for, such as `words`."""
+    names = _named(file)
+    found = []
+    for top in _tree(file).body:
+        inner = {**names, **_assigned(list(ast.walk(top))[1:])}
+        if isinstance(top, ast.FunctionDef):  # fixtures, and what @pytest.mark.parametrize gives
+            arguments = [argument.arg for argument in top.args.args]
+            inner |= {name: [*names.get(name, []), *top.decorator_list] for name in arguments}
+        calls = [node for node in ast.walk(top) if isinstance(node, (ast.Call, ast.Tuple, ast.Constant))]
+        found += [frozenset(_words([call], inner, 3)) for call in calls]
+    return tuple(found)
+
+
+@functools.cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+
+
+@functools.cache
+def _named(file: str) -> Mapping[str, list[ast.AST]]:
+    """Return what a file's names stand for: constants, helpers, and those of other test modules that it imports."""
+    names = _assigned(_tree(file).body)
+    for node in _tree(file).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            source = str(node.module).partition(".")[2].replace(".", "/") + ".py"
+            others = _named(source) if (ROOT / "tests" / source).is_file() else {}
+            names |= {alias.name: others[alias.name] for alias in node.names if alias.name in others}
+    return names
+
+
+def _assigned(nodes: list[Any]) -> dict[str, list[ast.AST]]:
+    found: dict[str, list[ast.AST]] = {}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = [node]
+        elif isinstance(node, ast.Assign):
+            for name in [one.id for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name)]:
+                found.setdefault(name, []).append(node.value)
+    return found
+
+
+def _words(nodes: list[ast.AST], names: Mapping[str, list[ast.AST]], depth: int) -> Iterator[str]:
+    for node in [one for outer in nodes for one in ast.walk(outer)]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"[\w./-]+", node.value)
+        elif isinstance(node, ast.Name) and depth and node.id in names:
+            yield from _words(names[node.id], names, depth - 1)
 
 
 def commands(page: Path) -> Iterator[Command]:

@@ -87,7 +87,9 @@ def test_kind_and_hook_are_what_is_asked_for(driver: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "gds", "mofed", "gdrcopy", "nvswitch", "imex", "management"])
 def test_where_nothing_of_the_kind_is_there_is_nothing_to_generate(tmp_path: Path, mode: str) -> None:
-    error = error_of(run("cdi", "generate", "--driver-root", tmp_path, "--mode", mode))
+    output = tmp_path / "nvidia.json"
+    error = error_of(run("cdi", "generate", "--driver-root", tmp_path, "--mode", mode, "--output", output))
+    assert not output.exists()
     assert "there is no NVIDIA driver here" in str(error) or "this host has nothing for" in str(error)
 
 
@@ -191,6 +193,10 @@ def test_injection_prints_the_configuration_with_the_device(host: Path) -> None:
     assert "/dev/nvidia0" not in [device["path"] for device in config["linux"]["devices"]]
     assert config["process"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
     assert len(config["hooks"]["createContainer"]) == 1
+    (host / "config.json").write_text(CONFIG)
+    words = ("--bundle", host, "--output", host / "injected.json", "--spec-dir", host / "cdi")
+    assert run("cdi", "inject", "--device", "nvidia.com/gpu=1", *words).exit_code == 0
+    assert json.loads((host / "injected.json").read_text()) == config
     missing = run("cdi", "inject", "--device", "nvidia.com/gpu=9", "--spec-dir", host / "cdi", stdin=CONFIG)
     assert "there is no CDI device nvidia.com/gpu=9" in str(error_of(missing))
     for text in ("", "[]", "{"):

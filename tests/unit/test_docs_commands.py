@@ -27,6 +27,7 @@ from tests.docs_commands import (
     TESTS,
     TUTORIALS,
     Command,
+    calls_in,
     commands,
     matching,
 )
@@ -79,6 +80,11 @@ def aliases(command: click.Command, option: str) -> list[str]:
     return []
 
 
+def is_called(wanted: list[set[str]], files: tuple[str, ...]) -> bool:
+    """Say whether one call in these files has one of each of these words."""
+    return any(all(names & words for names in wanted) for file in files for words in calls_in(file))
+
+
 def missing(command: Command) -> Iterator[str]:
     """Yield what no test executes of a command that is no example."""
     if matching(command.text, HERE) is not None:
@@ -90,12 +96,14 @@ def missing(command: Command) -> Iterator[str]:
         if name not in TESTS:
             yield f"`gpuprov {name}` is not in TESTS"
             continue
-        for option in options:
-            names = aliases(found, option)
-            files = (*TESTS[name], *(SHARED if set(names) & _OF_ALL else ()))
-            text = "\n".join((ROOT / "tests" / file).read_text("utf-8") for file in files)
-            if not any(re.search(rf"(?<![\w-]){re.escape(alias)}(?![\w-])", text) for alias in names):
-                yield f"no test of `gpuprov {name}` has {option}"
+        wanted = [{word} for word in name.split()]
+        for names in (set(aliases(found, option)) for option in options):
+            if not names & _OF_ALL:
+                wanted.append(names)
+            elif not is_called([names], (*TESTS[name], *SHARED)):
+                yield f"no test has {min(names)}"
+        if not is_called(wanted, TESTS[name]):
+            yield f"no call in {', '.join(TESTS[name])} has {', '.join(map(min, wanted))}"
     if command.program != "gpuprov" and matching(command.text, OTHERS) is None:
         yield "no pattern of OTHERS"
 
@@ -196,3 +204,6 @@ def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
     assert list(missing(found[3])) == ["no pattern of OTHERS"]
     with pytest.raises(click.NoSuchOption):
         parsed(["verify", "--no-such-option"])
+    # Each of the options is in a test of the command, but no call has all of them.
+    report = Command("page.md", 1, "gpuprov report --list --html page.html")
+    assert list(missing(report)) == [f"no call in {', '.join(TESTS['report'])} has report, --list, --html"]

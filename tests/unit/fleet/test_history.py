@@ -191,6 +191,6 @@ def test_report_for_programs_is_what_is_kept() -> None:
 
 
 def test_report_writes_a_page(tmp_path: Path) -> None:
-    save(run())
-    assert called("--html", str(tmp_path / "a.html")) == ""
+    save(run(1))
+    assert called("--run", "20261121T081501", "--html", str(tmp_path / "a.html")) == ""
     assert "<!doctype html>" in (tmp_path / "a.html").read_text()
