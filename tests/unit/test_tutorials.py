@@ -30,9 +30,10 @@ def test_files_and_commands_are_found() -> None:
 @pytest.mark.parametrize(
     ("shown", "printed", "wrong"),
     [
-        ("facts of 2 hosts", "facts of 16 hosts", ""),
-        ("driver  ok 580.178.04", "driver ok 550.163.01, CUDA", "driver  ok 580.178.04"),
-        ("driver  ok 580.178.04", "x\ndriver     ok 550.163.01\ny", ""),
+        ("facts of 2 hosts", "facts of 16 hosts", "facts of 2 hosts"),
+        ("facts of … hosts", "facts of 16 hosts", ""),
+        ("driver  ok 550.163.01", "driver ok 550.163.01, CUDA", "driver  ok 550.163.01"),
+        ("driver  ok 550.163.01", "x\ndriver     ok 550.163.01\ny", ""),
         ("   1. download …", "1. download http://a/b", ""),
         ("gpu01: failed", "gpu02: failed", "gpu01: failed"),
         ("second", "", "second"),
