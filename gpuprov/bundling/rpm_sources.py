@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gpuprov.packaging.rpm_repos import RpmRepository
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.tables import server
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,12 @@ class RpmSource:
 
 
 _EL = ("BaseOS/{arch}/os/", "AppStream/{arch}/os/")
-# Each distribution's own servers; {version}, {major} and {arch} are filled in.
+# Below each distribution's own server; {version}, {major} and {arch} are filled in.
 _ARCHIVES = {
-    "rocky": tuple(f"https://dl.rockylinux.org/pub/rocky/{{version}}/{folder}" for folder in _EL),
-    "almalinux": tuple(f"https://repo.almalinux.org/almalinux/{{version}}/{folder}" for folder in _EL),
-    "centos": tuple(f"https://mirror.stream.centos.org/{{major}}-stream/{folder}" for folder in _EL),
-    "fedora": (
-        "https://dl.fedoraproject.org/pub/fedora/linux/releases/{version}/Everything/{arch}/os/",
-        "https://dl.fedoraproject.org/pub/fedora/linux/updates/{version}/Everything/{arch}/",
-    ),
+    "rocky": tuple(f"{{version}}/{folder}" for folder in _EL),
+    "almalinux": tuple(f"{{version}}/{folder}" for folder in _EL),
+    "centos": tuple(f"{{major}}-stream/{folder}" for folder in _EL),
+    "fedora": ("releases/{version}/Everything/{arch}/os/", "updates/{version}/Everything/{arch}/"),
 }
 _KEY = re.compile(r"(https?://|file://|/)\S+")
 _FORM = "--source 'URL KEY-URL FINGERPRINT', for packages signed by several keys with a further pair for each"
@@ -60,8 +58,8 @@ def rpm_sources(distribution: str, version: str, architecture: str, lines: tuple
         )
     words = {"version": version, "major": major, "arch": architecture}
     return tuple(
-        RpmSource(f"{distribution}-{number}", uri.format(**words), (key,))
-        for number, uri in enumerate(_ARCHIVES[distribution], 1)
+        RpmSource(f"{distribution}-{number}", f"{server(distribution)}/{folder.format(**words)}", (key,))
+        for number, folder in enumerate(_ARCHIVES[distribution], 1)
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gpuprov.core.system import System
 from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.tables import server
 
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -29,8 +30,6 @@ _UBUNTU = (
     "/usr/share/keyrings/ubuntu-archive-keyring.gpg",
     "make the bundle on an Ubuntu machine, or copy that file from one that you trust",
 )
-_UBUNTU_AMD64 = "http://archive.ubuntu.com/ubuntu"
-_UBUNTU_PORTS = "http://ports.ubuntu.com/ubuntu-ports"
 # wiki.debian.org/DebianReleases; wiki.ubuntu.com/Releases.
 ARCHIVES = {
     ("debian", "11"): Archive("bullseye", *_DEBIAN),
@@ -83,7 +82,7 @@ def default_sources(
     release = ARCHIVES[distribution, version]
     if distribution == "ubuntu" and not mirror.archive:
         # Ubuntu keeps all but amd64 on a server of its own.
-        mirror = mirror_at(_UBUNTU_AMD64 if architecture == "x86_64" else _UBUNTU_PORTS)
+        mirror = mirror_at(server("ubuntu" if architecture == "x86_64" else "ubuntu-ports"))
     if not mirror.archive:
         raise GpuprovError(
             f"no mirror of {distribution} is known on this machine",

@@ -1,7 +1,7 @@
 """Tables on the controller that replace packaged ones: read here, sent with each request.
 
-Advisories: the file that `gpuprov advisories update` wrote for this user. Driver releases: the file that the
-specification names.
+Advisories: the file that `gpuprov advisories update` wrote for this user. Driver releases and the distributions'
+servers: the files that the specification names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from gpuprov.wire.driver_releases import checked_releases
 from gpuprov.wire.errors import ExitCode, GpuprovError, from_os_error
 from gpuprov.wire.secrets import masked
 from gpuprov.wire.spec import HostSpec
-from gpuprov.wire.tables import ADVISORIES, RELEASES, packaged, table, use
+from gpuprov.wire.tables import ADVISORIES, RELEASES, SERVERS, packaged, table, use
 
 
 def advisories_path() -> Path:
@@ -64,29 +65,49 @@ def for_request(spec: HostSpec) -> dict[str, Any]:
     advisories = advisories_table()
     if advisories != packaged(ADVISORIES):
         found[ADVISORIES] = advisories
+    proxy = Proxy(spec.proxy, spec.no_proxy)
     if spec.driver_releases:
-        found[RELEASES] = _releases(spec.driver_releases, spec.driver_releases_sha256, Proxy(spec.proxy, spec.no_proxy))
+        data, origin = _site_table(RELEASES, spec.driver_releases, spec.driver_releases_sha256, proxy)
+        found[RELEASES] = checked_releases(data, origin)
+    if spec.servers:
+        found[SERVERS] = checked_servers(*_site_table(SERVERS, spec.servers, spec.servers_sha256, proxy))
     return found
 
 
 @functools.cache
-def _releases(place: str, sha256: str, proxy: Proxy) -> Mapping[str, Any]:
-    """Return a site's table of releases; it is read once for all hosts."""
+def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, str]:
+    """Return a site's table and its place for messages; it is read once for all hosts."""
     if not sha256:
         raise GpuprovError(
-            "gpuprov_driver_releases has no digest", masked(place),
-            "set gpuprov_driver_releases_sha256 (sha256sum FILE, of a file that you trust)", exit_code=ExitCode.USAGE,
+            f"gpuprov_{name} has no digest", masked(place),
+            f"set gpuprov_{name}_sha256 (sha256sum FILE, of a file that you trust)", exit_code=ExitCode.USAGE,
         )  # fmt: skip
     system = System()
     system.proxy = proxy
     content = fetch_small(system, f"file://{place}" if place.startswith("/") else place)
     if sha256_of(content) != sha256:
         raise GpuprovError(
-            "the table of driver releases is not the one that was asked for",
-            f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_driver_releases_sha256 is {sha256}",
+            f"the table of {name.replace('_', ' ')} is not the one that was asked for",
+            f"{masked(place)} has SHA-256 {sha256_of(content)}, gpuprov_{name}_sha256 is {sha256}",
             "get the file again, or correct the digest", exit_code=ExitCode.USAGE,
         )  # fmt: skip
-    return checked_releases(_parsed(content, masked(place)), masked(place))
+    return _parsed(content, masked(place)), masked(place)
+
+
+def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
+    """Return a site's table of servers if it is sound. Raises GpuprovError (exit code 2) that names what is wrong."""
+    known, given = packaged(SERVERS), data.get("servers") if isinstance(data, dict) else None
+    wrong = [f"its format is not {known['format']}"] if not given or data.get("format") != known["format"] else []
+    for name, url in given.items() if isinstance(given, dict) else ():
+        if name not in known["servers"] or not re.fullmatch(r"https?://[^\s'\"`$;|&<>\\{}]+", str(url)):
+            wrong.append(f"{str(name)[:40]!r} is no server of gpuprov's, or its URL is not one")
+    if wrong or not isinstance(given, dict):
+        raise GpuprovError(
+            "the table of servers is not valid", f"{origin}: {'; '.join(wrong[:3])}",
+            "its form is that of gpuprov/wire/servers.json", exit_code=ExitCode.USAGE,
+        )  # fmt: skip
+    found: Mapping[str, Any] = data
+    return found
 
 
 def _parsed(content: bytes, origin: str) -> Any:
@@ -109,6 +130,8 @@ def use_tables(sent: Mapping[str, Any]) -> None:
     if ADVISORIES in sent:
         rows_of(sent[ADVISORIES], "the request")
         checked[ADVISORIES] = sent[ADVISORIES]
+    if SERVERS in sent:
+        checked[SERVERS] = checked_servers(sent[SERVERS], "the request")
     use(checked)
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from gpuprov.machine.distros import Distribution, ExtraRepository
 from gpuprov.wire.spec import HostSpec
+from gpuprov.wire.tables import server
 
 PACKAGE = "dkms"
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A repository of DKMS: a folder below `base`, {major}, {minor} and {arch} filled in; `key` lies below it too."""
+    """A repository of DKMS: a folder below the server `base`, {major}, {minor} and {arch} filled in; the key too."""
 
     base: str
     folder: str
@@ -25,7 +26,7 @@ class _Row:
 
 
 _EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY = (
-    "https://dl.fedoraproject.org/pub/epel", "{major}/Everything/{arch}/", "RPM-GPG-KEY-EPEL-{major}",
+    "epel", "{major}/Everything/{arch}/", "RPM-GPG-KEY-EPEL-{major}",
 )  # fmt: skip
 # The keys: fedoraproject.org/security; EPEL 8 in Percona's images (github.com/percona/percona-docker), EPEL 9 and 10 in
 # MariaDB's (github.com/MariaDB/mariadb-docker). The folders: epel-release's epel.repo.
@@ -36,7 +37,7 @@ _ROWS = {
     ("EPEL", "9"): _Row(_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY, "FF8AD1344597106ECE813B918A3872BF3228467C"),
     ("EPEL", "10"): _Row(_EPEL_BASE, _EPEL_FOLDER, _EPEL_KEY, "7D8D15CBFC4E62688591FB2633D98517E37ED158"),
     ("PackageHub", "15"): _Row(
-        "https://download.opensuse.org/repositories/openSUSE:/Backports:", "SLE-{major}-SP{minor}/standard/",
+        "opensuse-backports", "SLE-{major}-SP{minor}/standard/",
         "SLE-{major}-SP{minor}/standard/repodata/repomd.xml.key", "637B32FF3D83F07A7AE1C40A9C214D4065176565",
     ),
 }  # fmt: skip
@@ -55,7 +56,7 @@ def dkms_repository(row: Distribution, version: str, architecture: str, spec: Ho
     fingerprint = spec.epel_key_fingerprint or (known.fingerprint if known else "")
     if found is None or not fingerprint:
         return None
-    base = (spec.epel_repository or found.base).rstrip("/")
+    base = (spec.epel_repository or server(found.base)).rstrip("/")
     words = {"major": major, "minor": minor or "0", "arch": architecture}
     return ExtraRepository(
         row.dkms_from.lower(), f"{base}/{found.folder}".format(**words),

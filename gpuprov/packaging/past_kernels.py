@@ -14,6 +14,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packaging.rpm_vendor_keys import vendor_key
 from gpuprov.wire.errors import GpuprovError, Problem
+from gpuprov.wire.tables import SERVERS, packaged, server
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Advice:
 class _Row:
     """Where one distribution's older kernels are. `version`: a major version, * for all; `kernel`: matches `uname -r`.
 
-    The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release} and the pattern's groups.
+    The texts may hold {kernel}, {names} (the packages), {architecture}, {major}, {release}, the pattern's groups, and
+    the servers of wire/servers.json, such as {rocky_vault}.
     `archive`: folders of a repository that anybody may read, below `base`.
     """
 
@@ -51,8 +53,8 @@ _DNF_NEWEST = "dnf upgrade kernel && reboot"
 _EL_MINOR = r".*\.el(?P<release>\d+_\d+)(?:\.|$).*"
 # In Enterprise Linux 8 kernel-devel lies in BaseOS, from 9 on in AppStream (access.redhat.com, Package Manifest).
 _EL_FOLDERS = ("BaseOS/{architecture}/os/", "AppStream/{architecture}/os/")
-_ROCKY_VAULT = "https://dl.rockylinux.org/vault/rocky/{release}/"
-_ALMA_VAULT = "https://repo.almalinux.org/vault/{release}/"
+_ROCKY_VAULT = "{rocky_vault}/{release}/"
+_ALMA_VAULT = "{almalinux_vault}/{release}/"
 _EUS = (
     "subscription-manager release --set {release}; subscription-manager repos --enable "
     "rhel-{major}-for-{architecture}-baseos-eus-rpms --enable rhel-{major}-for-{architecture}-appstream-eus-rpms "
@@ -63,30 +65,30 @@ _ROWS = (
     _Row(
         "debian", "*", r".+",
         f"{_DEB_NEWEST}, with the linux-headers-*-common and linux-kbuild-* that it depends on, from "
-        "https://snapshot.debian.org/package/linux/ and install them with apt-get install ./*.deb",
+        "{debian_snapshot}/package/linux/ and install them with apt-get install ./*.deb",
     ),
     _Row(
         "ubuntu", "*", r".+",
         f"{_DEB_NEWEST}, with the linux-*-headers-* that it depends on, from "
-        "https://launchpad.net/ubuntu/+source/linux (-aws, -gcp …) and install them with apt-get install ./*.deb",
+        "{ubuntu_sources}/linux (-aws, -gcp …) and install them with apt-get install ./*.deb",
     ),
     _Row("rhel", "*", _EL_MINOR, _EUS),
     _Row("rocky", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ROCKY_VAULT, _EL_FOLDERS),
     # Packages before 8.10 are signed by the key that was replaced in 2023 (almalinux.org/security).
     _Row(
         "almalinux", "8", _EL_MINOR,
-        "take {names} from https://repo.almalinux.org/vault/{release}/BaseOS/{architecture}/os/ (signed by AlmaLinux's "
+        "take {names} from {almalinux_vault}/{release}/BaseOS/{architecture}/os/ (signed by AlmaLinux's "
         f"key of that time); or boot the newest kernel: {_DNF_NEWEST}",
     ),
     _Row("almalinux", "*", _EL_MINOR, _ADD_ARCHIVE + _DNF_NEWEST, _ALMA_VAULT, _EL_FOLDERS),
     _Row(
         "centos", "8", r".+",
-        "CentOS 8 and Stream 8 are in the vault alone: point /etc/yum.repos.d at https://vault.centos.org/8-stream/ "
+        "CentOS 8 and Stream 8 are in the vault alone: point /etc/yum.repos.d at {centos_vault}/8-stream/ "
         "(or 8.5.2111), whose BaseOS has {names}; better move to a release that gets updates",
     ),
     _Row(
         "centos", "*", r".+",
-        f"boot the newest kernel: {_DNF_NEWEST}; CentOS Stream keeps older ones at https://kojihub.stream.centos.org "
+        f"boot the newest kernel: {_DNF_NEWEST}; CentOS Stream keeps older ones at {{centos_builds}} "
         "alone (package kernel: {names})",
     ),
     _Row(
@@ -127,7 +129,7 @@ _ROWS = (
     _Row(
         "opensuse-tumbleweed", "*", r".+",
         "Tumbleweed keeps the newest kernel alone: zypper dup && reboot; past snapshots are at "
-        "https://download.opensuse.org/history/",
+        "{opensuse_history}/",
     ),
 )  # fmt: skip
 
@@ -207,5 +209,6 @@ def _words(one: _Row, major: str, kernel: str, architecture: str, groups: dict[s
         # SUSE's packages are asked for in the kernel's version without its flavour.
         "needle": kernel[: -len(flavour) - 1] if suse and version else kernel,
         "first": "BaseOS" if major == "8" else "AppStream",
+        **{name.replace("-", "_"): server(name) for name in packaged(SERVERS)["servers"]},
     }  # fmt: skip
     return {**words, "base": one.base.format(**words)}

@@ -5,9 +5,12 @@ Sources: rockylinux.org/resources/gpg-key-info, almalinux.org/security, centos.o
 
 from __future__ import annotations
 
-_ROCKY = "https://dl.rockylinux.org/pub/rocky/RPM-GPG-KEY-Rocky-{major}"
-_ALMA = "https://repo.almalinux.org/almalinux/RPM-GPG-KEY-AlmaLinux-{major}"
-_FEDORA = "https://src.fedoraproject.org/rpms/fedora-repos/raw/rawhide/f/RPM-GPG-KEY-fedora-{major}-primary"
+from gpuprov.wire.tables import server
+
+# The server, and the file below it.
+_ROCKY = ("rocky", "RPM-GPG-KEY-Rocky-{major}")
+_ALMA = ("almalinux", "RPM-GPG-KEY-AlmaLinux-{major}")
+_FEDORA = ("fedora-keys", "RPM-GPG-KEY-fedora-{major}-primary")
 _KEYS = {
     ("rocky", "8"): (_ROCKY, "7051C470A929F454CEBE37B715AF5DAC6D745A60"),
     ("rocky", "9"): (_ROCKY, "21CB256AE16FC54C6E652949702D426D350D275D"),
@@ -16,7 +19,7 @@ _KEYS = {
     ("almalinux", "9"): (_ALMA, "BF18AC2876178908D6E71267D36CB86CB86B3716"),
     ("almalinux", "10"): (_ALMA, "EE6DB7B98F5BF5EDD9DA0DE5DEE5C11CC2A1E572"),
     ("centos", "9"): (
-        "https://www.centos.org/keys/RPM-GPG-KEY-CentOS-Official", "99DB70FAE1D7CE227FB6488205B555B38483C65D",
+        ("centos-keys", "RPM-GPG-KEY-CentOS-Official"), "99DB70FAE1D7CE227FB6488205B555B38483C65D",
     ),
     ("fedora", "42"): (_FEDORA, "B0F4950458F69E1150C6C5EDC8AC4916105EF944"),
     ("fedora", "43"): (_FEDORA, "C6E7F081CF80E13146676E88829B606631645531"),
@@ -28,4 +31,7 @@ def vendor_key(distribution: str, version: str) -> tuple[str, str] | None:
     """Return URL and fingerprint of the key of a distribution's release, or None where gpuprov knows none."""
     major = version.partition(".")[0]
     found = _KEYS.get((distribution, major))
-    return (found[0].format(major=major), found[1]) if found else None
+    if found is None:
+        return None
+    (name, file), fingerprint = found
+    return f"{server(name)}/{file.format(major=major)}", fingerprint

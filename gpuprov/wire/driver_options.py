@@ -64,6 +64,14 @@ class DriverOptions:
         URL_OR_PATH,
     )
     driver_releases_sha256: str = text("", "The SHA-256 of that table.", SHA256)
+    servers: str = text(
+        "",
+        "A table of the distributions' servers that counts instead of the one in this gpuprov "
+        "(gpuprov/wire/servers.json has its form; it may name some of them): a URL, or an absolute path on the machine "
+        "where gpuprov or Ansible runs. Needs its digest.",
+        URL_OR_PATH,
+    )
+    servers_sha256: str = text("", "The SHA-256 of that table.", SHA256)
     refuse_advisories: str = choice(
         "none",
         "From which CVSS score on a driver, or a toolkit of NVIDIA's, with known security holes is not installed: "
@@ -97,7 +105,7 @@ class DriverOptions:
     epel_repository: str = text(
         "",
         "A mirror of EPEL (the folder with 8, 9 and 10) or of openSUSE:Backports. Default: "
-        "dl.fedoraproject.org/pub/epel, download.opensuse.org.",
+        "`epel` and `opensuse-backports` of gpuprov_servers.",
         HTTP_URL,
     )
     epel_key_fingerprint: str = text(

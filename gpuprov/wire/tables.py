@@ -1,6 +1,7 @@
 """Tables that ship as data files beside this module, and their replacements in this process. Never fetches.
 
-A process carries out one request. A request may bring newer tables: the site's releases, the controller's advisories.
+A process carries out one request. A request may bring newer tables: the site's releases and servers, the controller's
+advisories.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-RELEASES, ADVISORIES = "driver_releases", "advisories"
+RELEASES, ADVISORIES, SERVERS = "driver_releases", "advisories", "servers"
 _in_use: dict[str, Any] = {}
 
 
@@ -24,6 +25,12 @@ def packaged(name: str) -> Any:
 def table(name: str) -> Any:
     """Return the table in use in this process."""
     return _in_use.get(name) or packaged(name)
+
+
+def server(name: str) -> str:
+    """Return the URL of a distribution's server, without a slash at its end; a site's table may name some only."""
+    replaced = table(SERVERS)["servers"].get(name)
+    return str(replaced or packaged(SERVERS)["servers"][name]).rstrip("/")
 
 
 def is_replaced(name: str) -> bool:

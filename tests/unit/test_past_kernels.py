@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import gpuprov
+from gpuprov.bundling.rpm_sources import rpm_sources
 from gpuprov.core.changes import WriteFile
 from gpuprov.core.commands import Completed
+from gpuprov.core.site_tables import for_request, use_tables
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.distros import ROWS, Distribution, find_distribution
 from gpuprov.machine.machine import OperatingSystem
@@ -19,8 +25,9 @@ from gpuprov.packaging.past_kernels import Advice, advice, past_releases
 from gpuprov.packaging.rpm_repos import InstallRpmKey
 from gpuprov.plan import software
 from gpuprov.plan.steps import make_plan
-from gpuprov.wire.errors import GpuprovError
-from gpuprov.wire.spec import parse_spec
+from gpuprov.wire import tables
+from gpuprov.wire.errors import ExitCode, GpuprovError
+from gpuprov.wire.spec import HostSpec, parse_spec
 from tests.unit.fake_host import FakeHost
 
 
@@ -175,3 +182,51 @@ def test_the_plan_hands_the_advice_on(rocky: HostFacts, tmp_path: Path) -> None:
     changes = [item.change for item in make_plan(rocky, wanted).changes]
     (found,) = [one.advice for one in changes if hasattr(one, "advice")]
     assert found == said("rocky", "9", EL9)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Callable[[object], HostSpec]]:
+    """Return what gives a specification that names a table of servers with this content."""
+
+    def made(content: object) -> HostSpec:
+        file = tmp_path / "servers.json"
+        file.write_text(json.dumps(content))
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        return parse_spec({"servers": str(file), "servers_sha256": digest})
+
+    yield made
+    tables.use({})
+
+
+def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky: HostFacts) -> None:
+    mirrors = {"rocky": "https://mirror.example/rocky/", "rocky-vault": "https://mirror.example/vault"}
+    spec = servers({"format": 1, "servers": mirrors})
+    use_tables(json.loads(json.dumps(for_request(spec))))
+    (found, _) = software.past_releases(rocky, parse_spec({"kernel_archive": True, "driver_version": "550.163.01"}))
+    assert found.uri.startswith("https://mirror.example/vault/9.")
+    assert found.key_url == "https://mirror.example/rocky/RPM-GPG-KEY-Rocky-9"
+    (source, _) = rpm_sources("rocky", "9", "x86_64", ())
+    assert source.uri == "https://mirror.example/rocky/9/BaseOS/x86_64/os/"
+    # A server that the table does not name is the packaged one.
+    assert tables.server("epel") == tables.packaged(tables.SERVERS)["servers"]["epel"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[], {"format": 2, "servers": {}}, {"format": 1}, {"format": 1, "servers": ["epel"]},
+     {"format": 1, "servers": {"epl": "https://a"}}, {"format": 1, "servers": {"epel": "ftp://a"}},
+     {"format": 1, "servers": {"epel": "https://a {major}"}}],
+)  # fmt: skip
+def test_a_table_of_servers_that_is_not_sound_is_refused(
+    servers: Callable[[object], HostSpec], content: object
+) -> None:
+    with pytest.raises(GpuprovError, match="table of servers is not valid") as caught:
+        for_request(servers(content))
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_no_code_names_a_server_of_a_distribution() -> None:
+    urls = tables.packaged(tables.SERVERS)["servers"].values()
+    named = re.compile("|".join({re.escape("//" + url.split("/")[2]) for url in urls}))
+    root = Path(gpuprov.__file__).parent
+    assert [str(path) for path in root.rglob("*.py") if named.search(path.read_text("utf-8"))] == []
