@@ -6,6 +6,7 @@ serve_answers.py computes the responses.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import io
 import os
@@ -89,6 +90,51 @@ def _unix_socket(path: str) -> socket.socket:
     return made
 
 
+class _Slots:
+    """A bounded number of connections. A new one takes the slot of the oldest that keeps the server waiting.
+
+    Else idle connections of one user would shut out all others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Whether the server works on it; in the order of their arrival.
+        self._busy: dict[socket.socket, bool] = {}
+
+    def take(self, connection: socket.socket) -> bool:
+        """Give a slot to a connection; return False if the server works on all that have one."""
+        with self._lock:
+            if len(self._busy) >= MOST_AT_ONCE:
+                idle = next((one for one, busy in self._busy.items() if not busy), None)
+                if idle is None:
+                    return False
+                del self._busy[idle]
+                with contextlib.suppress(OSError):
+                    idle.shutdown(socket.SHUT_RDWR)
+            self._busy[connection] = False
+            return True
+
+    def begin(self, connection: socket.socket) -> bool:
+        """Say that the server works on a connection now; return False if it has lost its slot."""
+        return self._mark(connection, busy=True)
+
+    def end(self, connection: socket.socket) -> bool:
+        """Say that the server waits for the client again; return False if it has lost its slot."""
+        return self._mark(connection, busy=False)
+
+    def _mark(self, connection: socket.socket, *, busy: bool) -> bool:
+        with self._lock:
+            known = connection in self._busy
+            if known:
+                self._busy[connection] = busy
+            return known
+
+    def release(self, connection: socket.socket) -> None:
+        """Free the connection's slot, if it still has one."""
+        with self._lock:
+            self._busy.pop(connection, None)
+
+
 class Server:
     """Serve requests on listening sockets, each in its own thread, a bounded number at once."""
 
@@ -97,7 +143,7 @@ class Server:
         self._answers = answers
         self._seconds = seconds
         # One socket's clients, whom any user may be, take no slot of the other, which is root's.
-        self._slots = {one: threading.BoundedSemaphore(MOST_AT_ONCE) for one in sockets}
+        self._slots = {one: _Slots() for one in sockets}
         for one in sockets:
             one.setblocking(False)
 
@@ -121,25 +167,31 @@ class Server:
                 os.unlink(one.getsockname())  # noqa: PTH108
             one.close()
 
-    def _take(self, connection: socket.socket, slots: threading.BoundedSemaphore) -> None:
-        if not slots.acquire(blocking=False):
+    def _take(self, connection: socket.socket, slots: _Slots) -> None:
+        if not slots.take(connection):
             # Without waiting: who has all slots must not hold this thread too.
             with connection:
                 _send(connection, refusal(503, "too many requests at once"), 0)
+                _drain(connection, 0)
             return
         threading.Thread(target=self._handle, args=(connection, slots), daemon=True).start()
 
-    def _handle(self, connection: socket.socket, slots: threading.BoundedSemaphore) -> None:
+    def _handle(self, connection: socket.socket, slots: _Slots) -> None:
         try:
             with connection:
                 deadline = time.monotonic() + self._seconds
                 head = _head(connection, deadline)
+                if not slots.begin(connection):
+                    return
                 answer = self._answers.answer(*head) if isinstance(head, tuple) else head
-                _send(connection, answer, time.monotonic() + self._seconds)
+                deadline = time.monotonic() + self._seconds
+                _send(connection, answer, deadline)
+                slots.end(connection)
+                _drain(connection, deadline)
         except OSError:
             pass  # the client disconnected
         finally:
-            slots.release()
+            slots.release(connection)
 
 
 class _Parser(http.server.BaseHTTPRequestHandler):
@@ -195,13 +247,17 @@ def _send(connection: socket.socket, answer: Answer, deadline: float) -> None:
             connection.settimeout(max(deadline - time.monotonic(), 0))
             left = left[connection.send(left) :]
         connection.shutdown(socket.SHUT_WR)
-        # Unread input makes the kernel reset the connection, and the client lose the response.
+    except OSError:
+        pass
+
+
+def _drain(connection: socket.socket, deadline: float) -> None:
+    """Read what the client still sends: unread input makes the kernel reset the connection, and loses the response."""
+    with contextlib.suppress(OSError):
         for _ in range(_MOST_DRAINED):
             connection.settimeout(min(max(deadline - time.monotonic(), 0), _DRAIN_SECONDS))
             if not connection.recv(LARGEST_REQUEST):
                 return
-    except OSError:
-        pass
 
 
 def serve(system: System) -> str:

@@ -7,6 +7,7 @@ folders that the loaders of Debian's and of Red Hat's images search without a ca
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ _LIB64 = "/usr/lib64"
 _SHELL_SPECIAL = frozenset(" \t\n*?[]\\")
 _DOCKER_SPECIAL = frozenset(":\n")
 _DEFAULT_ACCESS = "rwm"
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./:=,+-]+")
+_ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,9 @@ def quadlet(flags: PlainFlags) -> str:
     """Return the lines for the section [Container] of a podman quadlet (podman-systemd.unit(5))."""
     lines = (
         "[Container]",
-        *(f"AddDevice={_unit(f'{one.source}:{one.target}:{one.access}')}" for one in flags.devices),
+        *(f"AddDevice={_quoted(f'{one.source}:{one.target}:{one.access}')}" for one in flags.devices),
         *(f"Volume={_unit(f'{mount.source}:{mount.target}:ro')}" for mount in flags.mounts),
-        *(f'Environment="{_unit(entry)}"' for entry in flags.environment),
+        *(f"Environment={_quoted(entry)}" for entry in flags.environment),
         *(f"GroupAdd={group}" for group in flags.groups),
     )
     return "\n".join(lines) + "\n"
@@ -125,6 +128,12 @@ def _yaml(value: object) -> str:
 def _unit(text: str) -> str:
     """Return a text as systemd's units have it: a percent sign begins a specifier there."""
     return text.replace("%", "%%")
+
+
+def _quoted(text: str) -> str:
+    """Return a word of a setting that is a list of words; C's escapes count in quotes (systemd.syntax(7), QUOTING)."""
+    escaped = "".join(_ESCAPED.get(one, one) for one in _unit(text))
+    return f'"{escaped}"' if escaped != text or not _PLAIN_WORD.fullmatch(text) else text
 
 
 def _device(node: Mapping[str, Any]) -> Device:

@@ -95,5 +95,23 @@ def test_a_compose_file_is_yaml_and_expands_nothing() -> None:
 def test_a_quadlet() -> None:
     flags = PlainFlags((Device("/dev/a", "/dev/a"),), (Mount("/100%", "/c"),), ("A=b",), (44,), ())
     assert quadlet(flags).splitlines() == [
-        "[Container]", "AddDevice=/dev/a:/dev/a:rwm", "Volume=/100%%:/c:ro", 'Environment="A=b"', "GroupAdd=44",
+        "[Container]", "AddDevice=/dev/a:/dev/a:rwm", "Volume=/100%%:/c:ro", "Environment=A=b", "GroupAdd=44",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        ('A=b" "C=d', r'Environment="A=b\" \"C=d"'),
+        ("A=b\n[Service]\nExecStartPre=/bin/x", r'Environment="A=b\n[Service]\nExecStartPre=/bin/x"'),
+        ("A=C:\\x %h", r'Environment="A=C:\\x %%h"'),
+        ("A='b'", "Environment=\"A='b'\""),
+    ],
+)
+def test_a_variable_in_a_quadlet_stays_one_word(entry: str, line: str) -> None:
+    assert quadlet(PlainFlags((), (), (entry,), (), ())).splitlines() == ["[Container]", line]
+
+
+def test_a_device_with_blanks_in_a_quadlet_stays_one_word() -> None:
+    flags = PlainFlags((Device("/dev/a b", "/dev/a b"),), (), (), (), ())
+    assert quadlet(flags).splitlines()[1] == 'AddDevice="/dev/a b:/dev/a b:rwm"'
