@@ -10,6 +10,11 @@ from hypothesis import HealthCheck, settings
 from tests import world
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
+# GNU readline, which pytest imports, sets these to the size of the terminal.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+    os.unsetenv(_name)
+
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
 pytest_plugins = ["tests.left_behind"]
 # `make test` gives each property few examples, `make test-all` many (--hypothesis-profile=thorough). How long one takes

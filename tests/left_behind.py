@@ -29,10 +29,11 @@ _COMPARED = (
     *((f"{_HOME}/{name}", 4, True) for name in (".ssh", ".docker", ".config/cdi")),
     *((place, 4, True) for place in ("/run/cdi", "/run/netns", "/var/lib/gpuprov", "/var/lib/cdi")),
 )  # fmt: skip
-# And these, which come, go and change by themselves: terminals, disks and what is plugged in; what daemons, logins,
-# editors and shells write; names of the network.
+# And these, which come, go and change by themselves: terminals, disks and what is plugged in; what the machine's own
+# engines, daemons, logins, editors and shells write; names of the network.
 _OTHERS = re.compile(
     r"/dev/(pts|shm|mqueue|hugepages|bus|char/(?!195:)|block|disk|input|snd|mapper|dri|loop\d|dm-|vcs|tty|console|log|ptmx).*"
+    r"|/(run|var/lib)/(docker|containerd|containers|crun|runc|podman|machines).*"
     r"|/run/(utmp|mount|sudo|user|xtables\.lock|motd|reboot-required|.*\.pid|.*\.sock).*"
     r"|/etc/(mtab|adjtime|resolv\.conf|cups|printcap|\.pwd\.lock|.*~).*"
     rf"|{_HOME}/\.(.*(history|hst|hsts|auth.*|errors|lock|tmp|sw.)|viminfo.*|cache)"

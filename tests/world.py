@@ -2,8 +2,8 @@
 
     python -m tests.world COMMAND …      runs a command in one, as tests/conftest.py runs pytest
 
-For root it is a mount and a UTS namespace: /dev and /run are new, /etc is a copy, /var and /usr/local are overlays, the
-home folder is empty. What tests leave there goes with it. Network, processes, cgroups, /tmp and the clone are the
+For root it is a mount and a UTS namespace: /dev and /run are new, /etc is a copy, /var is an overlay, /usr/local and
+the home folder are empty. What tests leave there goes with it. Network, processes, cgroups, /tmp and the clone are the
 machine's.
 Everybody gets the environment below, and umask 022; an ordinary user also an empty home folder.
 """
@@ -27,10 +27,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 # The process that waits outside: /proc/PID/root is the machine as it is.
 OUTSIDE = "GPUPROV_WORLD"
-# Ahead of the machine's clock, in libfaketime's words: tests/spoilt.py sets it.
-CLOCK = "GPUPROV_CLOCK"
+# Libraries for the command alone: the clock of tests/spoilt.py.
+PRELOAD = "GPUPROV_PRELOAD"
 
-# The environment of all tests. /usr/local is left out: what stands there is the machine's own.
+# The environment of all tests.
 _FIXED = {
     "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
@@ -40,13 +40,14 @@ _FIXED = {
 }
 # And what goes through: our own variables, pytest's options, and what fetching packages needs. Proxies and certificates
 # for all programs do not, because gpuprov's own downloads would heed them: pip and apt get them in their own words.
-_PASSED = ("GPUPROV_", "PYTEST_ADDOPTS", "DEBIAN_MIRROR", "SIMGPU_CACHE", "PIP_")
+_PASSED = ("GPUPROV_", "FAKETIME", "PYTEST_ADDOPTS", "DEBIAN_MIRROR", "SIMGPU_CACHE", "PIP_")
 _PACKAGE_FILES = (".config/pip/pip.conf", ".pip/pip.conf", ".netrc")
 _APT_PROXY = Path("/etc/apt/apt.conf.d/99gpuprov-tests")
 
-_OVERLAYS = ("/var", "/usr/local")
 # An overlay can't be the upper layer of an engine's own.
 _STORES = ("/var/lib/docker", "/var/lib/containerd", "/var/lib/containers")
+_LOCAL = ("bin", "etc", "include", "lib", "sbin", "share")
+_TEMPORARY = f"/tmp/pytest-of-{_FIXED['USER']}"
 _PLAIN_NODES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 _MACHINE_NODES = ("fuse", "kvm", "net/tun", "loop-control", "kmsg")
 _LOOPS = 64
@@ -80,20 +81,23 @@ def _room() -> Iterator[tuple[Path, int]]:
     cache = REPOSITORY / ".cache" if os.geteuid() == 0 else Path(tempfile.gettempdir())
     cache.mkdir(exist_ok=True)
     prefix = f"world-{os.geteuid()}-"
-    for left in cache.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    room = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
-    with _locked(room) as lock:
+    with contextlib.ExitStack() as stack:
+        # Nobody else takes a new room for one that was left.
+        with _locked(cache, fcntl.LOCK_EX):
+            for left in cache.glob(f"{prefix}*"):
+                with contextlib.suppress(OSError), _locked(left):
+                    shutil.rmtree(left)
+            room = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
+            lock = stack.enter_context(_locked(room))
         yield room, lock
         shutil.rmtree(room, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[int]:
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, how)
         yield lock
     finally:
         os.close(lock)
@@ -126,13 +130,8 @@ def _environment(home: Path) -> dict[str, str]:
     bundle = _first("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
     if bundle:
         made.setdefault("PIP_CERT", bundle)
-    if CLOCK in made:
-        # Waits go by the monotonic clock, which stays.
-        made |= {
-            "LD_PRELOAD": "/usr/$LIB/faketime/libfaketimeMT.so.1",
-            "FAKETIME": made[CLOCK],
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
+    if PRELOAD in made:
+        made["LD_PRELOAD"] = made[PRELOAD]
     return made
 
 
@@ -157,15 +156,16 @@ def _furnish(room: Path, home: Path) -> None:
     own = _ROOM / "own"
     own.mkdir(parents=True, exist_ok=True)
     _mount("--bind", str(room), str(own))
-    for number, place in enumerate(_OVERLAYS):
-        layers = {layer: own / f"{number}-{layer}" for layer in ("upper", "work")}
-        for layer in layers.values():
-            layer.mkdir()
-        options = f"lowerdir={place},upperdir={layers['upper']},workdir={layers['work']}"
-        _mount("-t", "overlay", "-o", options, "gpuprov-tests", place)
+    for folder in (own / "upper", own / "work", *(own / "local" / name for name in _LOCAL)):
+        folder.mkdir(parents=True)
+    _mount("-t", "overlay", "-o", f"lowerdir=/var,upperdir={own}/upper,workdir={own}/work", "gpuprov-tests", "/var")
     # What installs packages on the machine meanwhile changes /etc, and what lies below an overlay may not change.
     subprocess.run(("cp", "--archive", "/etc", str(own / "etc")), check=True)
-    for name, place in (("etc", "/etc"), ("home", str(home))):
+    # Another run of pytest would close the folder of temporary files to user namespaces.
+    for folder in (own / "temporary", Path(_TEMPORARY)):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    places = {"etc": "/etc", "local": "/usr/local", "home": str(home), "temporary": _TEMPORARY}
+    for name, place in places.items():
         _mount("--bind", str(own / name), place)
     _devices(nodes)
     for number, store in enumerate(_STORES):
@@ -198,13 +198,14 @@ def _furnish(room: Path, home: Path) -> None:
 
 def _kept(home: Path) -> list[Path]:
     """Return what must be seen as it is below what is covered: the clone, and this interpreter."""
-    covered = [*_OVERLAYS, "/etc", "/run", "/dev", str(home)]
+    covered = ["/var", "/usr/local", "/etc", "/run", "/dev", str(home)]
     wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)]
     return [path for path in wanted if any(path.is_relative_to(place) for place in covered) and path != Path("/usr")]
 
 
 def _devices(nodes: dict[str, os.stat_result]) -> None:
     dev = Path("/dev")
+    subprocess.run(("umount", "--recursive", "--lazy", "/dev"), capture_output=True, check=False)
     _mount("-t", "tmpfs", "-o", "mode=755", "gpuprov-dev", "/dev")
     for name, options in (("pts", "newinstance,ptmxmode=0666,mode=0620,gid=5"), ("shm", "mode=1777")):
         (dev / name).mkdir()

@@ -36,8 +36,8 @@ def own_devices() -> Iterator[None]:
 
 def _cover() -> None:
     _mount("--make-rprivate", "/")
-    below = sorted(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
-    below = [path for path in below if path.startswith(f"{_DEVICES}/")]
+    mounted = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
+    below = sorted(path for path in mounted if path.startswith(f"{_DEVICES}/"))
     with tempfile.TemporaryDirectory() as name:
         room = Path(name)
         _mount("-t", "tmpfs", "gpuprov-dev", str(room))
