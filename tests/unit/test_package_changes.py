@@ -1,0 +1,178 @@
+"""The kinds of change that apt makes, by the commands that they type: options, holds, the undo and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuprov.core.commands import Completed
+from gpuprov.core.journal import STATE_DIRECTORY
+from gpuprov.core.places import SOURCES_LIST
+from gpuprov.packaging.apt_packages import (
+    HELD_LIST,
+    HoldPackages,
+    InstallPackages,
+    PackageFacts,
+    RefreshPackageIndex,
+    gather_packages,
+    pinned,
+    plan_holds,
+)
+from gpuprov.wire.errors import GpuprovError
+from tests.unit.test_packages import RecordedApt
+
+OPTIONS = ("-o", "Dir::Etc::SourceList=/bundle")
+
+
+class Apt(RecordedApt):
+    """A machine whose packages have states of their own; it notes the time limits."""
+
+    def __init__(self, root: Path, *states: str) -> None:
+        super().__init__(root)
+        self.states = list(states)
+        self.limits: list[float] = []
+
+    def run(self, argv: Sequence[str], **more: Any) -> Completed:
+        if argv[0] == "dpkg-query" and "${Conffiles}" not in argv[2]:
+            return Completed(tuple(argv), 0, "".join(f"{state}\n" for state in self.states))
+        if argv[0] in ("apt-get", "apt-mark") and "--simulate" not in argv:
+            self.limits.append(more["timeout"])
+        return super().run(argv, **more)
+
+
+def installed(*names: str, want: str = "install") -> list[str]:
+    return [f"installed {name} 1.0 amd64 {want} ok " for name in names]
+
+
+def test_the_index_is_refreshed_from_all_sources_or_not_at_all(tmp_path: Path) -> None:
+    host = Apt(tmp_path)
+    RefreshPackageIndex(options=OPTIONS).apply(host, lambda *_: None)
+    assert host.asked[0][-5:] == (*OPTIONS, "-o", "APT::Update::Error-Mode=any", "update")
+    assert host.limits == [600]
+
+
+def test_what_a_bundle_is_read_by_goes_on_each_command_line(tmp_path: Path) -> None:
+    host = Apt(tmp_path)
+    host.audit = "half"
+    host.states = ["half-installed half 1.0 amd64 install reinstreq "]
+    change = InstallPackages(("gcc",), lock_timeout=7, options=OPTIONS)
+    before = change.capture(host)
+    assert before == {
+        "installed": ["half"], "versions": {"half": "1.0"}, "left": {}, "unhold": [], "lock_timeout": 7,
+        "options": list(OPTIONS),
+    }  # fmt: skip
+    with pytest.raises(GpuprovError, match="not all packages are installed") as caught:
+        change.apply(host, lambda *_: None)
+    commands = [argv for argv in host.asked if argv[0] == "apt-get"]
+    position = [argv.index(OPTIONS[1]) for argv in commands]
+    assert [argv[at + 1 :] for argv, at in zip(commands, position)] == [
+        ("install", "--reinstall", "--no-remove", "--", "half"),
+        ("install", "--no-remove", "--", "gcc"),
+        ("install", "--reinstall", "--no-remove", "--", "half"),
+    ]
+    (problem,) = caught.value.problems
+    assert problem.evidence == "dpkg-query: half is half-installed; gcc is not installed"
+    assert "dpkg --audit" in problem.next_step
+
+
+@pytest.mark.parametrize(
+    ("states", "seen"), [([], "gcc is not installed"), (["unpacked gcc 1.0 amd64 install ok "], "gcc is unpacked")]
+)
+def test_success_without_the_packages_is_a_failure(tmp_path: Path, states: list[str], seen: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        InstallPackages(("gcc",)).apply(Apt(tmp_path, *states), lambda *_: None)
+    assert seen in caught.value.problems[0].evidence
+
+
+def test_progress_of_an_installation_is_told(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, answer=(0, "Setting up gcc (12) ...\n", ""))
+    host.installs = ("gcc",)
+    told: list[str] = []
+    InstallPackages(("gcc",)).apply(host, lambda message, *_: told.append(message))
+    assert told == ["Setting up gcc (12) ..."]
+
+
+@pytest.mark.parametrize("bundle", [True, False])
+def test_the_undo_reads_a_bundle_while_it_is_unpacked(tmp_path: Path, *, bundle: bool) -> None:
+    host = Apt(tmp_path, "half-installed half 1.0 amd64 install reinstreq ")
+    host.audit = "half"
+    if bundle:
+        host.make_directory(SOURCES_LIST.rpartition("/")[0])
+        host.write(SOURCES_LIST, b"")
+    change = InstallPackages(("gcc",), options=OPTIONS)
+    InstallPackages.undo(host, change.capture(host), {"added": ["gcc"]})
+    assert [OPTIONS[1] in argv for argv in host.asked if argv[0] == "apt-get"] == [bundle]
+
+
+# The journal of an earlier version has no versions.
+@pytest.mark.parametrize("before", [{"installed": ["make"], "versions": {"make": "1.0"}}, {"installed": ["make"]}])
+def test_what_a_killed_installation_brought_is_purged(tmp_path: Path, before: dict[str, Any]) -> None:
+    host = Apt(tmp_path, *installed("make", "gcc"), "half-configured cpp 1.0 amd64 install ok ")
+    assert InstallPackages.cut_off(host, before) == {"added": ["cpp", "gcc"], "changed": {}}
+    InstallPackages.undo(host, before, None)
+    assert host.asked[-1][-4:] == ("purge", "--", "cpp", "gcc")
+
+
+def test_what_the_undo_leaves_is_told(tmp_path: Path) -> None:
+    host = Apt(tmp_path, *installed("make", "gcc"))
+    before = {"installed": ["gone", "make"], "versions": {"make": "0.9", "gone": "1.0"}, "left": {}}
+    said = ("make stays at 1.0; before gpuprov it was 0.9",)
+    assert InstallPackages.lasting(host, before, None, ()) == said
+    assert InstallPackages.lasting(host, before, {"added": [], "changed": {"make": ["0.9", "1.0"]}}, ()) == said
+    assert InstallPackages.lasting(host, before, {"added": ["gcc"]}, ()) == ()
+
+
+def test_an_apt_without_dpkg_is_none(tmp_path: Path) -> None:
+    class Half(Apt):
+        def which(self, program: str) -> str | None:
+            return None if program == "dpkg-query" else super().which(program)
+
+    assert gather_packages(Half(tmp_path)) == PackageFacts("", {})
+
+
+def test_unfinished_packages_are_facts(tmp_path: Path) -> None:
+    states = (*installed("a"), "unpacked b 1 amd64 install ok ", "config-files c 1 amd64 deinstall ok ")
+    assert gather_packages(Apt(tmp_path, *states)).unfinished == {"b": "unpacked"}
+
+
+def test_holds_are_set_taken_off_and_brought_back(tmp_path: Path) -> None:
+    host = Apt(tmp_path, *installed("a", "new"), *installed("old", want="hold"))
+    host.make_directory(STATE_DIRECTORY)
+    host.write(HELD_LIST, b"old\n")
+    change = HoldPackages(("new", "gone"), ("old",), 7)
+    before = change.capture(host)
+    change.apply(host, lambda *_: None)
+    assert host.asked == [("apt-mark", "hold", "new", "gone"), ("apt-mark", "unhold", "old")]
+    assert host.read_text(HELD_LIST) == "gone\nnew\n"
+    host.asked.clear()
+    HoldPackages.undo(host, before, {})
+    assert host.asked == [("apt-mark", "hold", "old"), ("apt-mark", "unhold", "new")]
+    assert host.read_text(HELD_LIST) == "old\n"
+
+
+def test_the_list_of_holds_is_roots_alone(tmp_path: Path) -> None:
+    host = Apt(tmp_path, *installed("a"))
+    host.make_directory("/var/lib")
+    HoldPackages(("a",)).apply(host, lambda *_: None)
+    assert (found := host.status(STATE_DIRECTORY)) is not None and found.mode == 0o700
+
+
+def test_a_hold_that_is_refused_is_an_error(tmp_path: Path) -> None:
+    host = RecordedApt(tmp_path, packages=["a", "b"], answer=(100, "", "E: something new"))
+    with pytest.raises(GpuprovError, match="apt-mark hold a b failed"):
+        HoldPackages(("a", "b")).apply(host, lambda *_: None)
+
+
+def test_summaries_name_each_package() -> None:
+    assert InstallPackages(("a", "b")).summary() == "install a, b"
+    assert InstallPackages(("a", "b"), unhold=("b", "c")).summary() == "install a, b (taking the hold off b, c)"
+    assert HoldPackages(("a", "b"), ("c", "d")).summary() == "hold a, b at this version; no longer hold c, d"
+    assert HoldPackages((), ("c",)).summary() == "no longer hold c"
+
+
+def test_plans_pass_the_lock_timeout_and_names_without_versions() -> None:
+    assert plan_holds(PackageFacts("apt", {"a": "1"}), ("a",), 7) == (HoldPackages(("a",), (), 7),)
+    assert pinned(("a=1", "b")) == ("a",)
