@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -32,7 +33,8 @@ _NO_PYTHON = 77
 _LOCKS = "/run"
 _LOOK_SECONDS = 0.2
 _BUNDLE = "/run/gpuprov.bundle"
-# $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; then Pythons.
+# $1: the root; $2: the agent; $3: the bundle, or nothing; $4: where its resolv.conf leads, or nothing; $5: the
+# builder's own Python; $6: what it runs; then the image's Pythons.
 # Of the builder's devices it gets those that every program may use, so that nothing there is done to its disks or GPUs.
 # What is the kernel's, or the builder's, is read-only or a copy: programs of the image run as root, and a sysctl of
 # theirs, a module, a chmod of /dev/null or a new resolv.conf would be the builder's.
@@ -40,7 +42,7 @@ _BUNDLE = "/run/gpuprov.bundle"
 _ENTER = r"""
 set -eu
 put() { mount --bind "$1" "$2"; mount -o remount,bind,ro "$2"; }
-root=$1 agent=$2 bundle=$3 resolver=$4; shift 4
+root=$1 agent=$2 bundle=$3 resolver=$4 builder=$5 change_root=$6; shift 6
 # It would lead to the builder's docker.
 unset DOCKER_HOST
 mount --rbind "$root" "$root"
@@ -72,12 +74,41 @@ if [ -f usr/sbin/invoke-rc.d ] && [ ! -L usr/sbin/invoke-rc.d ]; then
     chmod 755 run/start-nothing
     mount --bind run/start-nothing usr/sbin/invoke-rc.d
 fi
-for python; do
-    if chroot . "$python" -I -c 'import sys; sys.exit(sys.version_info < (3, 9))' > /dev/null; then
-        exec setpriv --bounding-set -sys_module,-sys_rawio,-sys_time chroot . "$python" -I /run/gpuprov-agent.pyz
-    fi
-done
-exit 77
+exec "$builder" -I -c "$change_root" "$@"
+"""
+# After pivot_root(2) the builder's files are in no mount of this namespace; a program can leave a chroot and would find
+# them. No program of the image runs before that, or with the dropped capabilities. Nothing is imported after.
+_CHANGE_ROOT = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def call(function, *arguments):
+    if function(*arguments) < 0:
+        sys.exit(f"{function.__name__}{arguments}: {os.strerror(ctypes.get_errno())}")
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}[os.uname().machine]
+MNT_DETACH, PR_CAPBSET_DROP = 2, 24
+SYS_MODULE, SYS_RAWIO, SYS_TIME = 16, 17, 25
+call(libc.syscall, PIVOT_ROOT, b".", b".")
+call(libc.umount2, b".", MNT_DETACH)
+os.chdir("/")
+for capability in (SYS_MODULE, SYS_RAWIO, SYS_TIME):
+    call(libc.prctl, PR_CAPBSET_DROP, capability, 0, 0, 0)
+CHECK = "import sys; sys.exit(sys.version_info < (3, 9))"
+for name in sys.argv[1:]:
+    for folder in [""] if name.startswith("/") else os.environ["PATH"].split(":"):
+        path = os.path.join(folder, name)
+        if not os.access(path, os.X_OK):
+            continue
+        child = os.fork()
+        if not child:
+            try:
+                os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+                os.execv(path, [path, "-I", "-c", CHECK])
+            except OSError as error:
+                os.write(2, f"{path}: {error.strerror}\\n".encode())
+                os._exit(77)
+        if os.waitpid(child, 0)[1] == 0:
+            os.execv(path, [path, "-I", "/run/gpuprov-agent.pyz"])
+sys.exit(77)
 """
 
 
@@ -166,7 +197,8 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
         done = run_command(
             (
                 "unshare", "--mount", "--propagation", "private", "--uts", "--ipc", "--pid", "--fork", "--kill-child",
-                "sh", "-c", _ENTER, "sh", looked.path, file.name, request.bundle, looked.resolver, *PYTHONS,
+                "sh", "-c", _ENTER, "sh", looked.path, file.name, request.bundle, looked.resolver,
+                sys.executable, _CHANGE_ROOT, *PYTHONS,
             ),
             timeout=_SECONDS,
             env={},

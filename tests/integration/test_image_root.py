@@ -73,6 +73,45 @@ def test_an_image_is_installed_where_no_systemd_runs(root: Path) -> None:
     assert not (root / "var/lib/docker/overlay2").exists()
 
 
+# What a hostile Python of an image finds: each line of /seen is a probe or the agent's start.
+_HOSTILE_PYTHON = r"""#!/usr/bin/python3.real
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+bounding = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("CapBnd:"))
+above = os.open("/", os.O_RDONLY)
+os.makedirs("/below", exist_ok=True)
+if os.fork() == 0:
+    os.chroot("/below")
+    os.fchdir(above)
+    for _ in range(64):
+        os.chdir("..")
+    os.chroot(".")
+    with open("/seen" if os.path.exists("/run/gpuprov-agent.pyz") else "/escaped", "a") as file:
+        file.write(f"{int(bounding, 16) & (1 << 16 | 1 << 17 | 1 << 25)} {os.path.exists('MARKER')}\n")
+    os._exit(0)
+os.wait()
+os.execv("/usr/bin/python3.real", ["python3", *sys.argv[1:]])
+"""
+
+
+def test_programs_of_an_image_do_not_reach_the_builder(root: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    python, real = root / "usr/bin/python3", root / "usr/bin/python3.real"
+    real.symlink_to(python.readlink())
+    python.unlink()
+    python.write_text(_HOSTILE_PYTHON.replace("MARKER", str(marker)))
+    python.chmod(0o755)
+    try:
+        done = gpuprov("doctor", "--root", root)
+    finally:
+        python.unlink()
+        real.rename(python)
+    # The probe and the agent: without the capabilities, and with no way out.
+    assert (root / "seen").read_text().splitlines()[:2] == ["0 False"] * 2, done.stdout
+    assert not Path("/escaped").exists()
+
+
 def test_a_second_run_changes_nothing_and_verify_says_what_it_can(root: Path) -> None:
     done = gpuprov("install", "--root", root, *_WANTED)
     assert (done.returncode, "0 changes" in done.stdout) == (0, True), done.stdout
