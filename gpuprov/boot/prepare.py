@@ -55,7 +55,7 @@ _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/disk",
     "core/files", "core/lock", "core/proxy", "core/system",
     "driver/__init__", "driver/load", "machine/__init__", "machine/image_mark", "machine/pci", "wire/__init__",
-    "wire/errors", "wire/secrets",
+    "wire/codec", "wire/errors", "wire/secrets", "wire/words",
     # nvidia-docker and `gpuprov serve`.
     "boot/gpu_report", "boot/gpu_report_child", "boot/gpu_report_text", "boot/plain_gpus", "boot/serve_answers",
     "boot/serve_main",
