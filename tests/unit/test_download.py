@@ -185,7 +185,7 @@ def test_an_untrusted_certificate_is_told(system: System, monkeypatch: pytest.Mo
         ("https://example.org/a:b@c", "https://example.org/a:b@c"),
         ("https://user:secret@example.org/x?y=1", "https://user:***@example.org/x?y=1"),
         ("https://user:sec:r@et@example.org:8443/", "https://user:***@example.org:8443/"),
-        ("https://user@example.org/", "https://user@example.org/"),
+        ("https://user@example.org/", "https://***@example.org/"),
         ("http://user:secret@[::1", "http://user:***@[::1"),
         ("see http://a:b@c/ and http://d:e@f/", "see http://a:***@c/ and http://d:***@f/"),
     ],

@@ -227,11 +227,16 @@ def test_the_key_that_signs_modules_goes_only_on_request(remove: bool, tmp_path:
     wanted = spec(image_remove_signing_key=remove)
     changes = clean.plan(replace(facts, image=image), wanted)
     assert [change.diff(host) for change in changes] == ([f"-{key}"] if remove else [])
+    assert changes == ((clean.CleanImage((key,), signing_keys=True),) if remove else ())
+    without = replace(facts, image=replace(image, signing_keys=()))
+    assert clean.warning(replace(facts, image=None), wanted) == clean.warning(without, wanted) == ""
     assert (key in clean.warning(replace(facts, image=image), wanted)) is not remove
     # DKMS makes the key while this run builds the modules.
     told: list[str] = []
-    clean.CleanImage((), signing_keys=remove).apply(host, lambda message, done, total: told.append(message))
-    assert host.exists(key) is not remove and told[0].startswith(f"remove {key}" if remove else f"keep {key}")
+    change = clean.CleanImage((), signing_keys=remove)
+    change.apply(host, lambda message, *numbers: told.append(message if numbers == (0, 0) else ""))
+    (message,) = told
+    assert host.exists(key) is not remove and message.startswith(f"remove {key}" if remove else f"keep {key}")
 
 
 def test_the_shutdown_after_an_image_saves_no_random_seed(tmp_path: Path) -> None:
