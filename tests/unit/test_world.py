@@ -12,6 +12,7 @@ import pytest
 
 from tests import world
 from tests.left_behind import look
+from tests.spoilt import compare
 
 
 def test_environment_umask_and_home_are_the_same_everywhere() -> None:
@@ -84,3 +85,13 @@ def test_a_test_that_changes_the_machine_fails_by_its_name(tmp_path: Path) -> No
     assert "test_it.py::test_careless\n" in done.stdout
     assert "the test has changed mode or owner of /dev/null" in done.stdout
     assert "3 passed, 2 errors" in done.stdout
+
+
+def test_another_outcome_on_the_spoilt_machine_is_named() -> None:
+    clean = {"tests.unit.test_a::one": "passed", "tests.unit.test_a::two": "skipped: []", "tests.other::x": "passed"}
+    assert compare(clean, {**clean, "tests.unit.test_a::one": "failure: ['no']"}, ("tests/unit", "tests/other.py")) == [
+        "tests.unit.test_a::one: clean: passed; spoilt: failure: ['no']"
+    ]
+    assert compare(clean, {"tests.unit.test_a::one": "passed"}, ("tests/unit",)) == [
+        "tests.unit.test_a::two: clean: skipped: []; spoilt: not run"
+    ]
