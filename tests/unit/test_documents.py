@@ -72,7 +72,7 @@ def test_example_inventory_is_valid() -> None:
     assert hosts["infer02.example.org"].port == 2222
 
 
-@pytest.mark.parametrize("page", ["docker-cases.md", "host-cases.md"])
+@pytest.mark.parametrize("page", ["docker-cases.md", "host-cases.md", "threat-model.md"])
 def test_the_tables_of_cases_name_tests_that_exist(page: str) -> None:
     rows = [row.split(" | ") for row in (ROOT / "docs" / page).read_text().splitlines() if row.startswith("| ")]
     file = ""
