@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.resume import UNIT, begin_reboot, forget_resume, leave_resume
 from gpuprov.boot.reboot import Reboot
-from gpuprov.core.apply import apply_changes, take_up, undo_disturbs
+from gpuprov.core.apply import apply_changes, obstacles, take_up, undo_disturbs
 from gpuprov.core.changes import Then
 from gpuprov.core.download import unreachable
 from gpuprov.core.journal import Journal, journal_for
@@ -171,7 +171,11 @@ def _announced_plan(run: RunContext, facts: HostFacts) -> Plan:
         run.note(warning, "warning")
     network = _network_problems(run, plan)
     # Without a network, querying the sources would only report the same problem again.
-    problems = tuple(dict.fromkeys((*plan.problems, *network, *(() if network else _source_problems(run, facts)))))
+    # The watch sees the host read-only.
+    changes = () if run.request.arguments.get("watch") else [item.change for item in plan.changes]
+    written = obstacles(run.system, changes)
+    sources = () if network else _source_problems(run, facts)
+    problems = tuple(dict.fromkeys((*plan.problems, *written, *network, *sources)))
     if problems:
         raise GpuprovError.several(problems)
     planned = []

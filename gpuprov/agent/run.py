@@ -19,7 +19,8 @@ from gpuprov.agent.install import check, install
 from gpuprov.agent.resume import forget_resume
 from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
-from gpuprov.core.apply import last_undoable_run, roll_back
+from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
+from gpuprov.core.journal import Run
 from gpuprov.core.lock import host_lock
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.site_tables import use_newer_advisories, use_tables
@@ -184,6 +185,7 @@ def _roll_back(run: RunContext) -> Finished:
     last = last_undoable_run(run.system)
     count, summary = 0, "there is no run to roll back"
     if last is not None:
+        _require_undoable(run, (last,))
         for sentence in lasting(run.system, (last,), CHANGE_KINDS):
             run.note(sentence, "warning")
         count = roll_back(run.system, last, CHANGE_KINDS, run.sink, run.stop_requested)
@@ -194,11 +196,18 @@ def _roll_back(run: RunContext) -> Finished:
     return Finished(int(ExitCode.DONE), changed=count, summary=summary)
 
 
+def _require_undoable(run: RunContext, runs: Sequence[Run]) -> None:
+    """Raise GpuprovError with all that prevents an undo, before its first change."""
+    if found := undo_obstacles(run.system, runs, CHANGE_KINDS):
+        raise GpuprovError.several(found)
+
+
 def _check_roll_back(run: RunContext) -> Finished:
     """Report what a rollback would do, and what it can't restore."""
     from gpuprov.agent.uninstall import last_run, planned
 
     removal = last_run(run.system, CHANGE_KINDS)
+    _require_undoable(run, removal.runs)
     for sentence in removal.lasting:
         run.note(sentence, "warning")
     found = planned(run.system, removal, "rollback", diff=run.request.diff)
@@ -232,7 +241,7 @@ def _announced_removal(run: RunContext) -> Removal:
     from gpuprov.agent.uninstall import planned, problems, survey
 
     removal = survey(run.system, CHANGE_KINDS)
-    found = problems(run.system, removal)
+    found = problems(run.system, removal, CHANGE_KINDS)
     if found:
         raise GpuprovError.several(found)
     for sentence in removal.lasting:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_runs
+from gpuprov.core.apply import Kinds, kind_of, last_undoable_run, undo_obstacles, undo_runs
 from gpuprov.core.changes import Json, file_digest, image_content, images_in, text_diff
 from gpuprov.core.journal import STATE_DIRECTORY, Entry, Run, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -22,6 +22,12 @@ from gpuprov.wire.events import PlannedChange, Sink
 _RUNTIME = "nvidia"
 # The container runtime's state; the log of internal errors.
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log")
+# Engine → the template that prints runtime, restart policy, whether devices are requested, and name of a container.
+_USES = {
+    "docker": "{{.HostConfig.Runtime}} {{or .HostConfig.RestartPolicy.Name \"no\"}} "
+              "{{if .HostConfig.DeviceRequests}}gpus{{else}}-{{end}} {{.Name}}",
+    "podman": "{{.OCIRuntime}} - - {{.Name}}",
+}  # fmt: skip
 _DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
 # Identifies links made by the runtime: links of nvidia-ctk are absolute, and udev makes none for these nodes.
@@ -71,17 +77,30 @@ def last_run(system: System, kinds: Kinds) -> Removal:
     return Removal(runs, (), {}, lasting(system, runs, kinds))
 
 
-def problems(system: System, removal: Removal) -> tuple[Problem, ...]:
-    """Return what prevents an uninstall: a running container needs its runtime until it stops."""
-    running = _containers_of_the_runtime(system) if removal.entries else {}
-    return tuple(
-        Problem(
-            f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
-            f"{engine} ps: {', '.join(names)}",
-            f"{engine} stop {' '.join(names)}, then run the same command again",
-        )
-        for engine, names in running.items()
-    )
+def problems(system: System, removal: Removal, kinds: Kinds) -> tuple[Problem, ...]:
+    """Return what prevents an uninstall: containers that need the runtime or the hook, files that can't be written."""
+    if not removal.entries:
+        return ()
+    return (*_container_problems(system), *undo_obstacles(system, removal.runs, kinds))
+
+
+def _container_problems(system: System) -> tuple[Problem, ...]:
+    found = []
+    for engine, template in _USES.items():
+        by_runtime, restarted = _users(system, engine, template)
+        if by_runtime:
+            found.append(Problem(
+                f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly",
+                f"{engine} ps: {', '.join(by_runtime)}",
+                f"{engine} stop {' '.join(by_runtime)}, then run the same command again",
+            ))  # fmt: skip
+        if restarted:
+            found.append(Problem(
+                f"containers with GPUs still run and have a restart policy; {engine} could never start them again",
+                f"{engine} inspect: {', '.join(f'{name} (restart: {policy})' for name, policy in restarted.items())}",
+                f"{engine} stop {' '.join(restarted)}, then run the same command again",
+            ))  # fmt: skip
+    return tuple(found)
 
 
 def planned(system: System, removal: Removal, step: str, *, diff: bool) -> tuple[PlannedChange, ...]:
@@ -139,21 +158,19 @@ def _leftovers(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     return tuple(path for path in (*ours, *_OWN, *logs) if system.status(path) is not None)
 
 
-def _containers_of_the_runtime(system: System) -> dict[str, tuple[str, ...]]:
-    """Return engine → the names of its running containers with the runtime."""
-    found = {}
-    for engine, runtime in (("docker", "{{.HostConfig.Runtime}}"), ("podman", "{{.OCIRuntime}}")):
-        if system.which(engine) is None:
-            continue
-        ids = system.run((engine, "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split()
-        if not ids:
-            continue
-        shown = system.run((engine, "inspect", "--format", f"{runtime} {{{{.Name}}}}", *ids), timeout=20).stdout
-        rows = (line.split(" ", 1) for line in shown.splitlines())
-        names = sorted(row[1].lstrip("/") for row in rows if len(row) == 2 and row[0] == _RUNTIME)
-        if names:
-            found[engine] = tuple(names)
-    return found
+def _users(system: System, engine: str, template: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names of an engine's running containers with the runtime, and those with `--gpus` or CDI → policy."""
+    ids = system.run((engine, "ps", "--quiet", "--no-trunc"), timeout=20).stdout.split() if system.which(engine) else []
+    if not ids:
+        return [], {}
+    shown = system.run((engine, "inspect", "--format", template, *ids), timeout=20).stdout
+    by_runtime, restarted = [], {}
+    for runtime, policy, requests, name in (row for line in shown.splitlines() if len(row := line.split(" ", 3)) == 4):
+        if runtime == _RUNTIME:
+            by_runtime.append(name.lstrip("/"))
+        elif policy not in ("no", "-") and requests == "gpus":
+            restarted[name.lstrip("/")] = policy
+    return sorted(by_runtime), dict(sorted(restarted.items()))
 
 
 def lasting(system: System, runs: tuple[Run, ...], kinds: Kinds) -> tuple[str, ...]:

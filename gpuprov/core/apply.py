@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Callable
 
-from gpuprov.core.changes import Change, Json, Then, file_digest, images_in
-from gpuprov.core.journal import Entry, Journal, Run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.changes import Change, Json, Then, file_digest, images_in, is_as_shown
+from gpuprov.core.journal import RUNS_DIRECTORY, Entry, Journal, Run, read_runs, resume_journal, unfinished_run
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem, Stopped, from_os_error
 from gpuprov.wire.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
@@ -88,6 +88,23 @@ def _written(system: System, before: Json) -> Json:
     """Return the digests of the files that a change wrote, to recognise later edits by others."""
     digests = {image["path"]: file_digest(system, image["path"]) for image in images_in(before)}
     return {"written": digests} if digests else {}
+
+
+def obstacles(system: System, changes: Sequence[Change]) -> tuple[Problem, ...]:
+    """Return what prevents changes, known before the first: files that can't be written, folders without programs."""
+    images = (image for change in changes if not change.uses_package_manager
+              for image in images_in(change.capture(system)))  # fmt: skip
+    paths = [f"{RUNS_DIRECTORY}/new", *(image["path"] for image in images)] if changes else []
+    return system.write_problems(dict.fromkeys(paths), {change.executes: None for change in changes if change.executes})
+
+
+def undo_obstacles(system: System, runs: Sequence[Run], kinds: Kinds) -> tuple[Problem, ...]:
+    """Return what prevents the undo of these runs: a file that is not as before, or a journal, can't be written."""
+    entries = [entry for run in runs for entry in run.undoable]
+    images = (image for entry in entries for image in images_in(entry.before) if not is_as_shown(system, image))
+    paths = [*(run.path for run in runs if run.undoable), *(image["path"] for image in images)]
+    executed = {kinds[entry.kind].executes: None for entry in entries if entry.kind in kinds}
+    return system.write_problems(dict.fromkeys(paths), filter(None, executed))
 
 
 def take_up(system: System, kinds: Kinds, sink: Sink) -> Journal | None:

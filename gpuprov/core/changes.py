@@ -38,6 +38,8 @@ class Change:
     bundle_part: ClassVar[str] = ""
     # Whether it needs the package manager's lock: a run waits for the lock before its first change.
     uses_package_manager: ClassVar[bool] = False
+    # The folder in which it and its undo run programs that they unpack; "" if they unpack none.
+    executes: ClassVar[str] = ""
     # Whether undoing several changes to the same files restores the first state directly, without the states between.
     undo_goes_to_first: ClassVar[bool] = False
     # Whether its undo may stop containers, or processes on the GPUs.
@@ -272,11 +274,14 @@ def file_digest(system: System, path: str) -> str:
     return system.sha256(path) if found is not None and found.kind == "file" else ""
 
 
-def _is_as_shown(system: System, image: Json) -> bool:
-    """Say whether the file on disk matches an image by `capture_path`: content, mode and owner."""
-    now = system.status(image["path"]) if image["kind"] == "file" else None
+def is_as_shown(system: System, image: Json) -> bool:
+    """Say whether the disk matches an image by `capture_path`: content, mode and owner of a file, or no file."""
+    now = system.status(image["path"])
+    if image["kind"] == "missing":
+        return now is None
     return (
         now is not None
+        and image["kind"] == "file"
         and (now.kind, now.mode, now.uid, now.gid) == ("file", image["mode"], image["uid"], image["gid"])
         and system.read_bytes(image["path"]) == image_content(image)
     )
@@ -287,7 +292,7 @@ def restore_path(system: System, image: Json) -> None:
     path, kind = image["path"], image["kind"]
     if system.status(parent_of(path)) is not None:
         system.remove_leftover(path)
-    if _is_as_shown(system, image):
+    if kind == "file" and is_as_shown(system, image):
         # Nothing to write: a full disk might have no room for it.
         return
     if kind == "file":

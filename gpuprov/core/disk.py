@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,6 +44,42 @@ def write_whole(place: Path, content: bytes, mode: int, owner: tuple[int, int] |
         temporary.unlink(missing_ok=True)
         raise
     sync_path(place.parent)
+
+
+def write_refusal(place: Path) -> tuple[str, str]:
+    """Return why root can't write a file, and how to correct that; ("", "") if it can, or the file need not exist.
+
+    access(2) asks the kernel without writing: for root it refuses read-only file systems and immutable files.
+    """
+    exists = place.exists() or place.is_symlink()
+    folder = next(one for one in place.parents if one.exists())
+    for one in (place, folder) if exists and not place.is_symlink() else (folder,):
+        if os.access(one, os.W_OK):
+            continue
+        if os.statvfs(one).f_flag & os.ST_RDONLY:
+            mount = _mount_of(one)
+            return f"{mount} is mounted read-only", f"mount -o remount,rw {shlex.quote(mount)}"
+        return (
+            f"{one} is immutable (chattr +i)",
+            f"lsattr -d {shlex.quote(str(one))}; chattr -i {shlex.quote(str(one))}",
+        )
+    return "", ""
+
+
+def mounted_noexec(place: Path) -> str:
+    """Return the mount that holds this place if it is mounted noexec, else ""."""
+    there = next(one for one in (place, *place.parents) if one.exists())
+    if not os.statvfs(there).f_flag & os.ST_NOEXEC:
+        return ""
+    return _mount_of(there)
+
+
+def _mount_of(place: Path) -> str:
+    """Return where the mount of an existing place is; its device number does not tell bind mounts (proc(5))."""
+    lines = Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines()
+    mounts = {Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split()[4])) for line in lines}
+    real = place.resolve()
+    return str(next((above for above in (real, *real.parents) if above in mounts), "/"))
 
 
 def append_whole(place: Path, content: bytes) -> None:

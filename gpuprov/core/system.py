@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shlex
 import shutil
 import stat as stat_module
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO
 
@@ -238,6 +239,20 @@ class System:
         an existing file's owner stays. The SELinux context of an existing file is kept.
         """
         disk.write_whole(self.path(self.real_path(path)), content, mode, owner)
+
+    def write_problems(self, paths: Iterable[str], executed: Iterable[str] = ()) -> tuple[Problem, ...]:
+        """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for path in paths:
+            refusal = disk.write_refusal(self.path(self.real_path(path)))
+            found.setdefault(refusal, []).append(path)
+        found.pop(("", ""), None)
+        noexec = {mount: path for path in executed if (mount := disk.mounted_noexec(self.path(path)))}
+        return (
+            *(Problem(f"{', '.join(places)} cannot be written", *refusal) for refusal, places in found.items()),
+            *(Problem(f"no program can run in {path}", f"{mount} is mounted noexec",
+                      f"mount -o remount,exec {shlex.quote(mount)}") for mount, path in noexec.items()),
+        )  # fmt: skip
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until it is on disk."""

@@ -181,6 +181,7 @@ class InstallCudaToolkit(Change):
     sha256: str = ""
 
     bundle_part: ClassVar[str] = "cuda"
+    executes: ClassVar[str] = CACHE_DIRECTORY
 
     def summary(self) -> str:
         return f"install the CUDA toolkit {self.version} into {prefix_of(self.version)}, link {LINK} to it"

@@ -105,6 +105,7 @@ class InstallDriver(Change):
 
     # An interrupted installation is marked incomplete and repeated: uninstalling a partial one does not help.
     undo_when_interrupted: ClassVar[bool] = False
+    executes: ClassVar[str] = CACHE_DIRECTORY
     bundle_part: ClassVar[str] = "driver"
     undo_disturbs: ClassVar[bool] = True
 

@@ -26,6 +26,8 @@ __all__ = [
     "gather_packages", "lock_holder", "missing", "parse_dpkg", "repair",
 ]  # fmt: skip
 _REFRESH_SECONDS = 600
+# dpkg runs the packages' scripts here.
+_SCRIPTS = "/var/lib/dpkg/info"
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class RefreshPackageIndex(Change):
     # A half-fetched index is fetched again; nothing to undo.
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
     bundle_part: ClassVar[str] = "packages"
 
     def summary(self) -> str:
@@ -151,6 +154,7 @@ class InstallPackages(Change):
     # more would gain nothing and could fail.
     undo_when_interrupted: ClassVar[bool] = False
     uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
     bundle_part: ClassVar[str] = "packages"
     undo_disturbs: ClassVar[bool] = True
 
@@ -244,6 +248,7 @@ class HoldPackages(Change):
     lock_timeout: int = LOCK_SECONDS
 
     uses_package_manager: ClassVar[bool] = True
+    executes: ClassVar[str] = _SCRIPTS
 
     def summary(self) -> str:
         parts = (("hold ", self.names, " at this version"), ("no longer hold ", self.release, ""))

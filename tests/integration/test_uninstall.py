@@ -81,14 +81,17 @@ def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None
     image = host.ssh("docker images -q gpuprov-verify").stdout.strip()
     asks = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all"
     host.ssh(f"docker run -d --name trainer {asks} {image} sh -c 'read x < /dev/zero'")
+    host.ssh(f"docker run -d --name server --gpus all --restart always {image} sh -c 'read x < /dev/zero'")
     before = etc(host)
     try:
         refused = gpuprov("uninstall", "--hosts", site.inventory("main"))
         assert refused.returncode == 1
-        assert "docker stop trainer" in refused.stdout
+        assert "docker stop trainer," in refused.stdout
+        assert "seen: docker inspect: server (restart: always)" in refused.stdout
+        assert "docker stop server," in refused.stdout
         assert etc(host) == before
     finally:
-        host.ssh("docker rm -f trainer")
+        host.ssh("docker rm -f trainer server")
 
 
 def test_a_killed_uninstall_is_resumed(site: Site) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +266,10 @@ class WithContainer(FakeHost):
         if words[0] == "ps" and "--quiet" in words:
             return 0, "4c5f\n77aa\n"
         if words[0] == "inspect":
-            return 0, "nvidia /trainer\nrunc /web\n"
+            return (
+                0,
+                "nvidia no - /trainer\nrunc no - /web\nrunc always gpus /server\nrunc no gpus /once\nrunc always - /db\n",
+            )
         return super()._docker(words)
 
 
@@ -275,10 +279,53 @@ def test_a_container_that_still_runs_keeps_its_runtime(tmp_path: Path) -> None:
     write_runfile(tmp_path / DRIVER)
     done(carry_out(host, "install"))
     before = host.state()
-    (problem,) = finished(carry_out(host, "uninstall")).problems
-    assert "trainer" in problem.evidence and "web" not in problem.evidence
-    assert problem.next_step.startswith("docker stop trainer")
+    problem, restarted = finished(carry_out(host, "uninstall")).problems
+    assert problem.evidence == "docker ps: trainer"
+    assert problem.next_step.startswith("docker stop trainer,")
+    assert restarted.evidence == "docker inspect: server (restart: always)"
+    assert restarted.next_step.startswith("docker stop server,")
     assert host.state() == before
+
+
+# What is spoilt, how it is told, and the next command; in all of them `uninstall` and `rollback` change nothing.
+OBSTACLES = {
+    "chattr +i {}/var/lib/gpuprov/runs/*": ("immutable (chattr +i)", "chattr -i "),
+    "chattr +i {}/etc/docker/daemon.json": ("immutable (chattr +i)", "chattr -i "),
+    "mount --bind {0}/etc {0}/etc; mount -o remount,bind,ro {0}/etc": ("etc is mounted read-only", "remount,rw "),
+    "mount --bind {0}/var {0}/var; mount -o remount,bind,noexec {0}/var": ("var is mounted noexec", "remount,exec "),
+}
+
+
+@pytest.mark.parametrize("spoil", OBSTACLES)
+@pytest.mark.parametrize("command", ["uninstall", "rollback", "install"])
+def test_what_prevents_a_command_is_known_before_its_first_change(tmp_path: Path, spoil: str, command: str) -> None:
+    """Files are on a file system of their own: not each one below /tmp knows chattr(1)."""
+    image = tmp_path / "image"
+    script = (
+        'truncate -s 300M "$1"; mkfs.ext4 -q "$1"; mkdir "$2"; mount -o loop "$1" "$2"; mkdir "$2/host" "$2/host/root"'
+    )
+    place = tmp_path / "disk"
+    subprocess.run(("sh", "-ec", script, "sh", image, place), check=True)
+    try:
+        root = place / "host"
+        host = FakeHost(root)
+        write_runfile(root / DRIVER)
+        if command != "install":
+            done(carry_out(host, "install"))
+        elif "runs" in spoil:
+            spoil = "mkdir -p {0}/var/lib/gpuprov/runs; chattr +i {0}/var/lib/gpuprov/runs"
+        if command == "install" and "daemon.json" in spoil:
+            (root / "etc/docker/daemon.json").write_text("{}")
+        before = host.state()
+        subprocess.run(("sh", "-ec", spoil.format(root)), check=True)
+        ended = finished(carry_out(host, command))
+        told, step = OBSTACLES.get(spoil, OBSTACLES["chattr +i {}/var/lib/gpuprov/runs/*"])
+        problem = next(one for one in ended.problems if told in one.evidence)
+        assert step in problem.next_step
+        assert host.state() == before
+    finally:
+        script = 'chattr -R -i "$1"; umount -l "$1/host/etc" "$1/host/var"; umount -l "$1"'
+        subprocess.run(("sh", "-c", script, "sh", place), capture_output=True, check=True)
 
 
 class Meddled(FakeHost):
