@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 from gpuprov import __version__
 from gpuprov.agent import same_machine
@@ -21,7 +21,7 @@ from gpuprov.bundle.manifest import ADVISORIES
 from gpuprov.bundle.open import opened
 from gpuprov.core.apply import last_undoable_run, roll_back, undo_obstacles
 from gpuprov.core.journal import Run
-from gpuprov.core.lock import host_lock
+from gpuprov.core.lock import host_lock, other_run
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.site_tables import use_newer_advisories, use_tables
 from gpuprov.core.system import System
@@ -142,7 +142,8 @@ def _locked(run: RunContext) -> Finished:
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
         wait_seconds=run.request.wait_seconds,
         tell=run.note,
-    ):
+    ) as note:
+        run = replace(run, sink=_noting(run.sink, note))
         if run.request.command == "rollback":
             return _roll_back(run)
         if run.request.command == "uninstall":
@@ -151,6 +152,17 @@ def _locked(run: RunContext) -> Finished:
             return _fix(run)
         with _with_bundle(run) as run:
             return install(run)
+
+
+def _noting(sink: Sink, note: Callable[[str], None]) -> Sink:
+    """Return a sink that also notes each change that begins, for others who look at the host."""
+
+    def noted(event: Event) -> None:
+        if isinstance(event, ChangeStarted):
+            note(f"step {event.index} of {event.total}: {event.summary}")
+        sink(event)
+
+    return noted
 
 
 def _facts(run: RunContext) -> Finished:
@@ -281,4 +293,10 @@ def _verify(run: RunContext) -> Finished:
     for found in known_holes(versions):
         run.note(f"{found}", "warning")
     code = ExitCode.DONE if verdict.good else ExitCode.FAILED
-    return Finished(int(code), summary=verdict.summary(), versions=versions)
+    working = () if verdict.good or not (holder := other_run(run.system)) else (
+        Problem(
+            "a run is working on this host: what it has not done yet looks as missing", f"{holder}",
+            f"tail --pid={holder.pid} -f /dev/null; gpuprov verify  # the first ends when that run does",
+        ),
+    )  # fmt: skip
+    return Finished(int(code), summary=verdict.summary(), versions=versions, problems=working)

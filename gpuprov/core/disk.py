@@ -10,6 +10,9 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
+# A file is written beside the old one; btrfs and others do not count inodes.
+_FEWEST_INODES = 16
+
 
 def temporary_name(place: Path) -> Path:
     """Return the temporary name under which a file's new content is written before the rename.
@@ -63,6 +66,10 @@ def write_refusal(place: Path) -> tuple[str, str]:
             f"{one} is immutable (chattr +i)",
             f"lsattr -d {shlex.quote(str(one))}; chattr -i {shlex.quote(str(one))}",
         )
+    left = os.statvfs(folder)
+    if left.f_files and left.f_favail < _FEWEST_INODES:
+        mount = _mount_of(folder)
+        return f"{mount} has {left.f_favail} of {left.f_files} inodes left", f"df -i {shlex.quote(mount)}; remove files"
     return "", ""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, TypeVar
 
 from gpuprov.core.changes import Tell
 from gpuprov.core.commands import first_match
-from gpuprov.core.http_session import HOOKS, certificates, proxy_for, session, through
+from gpuprov.core.http_session import HOOKS, certificates, proxy_for, proxy_source, session, through
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.wire.errors import GpuprovError, Problem
@@ -26,6 +26,7 @@ _LONGEST_PAUSE = 60.0  # limit, whatever a server asks for
 _PASSING = (408, 429, 500, 502, 503, 504)
 # The most that a broken connection loses; small, so that downloads over a poor line progress.
 _CHUNK = 1 << 16
+_LONGEST_SEEN = 400
 _SMALL = 1 << 20
 _PROGRESS_SECONDS = 0.5
 
@@ -235,7 +236,7 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     status, reason = response.status_code, response.reason
     asked = response.headers.get("Retry-After", "")
     response.close()
-    next_step = _HTTP_HINTS.get(status, "try again later")
+    next_step = _sourced(system, url, _HTTP_HINTS.get(status, "try again later"))
     error = GpuprovError(f"{masked(url)} can't be had", f"HTTP {status} {reason}{through(system, url)}", next_step)
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
@@ -286,13 +287,26 @@ _CAUSES = (
 )  # fmt: skip
 
 
+def _cause(said: str) -> str:
+    """Return what requests names as the cause, whole; else the beginning of what it says."""
+    found = re.search(r"\(Caused by (.+)\)$", said)
+    return found[1] if found else said[:_LONGEST_SEEN]
+
+
+def _sourced(system: System, url: str, next_step: str) -> str:
+    """Return a next step with what names the proxy of this URL."""
+    source = proxy_source(system, url)
+    return next_step.replace("gpuprov_proxy", source, 1) if source else next_step
+
+
 def _explained(system: System, url: str, error: Exception) -> GpuprovError:
     proxy, said = proxy_for(system, url), masked(str(error))
     if proxy and "connect to proxy" in said.lower() and "Tunnel connection failed" not in said:
-        return GpuprovError.several((Proxy(proxy).problem(said[-200:]),))
-    seen = f"{said[-200:]}{through(system, url)}"
+        return GpuprovError.several((Proxy(proxy).problem(_cause(said), proxy_source(system, url)),))
+    seen = f"{_cause(said)}{through(system, url)}"
     found = first_match(_CAUSES, lambda row: row[0], [said])
     if found is not None:
         (_, meaning, next_step), _ = found
+        next_step = _sourced(system, url, next_step)
         return GpuprovError(f"{masked(url)} can't be reached: {meaning}", seen, next_step)
     return GpuprovError(f"{masked(url)} can't be reached", seen, "check network and proxy, then run this again")

@@ -42,6 +42,10 @@ def refuse_downgrade(response: requests.Response, *_: object, **__: object) -> N
 
 
 # Called for each answer before a redirect is followed.
+# Where a login's environment is set, root's with sudo too.
+_PROFILES = (
+    "/etc/environment", "/root/.bashrc", "/root/.bash_profile", "/root/.profile", "/etc/profile", "/etc/bash.bashrc",
+)  # fmt: skip
 HOOKS = {"response": refuse_downgrade}
 
 
@@ -65,10 +69,21 @@ def proxy_for(system: System, url: str) -> str:
         return ""
 
 
+def proxy_source(system: System, url: str) -> str:
+    """Return what names the proxy of a URL if gpuprov_proxy does not: the variable, and the file that sets it."""
+    proxy = "" if system.proxy.url else proxy_for(system, url)
+    name = next((name for name in os.environ if name.lower().endswith("_proxy") and os.environ[name] == proxy), "")
+    if not proxy or not name:
+        return ""
+    profiles = [f"/etc/profile.d/{one}" for one in system.list_directory("/etc/profile.d")]
+    files = (path for path in (*_PROFILES, *profiles) if proxy in (system.read_text(path) or ""))
+    return f"{name} in {next(files, 'the environment of gpuprov')}"
+
+
 def through(system: System, url: str) -> str:
     """Return a line that names the proxy, for an error's evidence; "" without a proxy."""
-    proxy = proxy_for(system, url)
-    return f"\nthrough the proxy {Proxy(proxy).address}" if proxy else ""
+    proxy, source = proxy_for(system, url), proxy_source(system, url)
+    return f"\nthrough the proxy {Proxy(proxy).address}{f' ({source})' if source else ''}" if proxy else ""
 
 
 def session(system: System) -> requests.Session:

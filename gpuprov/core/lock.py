@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Callable
@@ -23,13 +24,17 @@ class LockHolder:
     command: str
     since: str
     alive: bool
+    step: str = ""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}: gpuprov {self.command}, since {self.since}" + (f", {self.step}" if self.step else "")
 
 
 @contextlib.contextmanager
 def host_lock(
     system: System, *, pid: int, command: str, since: str, wait_seconds: int, tell: Callable[[str], None]
-) -> Iterator[None]:
-    """Hold the host's lock during the block.
+) -> Iterator[Callable[[str], None]]:
+    """Hold the host's lock during the block; yield a function that notes there what the run does now.
 
     If another living run holds it, raise GpuprovError at once and name it. A command of a killed run (apt-get, the
     installer) may still work: wait for its end, up to `wait_seconds`, because two at once would damage the host. Such
@@ -40,11 +45,15 @@ def host_lock(
         # Children inherit the descriptor and hold the lock as long as they live.
         flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
         fcntl.fcntl(file.fileno(), fcntl.F_SETFD, flags & ~fcntl.FD_CLOEXEC)
-        file.seek(0)
-        file.truncate()
-        json.dump({"pid": pid, "command": command, "since": since}, file)
-        file.flush()
-        yield
+
+        def note(step: str) -> None:
+            text = json.dumps({"pid": pid, "command": command, "since": since, "step": step})
+            # In one write, so that a reader sees no half of it.
+            os.pwrite(file.fileno(), text.encode(), 0)
+            os.ftruncate(file.fileno(), len(text))
+
+        note("")
+        yield note
 
 
 @contextlib.contextmanager
@@ -73,7 +82,7 @@ def _acquire(system: System, descriptor: int, wait_seconds: int, tell: Callable[
         if holder is not None and holder.alive:
             raise GpuprovError(
                 "another gpuprov run holds this host",
-                f"pid {holder.pid}: gpuprov {holder.command}, since {holder.since}",
+                f"{holder}",
                 "wait for its end, or look at it: ps -fp " + str(holder.pid),
             )
         openers = _openers(system)
@@ -110,10 +119,17 @@ def read_holder(system: System) -> LockHolder | None:
     try:
         data = json.loads(system.read_text(LOCK_PATH) or "")
         pid, command, since = int(data["pid"]), str(data["command"]), str(data["since"])
+        step = str(data.get("step", ""))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     alive = _is_running(system, pid) and _has_open(system, pid)
-    return LockHolder(pid, command, since, alive=alive)
+    return LockHolder(pid, command, since, alive=alive, step=step)
+
+
+def other_run(system: System) -> LockHolder | None:
+    """Return the other gpuprov run that is alive on this host, or None."""
+    holder = read_holder(system)
+    return holder if holder is not None and holder.alive and holder.pid != system.own_pid() else None
 
 
 def _is_running(system: System, pid: int) -> bool:

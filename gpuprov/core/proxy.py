@@ -58,12 +58,12 @@ class Proxy:
         values = {"http_proxy": self.url, "https_proxy": self.url, "ftp_proxy": self.url, "no_proxy": self.no_proxy}
         return {**values, **{name.upper(): value for name, value in values.items()}}
 
-    def problem(self, seen: str) -> Problem:
-        """Return the problem of an unreachable proxy."""
-        return Problem(
-            f"the proxy {self.address} does not answer", seen, "start it, or correct gpuprov_proxy; a host that needs "
-            "no proxy: leave gpuprov_proxy out",
-        )  # fmt: skip
+    def problem(self, seen: str, source: str = "") -> Problem:
+        """Return the problem of an unreachable proxy; `source`: what names it, if not gpuprov_proxy."""
+        step = "start it, or correct gpuprov_proxy; a host that needs no proxy: leave gpuprov_proxy out"
+        if source:
+            step = f"start it, or correct or remove {source}; gpuprov_proxy has precedence over it"
+        return Problem(f"the proxy {self.address} does not answer", seen, step)
 
 
 NO_PROXY = Proxy()

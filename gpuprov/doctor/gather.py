@@ -17,7 +17,7 @@ from gpuprov.cdi.loader_cache import CACHE, parse_cache
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.image_system import BOOTED
 from gpuprov.core.journal import unfinished_run
-from gpuprov.core.lock import LOCK_PATH, read_holder
+from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import System
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.containers import gather_containers
@@ -274,10 +274,8 @@ def _open_run(system: System) -> str:
 
 def runs_now(system: System) -> str:
     """Return the other gpuprov run that is alive on this host, "" if there is none."""
-    holder = read_holder(system)
-    if holder is None or not holder.alive or holder.pid == system.own_pid():
-        return ""
-    return f"{LOCK_PATH}: pid {holder.pid}: gpuprov {holder.command}, since {holder.since}"
+    holder = other_run(system)
+    return f"{LOCK_PATH}: {holder}" if holder else ""
 
 
 def _preload_said(system: System) -> str:

@@ -28,16 +28,18 @@ from gpuprov.doctor.finding import (
     ANY_ROOT,
     AREAS,
     ASIDE,
+    CERTAIN,
     CONFIDENCES,
     DOCKER,
     GPUS,
     MODULE,
+    POSSIBLE,
     Finding,
     Rule,
     unknown_areas,
 )
 from gpuprov.doctor.remedy import STEPS, WHOLE
-from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED
+from gpuprov.doctor.toolkit_rules import INSTALL_OBSTRUCTED, RUN_ALIVE
 
 RULES: tuple[Rule, ...] = (
     *machine_rules.RULES, *log_rules.RULES, *module_rules.RULES, *driver_rules.RULES, *library_rules.RULES,
@@ -63,12 +65,23 @@ def diagnose(x: Examined, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...]:
     if x.lacks_gpus_yet:
         looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
     found = [(rule, _in_its_place(x, rule, finding)) for rule in looked if (finding := rule.look(x)) is not None]
-    if not any(_installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED):
+    if not any(
+        _installs(finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED and finding.confidence != ASIDE
+    ):
         # A host that needs no installation may have a full or read-only disk.
         found = [(rule, finding) for rule, finding in found if rule.name != INSTALL_OBSTRUCTED]
+    if x.runs_now and any(finding.confidence != ASIDE for _, finding in found):
+        found = [(rule, _during_a_run(rule, finding)) for rule, finding in found]
     roots = [rule for rule, finding in found if finding.confidence != ASIDE]
     causes = (Cause(rule, finding, _obstacle(finding, roots) or _root(rule, roots)) for rule, finding in found)
     return tuple(sorted(causes, key=_rank))
+
+
+def _during_a_run(rule: Rule, finding: Finding) -> Finding:
+    """Return the finding of a host on which a run works: what that has not done yet looks as missing."""
+    if rule.name == RUN_ALIVE:
+        return replace(finding, confidence=CERTAIN)
+    return finding if finding.confidence == ASIDE else replace(finding, confidence=POSSIBLE)
 
 
 def _installs(finding: Finding) -> bool:

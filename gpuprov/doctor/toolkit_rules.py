@@ -20,7 +20,7 @@ from gpuprov.wire import advisories
 from gpuprov.wire.spec import HostSpec
 from gpuprov.wire.words import counted
 
-INSTALL_OBSTRUCTED = "install-obstructed"
+INSTALL_OBSTRUCTED, RUN_ALIVE = "install-obstructed", "run-alive"
 _NVIDIA_RUNTIME = "/usr/bin/nvidia-container-runtime"
 _OURS = (steps("toolkit"),)
 _PACKAGES = (
@@ -257,8 +257,8 @@ def _run_alive(x: Examined) -> Finding | None:
     if found is None:
         return None
     return Finding(
-        f"{found[2]} runs on this host now: what is found may be on its way", x.runs_now,
-        f"tail --pid={found[1]} -f /dev/null  # ends when that run does", ASIDE,
+        f"a run is working on this host ({found[2]}): what it has not done yet looks as missing", x.runs_now,
+        f"tail --pid={found[1]} -f /dev/null; gpuprov doctor  # the first ends when that run does", ASIDE,
     )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _reboot_asked(x: Examined) -> Finding | None:
 RULES = (
     Rule(INSTALL_OBSTRUCTED, TOOLKIT, "something must be installed, and a file system is full or read-only, or the "
          "clock was never set", _obstructed),
-    Rule("run-alive", TOOLKIT, "a process holds gpuprov's lock, /run/gpuprov.lock", _run_alive),
+    Rule(RUN_ALIVE, TOOLKIT, "a process holds gpuprov's lock, /run/gpuprov.lock", _run_alive),
     Rule("run-cut-off", TOOLKIT, "gpuprov's journal has a run without an end", _cut_off),
     Rule("reboot-asked-for", TOOLKIT, "gpuprov has asked for a reboot, and there was none since", _reboot_asked),
     Rule("toolkit-missing", TOOLKIT, "neither gpuprov's runtime nor NVIDIA's is there", _toolkit_missing),

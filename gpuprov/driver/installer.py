@@ -199,7 +199,7 @@ _FAILURES: tuple[tuple[str, str, str], ...] = (
     (
         r"SIGBUS",
         "the root file system filled up in the middle of the installation",
-        "make room (df -h), then run the same command again",
+        "make room (df -h; inodes: df -i), then run the same command again",
     ),
     (
         r"Key was rejected by service|module verification failed|Required key not available",
@@ -217,10 +217,13 @@ _FAILED_BY_CODE = {
     2: ("the .run file is damaged or no .run file at all", "remove it and run the same command again"),
     15: (
         "the .run file could not be unpacked: most likely the temporary directory is full",
-        "df -h shows which is full",
+        "df -h shows which is full (inodes: df -i)",
     ),
     124: ("the installer did not come to an end in time", "see the log named above"),
-    135: ("the root file system filled up in the middle of the installation", "make room (df -h), then run again"),
+    135: (
+        "the root file system filled up in the middle of the installation",
+        "make room (df -h; inodes: df -i), then run again",
+    ),
 }
 
 

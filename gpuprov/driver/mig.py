@@ -168,9 +168,10 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str) -> Compl
     done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
     if not done.ok:
         # nvidia-smi says on stdout why it failed.
+        said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         raise GpuprovError(
             f"GPU {index}: {what}",
-            f"`{' '.join(done.argv)}` exited {done.returncode}\n{(done.stdout.strip() or done.stderr.strip())[-600:]}",
+            f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}",
             f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU",
         )
     return done

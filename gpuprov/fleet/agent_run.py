@@ -134,7 +134,7 @@ def _upload(connection: Connection, agent: Agent) -> None:
     if not done.ok:
         raise _error(
             Problem("the agent cannot be stored on the host", _said(done),
-                    "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?")
+                    "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?")
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def _store(path: str, place: Place, have: int, as_root: AsRoot) -> None:
         next_step = "run the same command again; it goes on where this one stopped"
         raise _error(Problem("the connection dropped while the bundle was uploaded", _said(done), next_step))
     what = "the bundle can't be stored on the host"
-    raise _error(Problem(what, _said(done), f"is there room? df -h {CACHE}"))
+    raise _error(Problem(what, _said(done), f"is there room? df -h {CACHE}; df -i {CACHE}"))
 
 
 def _from(path: str, start: int) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ for the passwords of the run and for passwords in URLs.
 
 from __future__ import annotations
 
+import calendar
 import collections
 import json
 import math
@@ -27,7 +28,8 @@ MOST_RUNS = 50
 _FORMAT = 2
 # Format 1's names of a check's fields: `host` had two meanings there.
 _RENAMED = {"host": "on_host", "container": "in_container"}
-_IDENTIFIER = re.compile(r"\d{8}T\d{6}-\d+")
+# Names of earlier versions, without Z, are in the local time of then.
+_IDENTIFIER = re.compile(r"(\d{8}T\d{6})(Z?)-\d+")
 _HIDDEN = "•••"
 _SHORTEST_SECRET = 4  # shorter ones would mask half of every sentence
 _LONGEST_TEXT = 20_000
@@ -65,8 +67,19 @@ def folder() -> Path:
 
 
 def new_identifier(now: float) -> str:
-    """Return a name for the run that began at that time (seconds since the epoch); names sort by time."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.localtime(now))}-{os.getpid()}"
+    """Return a name, in UTC, for the run that began at that time (seconds since the epoch)."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{os.getpid()}"
+
+
+def _order(identifier: str) -> tuple[float, str]:
+    """Return what runs are sorted by: the time of their name, or that of their file if the name is in local time."""
+    found = _IDENTIFIER.fullmatch(identifier)
+    if found is not None and found[2]:
+        return calendar.timegm(time.strptime(found[1], "%Y%m%dT%H%M%S")), identifier
+    try:
+        return (folder() / f"{identifier}.json").stat().st_mtime, identifier
+    except OSError:
+        return 0.0, identifier
 
 
 def moment(now: float) -> str:
@@ -100,7 +113,7 @@ def identifiers() -> list[str]:
         names = [path.stem for path in folder().glob("*.json")]
     except OSError:
         return []
-    return sorted(filter(_IDENTIFIER.fullmatch, names), reverse=True)
+    return sorted(filter(_IDENTIFIER.fullmatch, names), key=_order, reverse=True)
 
 
 def load(identifier: str = "") -> Run:
@@ -129,7 +142,7 @@ def before(run: Run) -> Run | None:
     A check and an installation are two kinds.
     """
     for identifier in identifiers():
-        if identifier < run.identifier:
+        if _order(identifier) < _order(run.identifier):
             try:
                 found = load(identifier)
             except GpuprovError:

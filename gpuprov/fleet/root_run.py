@@ -220,7 +220,7 @@ def _run_in(looked: _Root, root: str, request: Request, agent: Agent, sink: Sink
             f"looked in {root} for {', '.join(PYTHONS)}",
             f"install it there (chroot {root} apt-get install python3)",
         )
-    said = "\n".join(strays) or done.stderr.strip()[-400:]
+    said = "\n".join(strays) or "\n".join(done.stderr.strip().splitlines()[-5:])
     raise GpuprovError(
         f"the run in {root} did not come to its end",
         f"exit code {done.returncode}: {said or 'no output'}",

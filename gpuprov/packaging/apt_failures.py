@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed, first_match
@@ -29,7 +30,7 @@ _FAILURES = (
     # First of all: on a full disk apt also says that an index can't be fetched, or is not signed.
     Failure(
         r"No space left on device|enough free space|Splitting up .* into data and signature failed",
-        "the disk is full", "make room: df -h; /tmp must be writable, too",
+        "the disk is full", "make room: df -h (inodes: df -i); /tmp must be writable, too",
     ),
     Failure(
         r"Could not get lock|Unable to acquire the dpkg frontend lock",
@@ -138,6 +139,12 @@ _FAILURES = (
 )  # fmt: skip
 
 
+_UNREACHED = tuple(row for row in _FAILURES if row.meaning in (
+    "there is no repository at that address, or the file is gone from it", "a repository's name is not known",
+    "a repository can't be reached",
+))  # fmt: skip
+
+
 def finish(done: Completed, what: str, advice: Advice | None = None) -> None:
     """Raise GpuprovError, with apt's decisive line, if apt failed.
 
@@ -149,6 +156,9 @@ def finish(done: Completed, what: str, advice: Advice | None = None) -> None:
     said = [line.strip() for line in text.splitlines() if line.strip()]
     require_known(done, said, advice, what, NO_SUCH_PACKAGE)
     found = first_match(_FAILURES, lambda row: row.pattern, said)
+    if found is not None and found[0] in _UNREACHED:
+        # Of several repositories the first is the cause, whatever its kind.
+        found = next((row, line) for line in said for row in _UNREACHED if re.search(row.pattern, line))
     if found is not None:
         row, line = found
         listed = listed_under(row.heading, text) if row.heading else ()

@@ -13,7 +13,7 @@ _FAILURES = (
     # First of all: on a full disk they also say that a file can't be fetched, is damaged, or is not signed.
     (r"[Nn]o space left on device|Curl error \(23\)|Failed writing (received data|body)|Error code: Write error"
      r"|[Nn]ot enough (free )?space|more space (needed|on)|needs \d+ ?[KMG]i?B on|signed with an unknown key ''",
-     "the disk is full", "make room: df -h"),
+     "the disk is full", "make room: df -h (inodes: df -i)"),
     (r"history\.sqlite.*no such table", "dnf's history is half made, as a full disk leaves it",
      "rm /var/lib/dnf/history.sqlite*, then run the same command again"),
     (r"System management is locked|Waiting for process with pid|transaction lock",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from gpuprov.core.commands import TIMED_OUT, Completed
@@ -15,6 +16,9 @@ _LISTING = "for path in /dev/nvidia* /usr/bin/nvidia-smi; do [ -e $path ] && ech
 # What docker says where no hook was on its PATH when it started.
 _NO_HOOK = "could not select device driver"
 _NOT_STARTED = 125  # docker's and podman's own exit code
+# crun and runc, whose failures podman ends with 126 or 127, as a shell does for a program.
+_RUNTIME = re.compile(r"\b(crun|runc|OCI runtime|OCI permission denied)\b")
+_ITS_PROGRAM = re.compile(r"executable file|exec format|exec[: ].*(permission denied|no such file)", re.IGNORECASE)
 # Exit codes: a shell's, and nvidia-smi's where the host's own went well.
 _HINTS = {
     9: "the container can't reach the driver: gpuprov install refreshes device nodes and CDI specification",
@@ -101,6 +105,8 @@ def ended(bench: Bench, done: Completed) -> str:
     """Return how a container ended, and the next step if known."""
     line = telling_line(done)
     hint = bench.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
+    if done.returncode in (126, 127) and _RUNTIME.search(line) and not _ITS_PROGRAM.search(line):
+        hint = f"the OCI runtime starts no container: {bench.engine.name} info names it; correct what it says"
     # gpuprov's own runtime suggests the next step itself.
     if "gpuprov:" in line:
         hint = ""

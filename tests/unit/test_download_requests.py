@@ -180,5 +180,26 @@ def test_each_cause_has_its_advice(
         download(system, "http://user:secret@example.org/x")
     (problem,) = caught.value.problems
     assert problem.what == f"http://user:***@example.org/x can't be reached{what}"
-    assert problem.evidence.endswith(said) and len(problem.evidence) == 200 and "secret" not in problem.evidence
+    assert problem.evidence.startswith("x" * 300) and problem.evidence.endswith(said)
+    assert "secret" not in problem.evidence
     assert next_step in problem.next_step
+
+
+@pytest.mark.parametrize("file", ["root/.bashrc", ""])
+def test_a_dead_proxy_of_the_environment_is_named_with_its_source(
+    system: System, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Port 9 is discard's: nothing listens."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    if file:
+        system.make_directory("/root")
+        system.write(f"/{file}", b"export http_proxy=http://127.0.0.1:9\n")
+    with pytest.raises(GpuprovError) as caught:
+        download(system, "http://example.org/x")
+    (problem,) = caught.value.problems
+    assert problem.what == "the proxy http://127.0.0.1:9 does not answer"
+    where = f"/{file}" if file else "the environment of gpuprov"
+    assert f"correct or remove http_proxy in {where}" in problem.next_step
+    assert "Connection refused" in problem.evidence

@@ -14,6 +14,7 @@ from gpuprov.agent.run import run_request
 from gpuprov.core.apply import apply_changes, last_undoable_run, roll_back
 from gpuprov.core.changes import file_diff, text_diff
 from gpuprov.core.journal import new_journal
+from gpuprov.core.lock import other_run
 from gpuprov.core.repairs import SetMode
 from gpuprov.doctor.examined import Examined
 from gpuprov.doctor.gather import gather as examine
@@ -115,6 +116,15 @@ def test_read_only_file_systems_refuse_what_writes_there_and_nothing_else(host: 
     assert problem.next_step == "mount -o remount,rw /usr"
 
 
+def test_a_healthy_host_with_a_read_only_etc_is_healthy(host: DoctorHost) -> None:
+    x = examine(host, SPEC)
+    read_only = replace(x, host=replace(x.host, read_only={"/etc": "/etc (ro,relatime,rw)"}))
+    assert causes(read_only) == causes(x)
+    # An aside whose advice is an installation does not make it a fault either.
+    old = replace(read_only.host, packages=replace(x.host.packages, installed={**x.host.packages.installed}))
+    assert "install-obstructed" not in [cause.rule.name for cause in causes(replace(read_only, host=old))]
+
+
 # proc(5): a mount that is read-only, and a file system that ext4 has made so after an error.
 MOUNTS = """\
 27 1 254:0 / / rw,relatime - ext4 /dev/vda {root}
@@ -200,6 +210,19 @@ def test_a_run_that_is_alive_is_seen_by_its_lock(host: DoctorHost) -> None:
         assert (cause.rule.name, cause.finding.confidence) == ("run-alive", "aside")
         assert f"pid {process.pid}: gpuprov install, since 12:00" in cause.finding.evidence
         assert cause.finding.next_step.startswith(f"tail --pid={process.pid} -f /dev/null")
+        # What else is found may be what the run has not done yet.
+        host.remove("/etc/cdi/nvidia.json")
+        first, *others = causes(replace(examine(host, SPEC), runs_now=runs_now(below)))
+        assert (first.rule.name, first.finding.confidence) == ("run-alive", "certain")
+        assert others and {one.finding.confidence for one in others} == {"possible"}
+        events: list[Event] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gpuprov.agent.run.other_run", lambda system: other_run(below))
+            run_request(Request("verify", spec_to_json(SPEC)), events.append, host)
+        finished = events[-1]
+        assert isinstance(finished, Finished) and finished.exit_code == 1
+        assert finished.problems[0].what.startswith("a run is working on this host")
+        assert f"pid {process.pid}: gpuprov install, since 12:00" in finished.problems[0].evidence
     finally:
         process.kill()
         process.wait()

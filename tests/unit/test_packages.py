@@ -15,7 +15,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
-from gpuprov.packaging.apt_failures import listed_under
+from gpuprov.packaging.apt_failures import finish, listed_under
 from gpuprov.packaging.apt_packages import (
     HELD_LIST,
     HoldPackages,
@@ -468,3 +468,17 @@ def test_undone_holds_leave_marks_and_list_as_they_were(tmp_path: Path, listed: 
     HoldPackages.undo(host, captured, outcome)
     assert host.held == {"docker-ce"}
     assert host.everything() == before
+
+
+REFUSED = "E: Failed to fetch http://dead.example/InRelease  Could not connect to dead.example:80 (192.0.2.1)"
+UNKNOWN = "E: Failed to fetch http://gone.example/InRelease  Temporary failure resolving 'gone.example'"
+
+
+@pytest.mark.parametrize(
+    ("lines", "meaning"), [((REFUSED, UNKNOWN), "can't be reached"), ((UNKNOWN, REFUSED), "name is not known")]
+)
+def test_of_several_repositories_the_first_error_is_the_cause(lines: tuple[str, ...], meaning: str) -> None:
+    with pytest.raises(GpuprovError) as caught:
+        finish(Completed(("apt-get",), 100, "", "\n".join(lines)), "the index could not be read")
+    (problem,) = caught.value.problems
+    assert problem.what.endswith(meaning) and problem.evidence.endswith(lines[0])

@@ -266,10 +266,8 @@ class WithContainer(FakeHost):
         if words[0] == "ps" and "--quiet" in words:
             return 0, "4c5f\n77aa\n"
         if words[0] == "inspect":
-            return (
-                0,
-                "nvidia no - /trainer\nrunc no - /web\nrunc always gpus /server\nrunc no gpus /once\nrunc always - /db\n",
-            )
+            rows = ("nvidia no - /trainer", "runc no - /web", "runc always gpus /server", "runc no gpus /once")
+            return 0, "\n".join((*rows, "runc always - /db"))
         return super()._docker(words)
 
 
@@ -292,6 +290,7 @@ OBSTACLES = {
     "chattr +i {}/var/lib/gpuprov/runs/*": ("immutable (chattr +i)", "chattr -i "),
     "chattr +i {}/etc/docker/daemon.json": ("immutable (chattr +i)", "chattr -i "),
     "mount --bind {0}/etc {0}/etc; mount -o remount,bind,ro {0}/etc": ("etc is mounted read-only", "remount,rw "),
+    "touch {0}/run/gpuprov.lock; cd {0}/..; seq 90000 | xargs touch 2>&- || :": ("inodes left", "df -i "),
     "mount --bind {0}/var {0}/var; mount -o remount,bind,noexec {0}/var": ("var is mounted noexec", "remount,exec "),
 }
 

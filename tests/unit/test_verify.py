@@ -21,8 +21,10 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import other_engines
 from gpuprov.verify import cuda_checks, verify
-from gpuprov.verify.containers import Bench
+from gpuprov.verify.containers import Bench, ended
+from gpuprov.verify.engines import PODMAN
 from gpuprov.verify.outcome import Checks
+from gpuprov.verify.smi import SmiReport
 from gpuprov.wire.events import CheckDone, Event
 from gpuprov.wire.spec import HostSpec
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
@@ -471,3 +473,27 @@ def test_a_docker_that_is_to_be_left_alone_is_named(host: RecordedHost) -> None:
     (check,) = [one for one in seen if isinstance(one, CheckDone) and one.engine]
     assert (check.name, check.status) == ("docker", "skipped")
     assert verdict.summary() == "the driver works; no container engine is configured, so no container ran"
+
+
+# podman's exit code and last words → the hint; it takes 126 and 127 from its runtime, too.
+ENDED = [
+    (
+        126,
+        "Error: crun: open `/proc/self/oom_score_adj`: Permission denied: OCI permission denied",
+        "OCI runtime starts",
+    ),
+    (126, "Error: crun: executable file `nvidia-smi` is not executable: OCI permission denied", "give another image"),
+    (126, "sh: nvidia-smi: Permission denied", "give another image"),
+    (
+        127,
+        "Error: runc: runc create failed: unable to start container process: error during init",
+        "OCI runtime starts",
+    ),
+    (127, "Error: crun: executable file `nvidia-smi` not found in $PATH: No such file", "the container did not get it"),
+]
+
+
+@pytest.mark.parametrize(("code", "said", "hint"), ENDED)
+def test_a_runtime_that_fails_is_not_the_image_s_fault(code: int, said: str, hint: str) -> None:
+    bench = Bench(System(), "image", SmiReport("", "", ()), PODMAN)
+    assert hint in ended(bench, Completed(("podman",), code, "", said))

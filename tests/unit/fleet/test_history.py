@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +197,27 @@ def test_report_writes_a_page(tmp_path: Path) -> None:
     save(run(1))
     assert called("--run", "20261121T081501", "--html", str(tmp_path / "a.html")) == ""
     assert "<!doctype html>" in (tmp_path / "a.html").read_text()
+
+
+def test_names_are_in_utc_and_older_local_ones_stay_in_order(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summer time ends; the host moves; runs of an earlier version are beside."""
+    state.mkdir(parents=True)
+    named = []
+    for zone, now in (
+        ("CET-1CEST", 1793154600),
+        ("CET-1CEST", 1793158200),
+        ("JST-9", 1793158300),
+        ("UTC0", 1793158400),
+    ):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        named.append(history.new_identifier(now))
+        save(replace(run(), identifier=named[-1]))
+    assert named == sorted(named) and named[0].startswith("20261028T")
+    # It began at 23:00 local time of UTC-10, between the first two.
+    old = state / "20261027T230000-7.json"
+    old.write_text((state / f"{named[0]}.json").read_text().replace(named[0], old.stem))
+    os.utime(old, (1793155000, 1793155000))
+    assert history.identifiers() == [*reversed(named[1:]), old.stem, named[0]]
+    assert load().identifier == named[-1] and load(old.stem).identifier == old.stem
+    assert (found := history.before(load(named[1]))) is not None and found.identifier == old.stem
