@@ -352,6 +352,21 @@ def test_a_digest_that_is_given_counts_more_than_the_mirrors(system: System) -> 
     assert system.read_bytes("/cache/a.run") == b"of the mirror"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_runfile_that_was_there_stays_with_the_undo(system: System, there: bool) -> None:
+    system.make_directory("/cache")
+    system.make_directory("/mirror")
+    system.write("/mirror/a.run", CONTENT)
+    if there:
+        system.write("/cache/a.run", b"of an earlier run")
+    change = FetchRunfile("file:///mirror/a.run", "/cache/a.run", DIGEST)
+    before = change.capture(system)
+    change.apply(system, lambda *_: None)
+    assert system.read_bytes("/cache/a.run") == CONTENT
+    change.undo(system, before, {})
+    assert system.exists("/cache/a.run") == there
+
+
 def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:
     site.files["/a.run"] = CONTENT
     site.files["/a.run.sha256sum"] = DIGEST.encode()

@@ -14,7 +14,7 @@ from gpuprov.core.changes import FileFact, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile
+from gpuprov.driver_run import INCOMPLETE_MARK, FetchRunfile, sha256
 from gpuprov.engines.configure_engine import ConfigureEngine
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_change import ReconfigureDocker
@@ -299,6 +299,9 @@ def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts
     assert planned(metal, spec(driver_version="580", driver_url="http://a.example/x.run"), FetchRunfile).sha256 == known
     unknown = {"driver_version": "580.1.1", "driver_url": "https://a.example/x.run"}
     assert planned(metal, spec(**unknown), FetchRunfile).sha256 == ""
+    # A path names the administrator's own file, which may be another build.
+    own = spec(driver_version="580", driver_url="/root/driver.run")
+    assert sha256(metal, own) == "" != sha256(metal, replace(own, driver_sha256="0" * 64))
 
 
 def test_a_gpu_that_the_driver_does_not_serve_is_told_before_any_download(metal: HostFacts) -> None:
