@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from gpuprov.cdi.discover import discover
 from gpuprov.core.apply import apply_changes
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal, read_runs
+from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.core.system import System
 from gpuprov.driver.driver_install import InstallDriver
-from gpuprov.driver_run import INCOMPLETE_MARK
+from gpuprov.driver_run import INCOMPLETE_MARK, require_digest, require_room
 from gpuprov.wire.errors import GpuprovError
 from tests import simgpu
 from tests.unit.fake_host import FakeHost, write_runfile
@@ -136,3 +139,30 @@ def test_oracles_uek_8_is_built_with_the_compiler_that_built_it(tmp_path: Path) 
     change.apply(host, lambda *_: None)
     # A host without the toolset keeps the usual path, on which the installer says what it lacks.
     assert host.paths[0] == "" and host.paths[-1].startswith("/opt/rh/gcc-toolset-14/root/usr/bin:/usr/local/sbin:")
+
+
+@pytest.mark.parametrize("full", [CACHE_DIRECTORY, "/usr", ""])
+def test_an_installation_needs_room_in_the_cache_and_in_its_place(tmp_path: Path, full: str) -> None:
+    class Small(FakeHost):
+        def free_bytes(self, path: str) -> int:
+            return (30 << 20) - (path == full)
+
+    host = Small(tmp_path / "root")
+    (host.root / "driver.run").write_bytes(bytes(10 << 20))
+    if not full:
+        require_room(host, "/driver.run", 3, "/usr", "it")
+        return
+    with pytest.raises(GpuprovError, match=f"not enough room on the file system of {full} to install it") as caught:
+        require_room(host, "/driver.run", 3, "/usr", "it")
+    (problem,) = caught.value.problems
+    assert (problem.evidence, problem.next_step) == ("29 MiB free, 30 MiB needed", f"make room: df -h {full}")
+
+
+def test_a_file_with_another_digest_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    system = System(str(tmp_path))
+    require_digest(system, "/file", "", "it", "v")
+    require_digest(system, "/file", hashlib.sha256(b"x").hexdigest(), "it", "v")
+    with pytest.raises(GpuprovError, match="it is not the one that was asked for") as caught:
+        require_digest(system, "/file", "0" * 64, "it", "v")
+    assert f"v is {'0' * 64}" in caught.value.problems[0].evidence

@@ -196,6 +196,7 @@ def test_half_a_driver_is_installed_again_whatever_its_version_says(facts: HostF
     assert planned(whole, spec(), InstallDriver) is None
     half = replace(whole, files={**whole.files, INCOMPLETE_MARK: FileFact(b"", 0o644, 0, 0)})
     assert planned(half, spec(), InstallDriver) is not None
+    assert planned(replace(whole, driver_damage="libcuda.so.1 is missing"), spec(), InstallDriver) is not None
 
 
 def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
@@ -289,6 +290,15 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
     else:
         place.write_bytes(b"\x7fELF" * (2 << 20))
     assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
+
+
+def test_a_file_in_the_cache_counts_by_its_digest(metal: HostFacts) -> None:
+    known = {"driver_version": "580", "driver_url": "https://a.example/x.run"}
+    digest = planned(metal, spec(**known), FetchRunfile).sha256
+    for there, wanted, fetched in ((digest, known, False), ("0" * 64, known, True),
+                                   ("0" * 64, {**known, "driver_version": "580.1.1"}, False)):  # fmt: skip
+        facts = replace(metal, downloads={"/var/cache/gpuprov/x.run": there})
+        assert (planned(facts, spec(**wanted), FetchRunfile) is not None) == fetched
 
 
 def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
