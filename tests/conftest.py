@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import world
+from tests import gpg, world
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 # GNU readline, which pytest imports, sets these to the size of the terminal.
@@ -16,7 +16,7 @@ for _name in ("COLUMNS", "LINES"):
     os.unsetenv(_name)
 
 __all__ = ["apt_lab", "rpm_lab", "rpm_site", "site"]
-pytest_plugins = ["tests.left_behind"]
+pytest_plugins = ["tests.left_behind", "tests.skips"]
 # `make test` gives each property few examples, `make test-all` many (--hypothesis-profile=thorough). How long one takes
 # says how busy the machine is: no test is decided by that.
 for _name, _examples in (("quick", 25), ("thorough", 200)):
@@ -50,6 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs root"))
         item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=_order)
+
+
+def pytest_sessionfinish() -> None:
+    """End what gpg has begun, before tests/left_behind.py looks."""
+    gpg.end_agents()
 
 
 def _order(item: pytest.Item) -> int:

@@ -8,6 +8,19 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+_HOMES: set[Path] = set()
+
+
+def end_agents_later(home: Path) -> None:
+    """Have the daemons of gpg's folder ended with the session, whatever becomes of the test that began them."""
+    _HOMES.add(home)
+
+
+def end_agents() -> None:
+    """End the daemons of all folders that are still there."""
+    for home in filter(Path.exists, _HOMES):
+        subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=False)
+
 
 @contextlib.contextmanager
 def gpg_home(place: Path) -> Iterator[Path]:
@@ -23,6 +36,7 @@ def signing_key(home: Path, name: str, *options: str) -> str:
     """Make a key in gpg's folder `home` and return its fingerprint; `options` are gpg's."""
     home.mkdir(mode=0o700, exist_ok=True)
     home.chmod(0o700)
+    end_agents_later(home)
     gpg = ("gpg", "--homedir", str(home), "--batch")
     subprocess.run(
         (*gpg, *options, "--passphrase", "", "--quick-gen-key", name, "ed25519", "sign", "never"), check=True

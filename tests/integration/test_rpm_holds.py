@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from tests.integration.rpm_repositories import (
     template,
 )
 from tests.lab.rpm_repository import RpmPackage
+from tests.simgpu import debian
 
 __all__ = ["repository", "template"]
 pytestmark = [*NEEDS, pytest.mark.slow]
@@ -36,14 +36,8 @@ pytestmark = [*NEEDS, pytest.mark.slow]
 def versionlock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dnf 4's plugin, out of Debian's package, which can't be installed beside zypper."""
     folder = tmp_path_factory.mktemp("plugins")
-    got = subprocess.run(
-        ("apt-get", "-q", "download", "dnf-plugins-core"), cwd=folder, capture_output=True, check=False
-    )
-    if got.returncode != 0:
-        pytest.skip("dnf-plugins-core can't be downloaded here")
-    (package,) = folder.glob("*.deb")
-    subprocess.run(("dpkg-deb", "-x", str(package), str(folder)), check=True)
-    return folder
+    debian.fetch(folder, "bookworm", "main", ("dnf-plugins-core",))
+    return folder / "unpacked"
 
 
 def give_plugin(host: RpmHost, plugin: Path) -> None:

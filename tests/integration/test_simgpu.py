@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import simgpu
 from tests.simgpu import (
     all_gpus,
     build_libraries,
     build_run,
+    debian,
     device_nodes,
     gpu,
     install_tree,
@@ -401,3 +403,18 @@ def test_all_spellings_of_options_are_understood(run_file: Path, tmp_path: Path)
     options = "-s -no-x-check --dkms --no-rebuild-initramfs -m=kernel-open --tmpdir /tmp/mine --log-file-name=/tmp/log"
     done = _in_copy(run_file, tmp_path, f"$INSTALL {options} --no-kernel-module; echo rc $?; tail -n 1 /tmp/log")
     assert "\nrc 0\n-> Installation of the NVIDIA" in done.stdout
+
+
+def test_packages_are_fetched_whatever_this_machine_has_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = "Status: install ok installed\nArchitecture: amd64\nMaintainer: x <x@example.org>\nDescription: x\n"
+    (tmp_path / "status").write_text(f"Package: hello\nVersion: 99\n{fields}")
+    (tmp_path / "apt.conf").write_text(f'Dir::State::status "{tmp_path}/status";\n')
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    debian.fetch(tmp_path / "fetched", "bookworm", "main", ("hello",))
+    assert (tmp_path / "fetched/unpacked/usr/bin/hello").exists()
+    with pytest.raises(simgpu.BuildError) as caught:
+        debian.fetch(tmp_path / "none", "bookworm", "main", ("no-such-package",))
+    assert "Unable to locate package no-such-package; the mirror http" in str(caught.value)
+    assert str(caught.value).endswith(" must offer bookworm (main)")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests import simgpu, tutorials
-from tests.gpg import signing_key
+from tests.gpg import gpg_home, signing_key
 from tests.integration.test_bundle import CUT_OFF, source_words
 from tests.integration.test_host_program import bare_host
 from tests.integration.test_host_program import typed as typed_on
@@ -75,14 +75,13 @@ def test_a_host_without_a_network(site: Site, tmp_path: Path, monkeypatch: pytes
     host.ssh(CUT_OFF)
     page = (tutorials.TUTORIALS / "air-gapped.md").read_text()
     write_files(page, tmp_path, {"gpu01.example.org": host.address}, site.variables)
-    home = tmp_path / "gnupg"
-    signing_key(home, "ops@example.org")
-    monkeypatch.setenv("GNUPGHOME", str(home))
     # A system container builds no modules; packages come from the mirror that this machine uses.
     replaced = {" --kernel 6.1.0-37-amd64": f" {shlex.join(source_words('bookworm'))}"}
-    for step in tutorials.steps(page):
-        check(step, tmp_path, replaced)
-    subprocess.run(("gpgconf", "--homedir", str(home), "--kill", "all"), check=True)
+    with gpg_home(tmp_path / "gnupg") as home:
+        signing_key(home, "ops@example.org")
+        monkeypatch.setenv("GNUPGHOME", str(home))
+        for step in tutorials.steps(page):
+            check(step, tmp_path, replaced)
 
 
 def test_one_machine(site: Site) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.gpg import end_agents_later
 from tests.lab.shell import run
 
 PACKAGE = "site-gpu-tools"
@@ -56,6 +57,7 @@ def make_key(gnupg: Path) -> str:
     """Return the fingerprint of the key in `gnupg`, made if it is missing."""
     gpg = ("gpg", "--homedir", str(gnupg), "--batch")
     gnupg.mkdir(mode=0o700, parents=True, exist_ok=True)
+    end_agents_later(gnupg)
     # The folder alone says nothing: its making may have been killed before the key was there.
     while not (found := re.search(r"^fpr:+([0-9A-F]{40}):", run((*gpg, "--with-colons", "--list-keys")), re.MULTILINE)):
         run((*gpg, "--passphrase", "", "--quick-gen-key", "lab <lab@example.org>", "rsa3072", "sign", "never"))

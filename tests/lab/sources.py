@@ -17,14 +17,14 @@ _PASSED = re.compile(r'^Acquire::(http|https)::(Proxy|CaInfo|Verify-Peer)\b.*";$
 
 def source_lines(release: str) -> tuple[str, ...]:
     """Return apt's one-line sources of a Debian release, from the mirror that this machine uses."""
-    archive, security = _mirrors()
+    archive, security = mirrors()
     lines = [f"deb {archive} {release} main"]
     if release != "sid":
         lines += [f"deb {archive} {release}-updates main", f"deb {security} {release}-security main"]
     return tuple(lines)
 
 
-def _mirrors() -> tuple[str, str]:
+def mirrors() -> tuple[str, str]:
     """Return the URIs of Debian's archive and security archive in this machine's sources (deb822 or one-line).
 
     A machine that is not Debian names the archive in the environment variable DEBIAN_MIRROR.

@@ -21,5 +21,5 @@ def output_of(*argv: str, hint: str, cwd: Path | None = None) -> str:
         raise BuildError(f"{argv[0]} is not installed; {hint}") from error
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()
-        raise BuildError(f"{shlex.join(argv)} ended with {done.returncode}: {said}\n{hint}")
+        raise BuildError(f"{shlex.join(argv)} ended with {done.returncode}: {said}\n{hint}".rstrip())
     return done.stdout

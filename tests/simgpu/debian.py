@@ -6,7 +6,6 @@ machine's sources and package lists stay as they are.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -17,30 +16,10 @@ from .commands import BuildError, output_of
 
 SUITE = "trixie"
 COMPONENT = "non-free"
-MIRROR_VARIABLE = "DEBIAN_MIRROR"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 # nvidia-smi is the program under test's best judge; nvml.h holds the structures that it passes to the library.
 PACKAGES = ("nvidia-smi", "libnvidia-ml-dev")
-_SUITES = ("bullseye", "bookworm", "trixie", "forky", "sid", "stable", "testing", "unstable")
-_HINT = "check `apt-get update` on this machine: the Debian mirror must also offer trixie/non-free"
-
-
-def mirror() -> str:
-    """Return the Debian archive that this machine's apt uses, or the one in DEBIAN_MIRROR on another distribution."""
-    listing = output_of(
-        "apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", hint=_HINT
-    )
-    for line in listing.splitlines():
-        uri, _, rest = line.partition(" ")
-        suite, _, component = rest.partition(" ")
-        if component == "main" and suite in _SUITES:
-            return uri
-    named = os.environ.get(MIRROR_VARIABLE, "")
-    if not named:
-        raise BuildError(
-            f"this machine's apt names no mirror of Debian: `apt-get update`, or export {MIRROR_VARIABLE}=URL"
-        )
-    return named
+_WITHOUT_UPDATES = ("sid", "unstable", "experimental")
 
 
 def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages: Sequence[str] = PACKAGES) -> None:
@@ -53,24 +32,40 @@ def fetch(folder: Path, suite: str = SUITE, component: str = COMPONENT, packages
 
 def download(folder: Path, suite: str, component: str, packages: Sequence[str]) -> None:
     """Download packages of a Debian suite, and only these, into a folder; `component` may hold several words."""
+    from tests.lab.sources import mirrors  # which imports this package
+
     state, cache = folder / "apt-state", folder / "apt-cache"
     for directory in (state / "lists" / "partial", cache / "archives" / "partial"):
         directory.mkdir(parents=True)
+    # What this machine has installed is nothing to apt here: it would look for a source of that very version.
+    (state / "status").touch()
+    archive, security = mirrors()
+    places = [(archive, suite)]
+    if suite not in _WITHOUT_UPDATES:
+        places += [(archive, f"{suite}-updates"), (security, f"{suite}-security")]
     sources = folder / "debian.list"
-    sources.write_text(f"deb [signed-by={KEYRING}] {mirror()} {suite} {component}\n")
+    sources.write_text("".join(f"deb [signed-by={KEYRING}] {uri} {name} {component}\n" for uri, name in places))
     options = (
         f"Dir::State={state}",
+        f"Dir::State::status={state / 'status'}",
         f"Dir::Cache={cache}",
         f"Dir::Etc::SourceList={sources}",
         f"Dir::Etc::SourceParts={folder / 'none'}",
         f"Dir::Etc::PreferencesParts={folder / 'none'}",
         "APT::Architecture=amd64",
         "APT::Sandbox::User=root",
+        "APT::Update::Error-Mode=any",
     )
     (folder / "none").mkdir()
     apt = ("apt-get", "-qq", *(word for option in options for word in ("-o", option)))
-    output_of(*apt, "update", hint=_HINT)
-    output_of(*apt, "download", *packages, hint=_HINT, cwd=folder)
+    try:
+        output_of(*apt, "update", hint="")
+        output_of(*apt, "download", *packages, hint="", cwd=folder)
+    except BuildError as error:
+        # The cause is in apt's words; where they say that something is not there, this is where it was looked for.
+        if re.search("Release file|Unable to locate", str(error)):
+            raise BuildError(f"{error}; the mirror {archive} must offer {suite} ({component})") from None
+        raise
     for scratch in (state, cache, folder / "none"):
         shutil.rmtree(scratch)
     sources.unlink()
