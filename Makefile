@@ -60,7 +60,11 @@ test: setup  ## Lint, all unit tests, one real sample of each kind (15 minutes o
 	$(MAKE) --jobs=2 --output-sync=target lint base-bookworm base-bullseye
 	$(PYTEST) -m 'not slow' --junitxml=build/results.xml
 
-test-rest: setup  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
+$(VENV)/.apt-rest: tests/lab/packages-rest.txt $(VENV)/.apt
+	tests/apt-install tests/lab/packages-rest.txt
+	touch $@
+
+test-rest: setup $(VENV)/.apt-rest  ## What `make test` leaves out: all hosts, the virtual machine, more examples.
 	$(MAKE) --jobs=2 --output-sync=target base-bookworm base-bullseye base-trixie base-rpm
 	GPUPROV_RACE_SECONDS=20 $(PYTEST) -m 'slow or property' --hypothesis-profile=thorough
 

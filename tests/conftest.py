@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import gpg, world
+from tests import gpg, pythons, world
 from tests.lab.fixtures import apt_lab, rpm_lab, rpm_site, site
 
 # GNU readline, which pytest imports, sets these to the size of the terminal.
@@ -24,6 +24,12 @@ for _name, _examples in (("quick", 25), ("thorough", 200)):
         _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("quick")
+
+
+@pytest.fixture
+def python(request: pytest.FixtureRequest) -> str:
+    """The path of the Python of Debian's whose version is the parameter: `indirect`."""
+    return pythons.interpreter(request.param)
 
 
 @pytest.hookimpl(tryfirst=True)

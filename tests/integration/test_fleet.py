@@ -25,7 +25,7 @@ from gpuprov.wire.events import Event, Finished, Note, Started, from_line
 from gpuprov.wire.request import Request
 from gpuprov.wire.spec import HostSpec
 from tests.integration.sshd import PASSWORD, Server, serving
-from tests.pythons import ABSENT, PYTHONS
+from tests.pythons import VERSIONS
 
 pytestmark = pytest.mark.root
 
@@ -421,7 +421,7 @@ def test_one_unreachable_host_leaves_the_others_alone(target: HostTarget) -> Non
 # -- the real agent --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("python", VERSIONS, indirect=True)
 def test_built_agent_gathers_facts_on_every_python_here(tmp_path: Path, python: str) -> None:
     agent = tmp_path / "agent.pyz"
     agent.write_bytes(build_agent(tmp_path / "cache").content)
@@ -431,8 +431,3 @@ def test_built_agent_gathers_facts_on_every_python_here(tmp_path: Path, python: 
     )  # fmt: skip
     events = [type(from_line(line)).__name__ for line in done.stdout.decode().splitlines()]
     assert (events, done.returncode, done.stderr) == (["Started", "FactsGathered", "Finished"], 0, b"")
-
-
-def test_python_39_is_here_to_try_the_agent_on() -> None:
-    if "3.9" in ABSENT:
-        pytest.skip("no Python 3.9 on this machine: the agent was tried on newer ones only")

@@ -17,7 +17,9 @@ from gpuprov.fleet.page import render
 from tests.unit.fleet import fleets
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+]  # fmt: skip
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update")  # fmt: skip
 # The page itself has no script, and forbids any: it is shown in a frame of another page, which may be narrower than

@@ -15,8 +15,6 @@ from typing import Callable
 import pytest
 
 from gpuprov.core.changes import RemoveFile
-from gpuprov.core.system import System
-from gpuprov.facts.host import gather
 from gpuprov.machine.distros import distribution_of, kernel_headers
 from gpuprov.package_managers.zypper import ZYPPER
 from gpuprov.packaging import past_kernels
@@ -347,11 +345,6 @@ def test_where_packages_alone_are_signed_no_signature_of_metadata_is_asked_for(
     assert "is not signed" in refusal(lambda: install(host, "unsigned"))
     install(host, TOOLS.name)
     assert TOOLS.name in installed_files(host)
-
-
-def test_this_machine_is_still_apts() -> None:
-    """rpm and dnf are installed here beside apt: the distribution decides, not which programs there are."""
-    assert gather(System()).packages.manager == "apt"
 
 
 def test_a_real_package_manager_at_work_is_named_and_waited_for(host: RpmHost, repository: Repository) -> None:

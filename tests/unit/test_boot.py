@@ -34,7 +34,7 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.wire.errors import GpuprovError
 from gpuprov.wire.spec import HostSpec, parse_spec
 from tests import simgpu
-from tests.pythons import PYTHONS
+from tests.pythons import VERSIONS
 from tests.unit.fake_host import FakeHost
 
 pytestmark = pytest.mark.root
@@ -156,7 +156,7 @@ def test_same_input_same_bytes() -> None:
     assert boot_program() == first
 
 
-@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("python", VERSIONS, indirect=True)
 def test_the_program_needs_nothing_but_python(tmp_path: Path, python: str) -> None:
     """Every module in it can be imported from it alone."""
     path = tmp_path / "boot.pyz"

@@ -24,7 +24,7 @@ from gpuprov.plan.preflight import preflight
 from gpuprov.runtime_hook.deploy import _FORMAT, LAUNCHER_PATH, deployed_files, python_of, render_launcher
 from gpuprov.wire.spec import parse_spec
 from tests import simgpu
-from tests.pythons import PYTHONS
+from tests.pythons import VERSIONS
 from tests.unit.fake_host import PYTHON, FakeHost
 
 pytestmark = pytest.mark.root
@@ -136,7 +136,7 @@ def test_it_is_read_from_the_launcher_or_from_the_boot_unit(host: FakeHost) -> N
     assert python_of(b"#!/bin/sh\nexec python3\n") == ""
 
 
-@pytest.mark.parametrize("python", PYTHONS, ids=lambda path: Path(path).name)
+@pytest.mark.parametrize("python", VERSIONS, indirect=True)
 def test_byte_code_belongs_to_the_python_that_runs_it(tmp_path: Path, python: str) -> None:
     """By that Python itself, where the agent runs on another."""
     for path, _, content in deployed_files(python):

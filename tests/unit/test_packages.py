@@ -15,6 +15,7 @@ import pytest
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
+from gpuprov.facts.host import gather
 from gpuprov.packaging.apt_failures import finish, listed_under
 from gpuprov.packaging.apt_packages import (
     HELD_LIST,
@@ -54,11 +55,14 @@ def test_nonsense_from_dpkg_is_nothing() -> None:
     assert parse_dpkg("") == parse_dpkg("dpkg-query: error: no database\n\n") == {}
 
 
-@pytest.mark.skipif(System().which("dpkg-query") is None, reason="needs dpkg")
-def test_this_machine_has_a_package_manager() -> None:
-    facts = gather_packages(System())
-    assert facts.manager == "apt"
-    assert "dpkg" in facts.installed and facts.installed["dpkg"][0].isdigit()
+def test_debians_manager_is_apt_though_rpms_are_there_too(tmp_path: Path) -> None:
+    """The distribution decides, not which programs there are."""
+    host = FakeHost(tmp_path)
+    for name in ("dnf", "rpm", "zypper"):
+        host.write(f"/usr/bin/{name}", b"#!/bin/sh\n", mode=0o755)
+        assert host.which(name)
+    facts = gather(host).packages
+    assert (facts.manager, facts.installed["dpkg"]) == ("apt", "1.21.22")
 
 
 def test_a_machine_without_apt_has_no_package_manager(tmp_path: Path) -> None:
